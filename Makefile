@@ -8,12 +8,12 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 RLHF := $(VENV)/bin/rlhf
 CONFIG ?= configs/demo
-# The developers' shared folder: the benchmarks' models. And the environment of TRL 1.12, with which `make bench`,
-# `make bench-memory` and `make golden` compare.
+# The developers' shared folder has the models of the benchmarks. PEER is the environment of TRL 1.12 for `make bench`,
+# `make bench-memory` and `make golden`.
 SHARED ?= ../shared
 PEER ?= .peer
 
-# CONFIG is a run's folder, or a config in one. A preset of configs/ runs in runs/NAME, which `rlhf init` makes.
+# CONFIG is a run folder or a config in one. A preset of configs/ runs in runs/NAME, created by `rlhf init`.
 FOLDER := $(patsubst %/,%,$(if $(filter %.yaml,$(CONFIG)),$(dir $(CONFIG)),$(CONFIG)))
 PRESET := $(patsubst configs/%,%,$(filter configs/%,$(FOLDER)))
 RUN := $(if $(PRESET),runs/$(PRESET),$(FOLDER))
@@ -22,7 +22,7 @@ INIT = test -z "$(PRESET)" || test -e "$(RUN)" || $(RLHF) init "$(PRESET)" "$(RU
 help: ## list these commands
 	@sed -n 's/^\([a-z -]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
-demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes on a CPU, no network
+demo: $(VENV)/.installed ## the whole chain on synthetic data: minutes on a CPU, no network
 	@test -e runs/demo || $(RLHF) init demo runs/demo
 	@test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
 	@$(RLHF) run runs/demo
@@ -43,10 +43,10 @@ MALLOC ?= returns
 bench-memory: $(VENV)/.installed-test $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
 	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
-bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/results/learning.md)
+bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, resumes (docs/results/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
 
-golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/test_golden.py compares ours with: a minute
+golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/unit/test_golden.py compares ours with: a minute
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PEER)/bin/python -m benchmarks.golden --out runs/golden --shared $(SHARED)
 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
@@ -64,15 +64,15 @@ browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install
 
 # The suite's 1000 cases are the same each time; these are new ones.
 CASES ?= 20000
-fuzz: $(VENV)/.installed-test ## configs, data and models with faults put in, CASES=20000 of them: about 8 minutes on two cores
-	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/test_fuzz.py tests/test_fuzz_models.py
+fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
+	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/cli/test_fuzz.py tests/cli/test_fuzz_models.py
 
-damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint, beside plain HF Trainer: a matrix, minutes
+damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint: a matrix, minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)
 
 N ?= 200
-chaos: $(VENV)/.installed-test ## N=200 kills a stage, every fail point, full disks: all must end in the same bytes
-	$(TESTING) PYTHONPATH=tests:. $(VENV)/bin/python -W ignore -m chaos --kills $(N)
+chaos: $(VENV)/.installed-test ## N=200 kills a stage, every fail point, full disks: all runs must end in the same bytes
+	$(TESTING) PYTHONPATH=tests/helpers:. $(VENV)/bin/python -W ignore -m chaos --kills $(N)
 
 lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .
@@ -82,7 +82,7 @@ lint: $(VENV)/.installed-test ## style and types
 check: lint ## style, types and the fast tests
 	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not training" $(PARALLEL)
 
-smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary folder
+smoke: $(VENV)/.installed ## the whole chain on tiny models in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(TESTING) $(RLHF) init ci "$$folder/ci"; \
 	$(TESTING) $(RLHF) run "$$folder/ci"; \
@@ -100,10 +100,10 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 	@$(INIT)
 	@$(RLHF) run $(RUN)
 
-schemas: $(VENV)/.installed ## the JSON Schemas that editors read beside configs/, as the code has them now
+schemas: $(VENV)/.installed ## regenerate the JSON Schemas for editors
 	for stage in sft reward ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
 
-clean: ## remove what tools left; runs/ and the installation stay
+clean: ## remove build and cache folders; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find rlhf_cli tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 

@@ -2,9 +2,9 @@
 
     python benchmarks/ppo_update.py --shared ../shared --updates 5 --set micro_batch_tokens=1024
 
-One measurement of our side as `make bench` makes it, to try a key of `ppo:`. 64 prompts an update (the first 3 to 12
-words of a review), up to 64 new tokens, 4 epochs of one optimizer step, temperature 1, on the 5.3 M-parameter models of
-the developers' shared folder. `--dense` has no stop token: every response has 64 tokens.
+It measures our side as `make bench` does, to compare values of a key of `ppo:`. 64 prompts per update (the first 3 to
+12 words of a review), up to 64 new tokens, 4 epochs of one optimizer step, temperature 1, with the 5.3 M-parameter
+models of the developers' shared folder. With `--dense` there is no stop token: every response has 64 tokens.
 """
 
 import argparse
@@ -19,8 +19,7 @@ import yaml
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.speed import ours
-from benchmarks.speed.job import Job
-from benchmarks.speed.workload import Reference, write_prompts
+from benchmarks.speed.workload import Job, Reference, write_prompts
 
 
 def main() -> None:
@@ -29,10 +28,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of `ppo:`, any number")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of `ppo:`; repeatable")
     parser.add_argument("--dense", action="store_true")
     args = parser.parse_args()
-    ours.quiet()
+    ours.silence_libraries()
     torch.set_num_threads(args.threads)
     reference = Reference.shared(args.shared)
     settings = {key: yaml.safe_load(value) for key, value in (text.split("=", 1) for text in args.set)}

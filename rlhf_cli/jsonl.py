@@ -1,4 +1,4 @@
-"""Read and write JSON Lines, with file and line in every message."""
+"""Read and write JSON Lines, with file and line in every message; and look into JSON trees."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeGuard, cast
 
 import orjson
 
@@ -203,3 +203,26 @@ def to_json(value: object, **style: Any) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     return to_json(row, allow_nan=False) + "\n"
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {dotted path: value} of nested tables; an empty table is a value."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            values |= {f"{key}.{path}": inner for path, inner in flatten(value).items()}
+        else:
+            values[str(key)] = value
+    return values
+
+
+def at(tree: Any, path: str) -> Any:
+    """Return the value at a dotted path of nested tables, or None."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return True for an int or float, False for a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

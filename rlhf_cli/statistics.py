@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
+from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import Any
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
 CAUCHY = 2.5  # scale of the prior, Gelman et al. 2008: few effects change the log-odds by more
 RESAMPLES = 2000
+FEWEST = 8  # values of a series: fewer do not separate noise from a trend
 MAX_ITERATIONS, TOLERANCE = 200, 1e-8  # of the fit; the tolerance is on the rate
 
 
@@ -186,3 +188,57 @@ def best_of_n_kl(n: int) -> float:
     log n - (n - 1) / n (Stiennon et al. 2020, appendix G.3; Beirami et al. 2024).
     """
     return math.log(n) - (n - 1) / n
+
+
+# Noise of a series, from one update or evaluation to the next. Intervals are of 95 %.
+
+
+def noise(values: Sequence[float], share: float = 1.0) -> float:
+    """Return half the 95 % interval of a sum whose variance is `share` times that of the noise of one value.
+
+    The noise is estimated from differences of neighbours, which a slow trend hardly affects: sum d^2 / (2 (n - 1)),
+    with 2 (n - 1)^2 / (3 n - 4) degrees of freedom (von Neumann et al. 1941, Annals of Mathematical Statistics 12(2)).
+    """
+    n, steps = len(values), _differences(values)
+    return _student(2 * (n - 1) ** 2 / (3 * n - 4)) * math.sqrt(share * fmean(step * step for step in steps) / 2)
+
+
+def _student(freedom: float, searched: int = 1) -> float:
+    """Return Student's t quantile for `searched` simultaneous 95 % intervals (Bonferroni)."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - 0.025 / searched))
+
+
+def _differences(values: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(values)]
+
+
+def last_quarter(values: Sequence[float]) -> Sequence[float]:
+    """Return the values that represent the end of a run; a single update has few responses."""
+    return values[-max(1, len(values) // 4) :]
+
+
+def end_noise(values: Sequence[float], of_the_first: float = 0.0) -> float:
+    """Return half the 95 % interval of the mean of the last quarter, with the noise of the last half.
+
+    `of_the_first`: the mean is compared with this multiple of the first value, which has the same noise.
+    """
+    return noise(values[len(values) // 2 :], 1 / len(last_quarter(values)) + of_the_first**2)
+
+
+def gained(values: Sequence[float]) -> tuple[float, float]:
+    """Return the last quarter's mean minus the first tenth's, and half its 95 % interval. At least FEWEST values."""
+    head, tail = values[: max(1, len(values) // 10)], last_quarter(values)
+    return fmean(tail) - fmean(head), noise(values, 1 / len(head) + 1 / len(tail))
+
+
+def rose_again(values: Sequence[float]) -> bool:
+    """Return True if the last of at least FEWEST values is above the lowest by more than noise.
+
+    The noise is that of second differences, which a slow bend hardly affects: sum d^2 / (6 (n - 2)), with
+    18 (n - 2) / 35 degrees of freedom (Gasser et al. 1986, Biometrika 73(3)). Corrected for the search of the lowest.
+    """
+    bends = _differences(_differences(values))
+    half = _student(18 * len(bends) / 35, searched=len(values) - 1)
+    return values[-1] - min(values) > half * math.sqrt(2 * fmean(bend * bend for bend in bends) / 6)

@@ -1,7 +1,7 @@
-"""Compare what two runs computed: `python scripts/compare_runs.py RUN OTHER`; exits 1 and lists what differs.
+"""Compare the results of two runs: `python scripts/compare_runs.py RUN OTHER`; lists differences and exits 1.
 
 It compares every tensor of every model bit for bit, config.json and tokenizer.json, the metrics of each step without
-times, and the numbers of eval/report.json: what may not change when code is moved or renamed.
+times, and the numbers of eval/report.json. A change that only moves or renames code must not change any of them.
 """
 
 import json
@@ -13,38 +13,38 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def contents(run: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of everything that is compared, except training state."""
+    """Yield (name, value) of every compared value; checkpoints are skipped."""
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
         if "/state/" in name or name.startswith(".old/"):
             continue
         if path.suffix == ".safetensors":
             yield from ((f"{name}: {key}", tensor) for key, tensor in load_file(path).items())
-        elif path.name in TEXTS or name.endswith("eval/report.json"):
-            yield from flat(name, json.loads(path.read_text(encoding="utf-8")))
+        elif path.name in CONFIG_FILES or name.endswith("eval/report.json"):
+            yield from flatten(name, json.loads(path.read_text(encoding="utf-8")))
         elif path.name == "metrics.jsonl":
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                yield from flat(f"{name}:{number}", json.loads(line))
+                yield from flatten(f"{name}:{number}", json.loads(line))
 
 
-def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, number or boolean); of text files the text as well, since a report's sentences may be reworded."""
+def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) of nested JSON without times, and without the texts of report.json, which may be reworded."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not key.endswith(("_s", "_per_s")):
-                yield from flat(f"{name} {key}", item)
+                yield from flatten(f"{name} {key}", item)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from flat(f"{name}[{index}]", item)
+            yield from flatten(f"{name}[{index}]", item)
     elif not (isinstance(value, str) and "report.json" in name):
         yield name, value
 
 
-def same(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and one == other
@@ -53,7 +53,7 @@ def same(one: Any, other: Any) -> bool:
 def main(run: str, other: str) -> int:
     first, second = dict(contents(Path(run))), dict(contents(Path(other)))
     names = [name for name in first | second if not (name in first and name in second)]
-    names += [name for name in first if name in second and not same(first[name], second[name])]
+    names += [name for name in first if name in second and not equal(first[name], second[name])]
     print("\n".join([*names[:50], f"{len(first)} values in {run}, {len(second)} in {other}: {len(names)} differ"]))
     return 1 if names or not first else 0
 

@@ -38,7 +38,7 @@ These defaults follow no paper or other system:
   or a fault in the data, which should be seen before training.
 - `data.on_long`: drop. Some rows above the limit are normal and must not stop a run; the number is reported (D10).
 - `data.max_dropped`: 0.8. If more than four in five rows are dropped, the remaining rows no longer represent the data.
-- `data.first_words`: prompts are not cut. Only texts without prompts need it.
+- `data.truncate_prompt_words`: prompts are not cut. Only texts without prompts need it.
 - `data.eval_prompts`: none. The sample tables then show the current rollout, so that a run needs one file of prompts.
 - `sft.eval_steps`, `reward.eval_steps`: once per epoch, enough to see where the held-out loss starts to rise.
 - `sft.group_by_length`, `reward.group_by_length`: true. Less padding means less time for the same rows.
@@ -62,10 +62,10 @@ def _section(entry: Entry) -> str:
 
 
 def _item(entry: Entry) -> str:
-    facts, names = entry.facts, ", ".join(f"`{key}`" for key in entry.keys)
-    lines = [f"- {names} = `{facts.default}`: {_plain(facts.value)}. {_plain(facts.meaning)}"]
-    lines += [f"[{_plain(facts.source)}]"] if facts.source else []
-    lines += [f"<br>{_plain(recipe)}" for recipe in facts.recipes]
+    names = ", ".join(f"`{key}`" for key in entry.keys)
+    lines = [f"- {names} = `{entry.default}`: {_plain(entry.value)}. {_plain(entry.meaning)}"]
+    lines += [f"[{_plain(entry.source)}]"] if entry.source else []
+    lines += [f"<br>{_plain(recipe)}" for recipe in entry.recipes]
     return " ".join(lines)
 
 

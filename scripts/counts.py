@@ -1,4 +1,4 @@
-"""Print the size of the project beside its limits: `python scripts/counts.py`; exits 1 if a limit is exceeded."""
+"""Print the size of the project and its limits: `python scripts/counts.py`; exits 1 if a limit is exceeded."""
 
 import ast
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def lines(folder: str) -> int:
-    return sum(text.count("\n") for text in sources(folder).values())
-
-
 def sources(folder: str) -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+
+
+def lines(files: dict[Path, str]) -> int:
+    return sum(text.count("\n") for text in files.values())
 
 
 def function_lengths(text: str) -> list[int]:
@@ -21,7 +21,7 @@ def function_lengths(text: str) -> list[int]:
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Return {what: (count, limit)}."""
+    """Return {description: (count, limit)}."""
     package = sources("rlhf_cli")
     entries = [path for path in (ROOT / "rlhf_cli").iterdir() if path.name != "__pycache__"]
     folders = sum(path.is_dir() for path in entries)
@@ -29,16 +29,16 @@ def counts() -> dict[str, tuple[int, int]]:
         "folders at the top of rlhf_cli/": (folders, 14),
         "entries at the top of rlhf_cli/": (len(entries), 24),
         "files in rlhf_cli/": (len(package), 140),
-        "lines in rlhf_cli/": (lines("rlhf_cli"), 27_500),
+        "lines in rlhf_cli/": (lines(package), 27_500),
         "lines of the longest file": (max(text.count("\n") for text in package.values()), 400),
         "lines of the longest function": (max(n for text in package.values() for n in function_lengths(text)), 60),
-        "lines in tests/": (lines("tests"), 27_000),
+        "lines in tests/": (lines(sources("tests")), 27_000),
         "pages in docs/": (len(list((ROOT / "docs").glob("*.md"))), 12),
     }
 
 
 if __name__ == "__main__":
-    found = counts()
-    for what, (count, limit) in found.items():
-        print(f"{what:<34}{count:>8,}  limit {limit:,}{'' if count <= limit else '  EXCEEDED'}")
-    sys.exit(any(count > limit for count, limit in found.values()))
+    rows = counts()
+    for description, (count, limit) in rows.items():
+        print(f"{description:<34}{count:>8,}  limit {limit:,}{'' if count <= limit else '  EXCEEDED'}")
+    sys.exit(any(count > limit for count, limit in rows.values()))

@@ -1,7 +1,7 @@
-"""A Markdown table of demo runs, and whether each meets the demo's guards. docs/results/demo.md has both tables.
+"""Print a Markdown table of demo runs and of the demo's goals, or of the snapshots of one run (docs/results/demo.md).
 
 python scripts/demo_table.py runs/demo-0 runs/demo-1 ...
-python scripts/demo_table.py --frontier runs/demo-kl0         (of one run, its policies along the way)
+python scripts/demo_table.py --frontier runs/demo-kl0
 """
 
 import json
@@ -20,25 +20,30 @@ COLUMNS = [
     "reward acc.",
     "guards",
 ]
+FRONTIER_COLUMNS = ["update", "reward", "gold", "KL, nats", "PPO over SFT, gold", "tokens"]
 
 
-def row(run: Path) -> list[str]:
-    """One run's figures, from its report and the reward stage's manifest."""
-    report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
+def read_report(run: Path) -> dict:
+    return json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
+
+
+def run_row(run: Path) -> list[str]:
+    """Return the results of a run, and the goals that it misses."""
+    report = read_report(run)
     sft, ppo, rates = report["models"]["sft"], report["models"]["ppo"], report["win_rate"]
     gold, base = rates["ppo_vs_sft"]["gold"], rates["sft_vs_base"]["gold"]
     accuracy = report["reward_model"]["accuracy"]
-    longer = ppo["response_length_mean"] / sft["response_length_mean"]
-    guards = {
+    length_ratio = ppo["response_length_mean"] / sft["response_length_mean"]
+    goals = {
         "win rate": gold["value"] >= 0.75 and gold["ci95"][0] > 0.65,
         "SFT over base": base["value"] >= 0.75,
         "ended": min(sft["eos_fraction"], ppo["eos_fraction"]) >= 0.9,
         "reward accuracy": 0.70 <= accuracy <= 0.95,
         "KL": ppo["kl"] <= 20,
-        "length": 0.5 <= longer <= 2,
+        "length": 0.5 <= length_ratio <= 2,
         "distinct": ppo["distinct_fraction"] >= 0.5,
     }
-    missed = [name for name, met in guards.items() if not met]
+    missed = [name for name, met in goals.items() if not met]
     return [
         run.name,
         f"{gold['value']:.3f} [{gold['ci95'][0]:.3f}, {gold['ci95'][1]:.3f}]",
@@ -53,35 +58,26 @@ def row(run: Path) -> list[str]:
     ]
 
 
-def frontier(run: Path) -> list[list[str]]:
-    """A row for each policy that the run's evaluation asked, the finished one last."""
-    report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
-    rows = []
-    for point in report["frontier"]:
-        gold = point["judges"]["gold"]
-        rows.append(
-            [
-                str(point["step"]),
-                f"{point['reward']:.3f}",
-                f"{gold['mean']:.3f} [{gold['ci95'][0]:.3f}, {gold['ci95'][1]:.3f}]",
-                f"{point['kl']:.1f}",
-                f"{point['win_rate']['gold']['value']:.3f}",
-                f"{point['response_length_mean']:.1f}",
-            ]
-        )
-    return rows
-
-
-def show(head: list[str], rows: list[list[str]]) -> None:
-    for cells in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(cells) + " |")
+def frontier_row(point: dict) -> list[str]:
+    """Return the results of a snapshot in a run's evaluation."""
+    gold = point["judges"]["gold"]
+    return [
+        str(point["step"]),
+        f"{point['reward']:.3f}",
+        f"{gold['mean']:.3f} [{gold['ci95'][0]:.3f}, {gold['ci95'][1]:.3f}]",
+        f"{point['kl']:.1f}",
+        f"{point['win_rate']['gold']['value']:.3f}",
+        f"{point['response_length_mean']:.1f}",
+    ]
 
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--frontier"]:
-        show(["update", "reward", "gold", "KL, nats", "PPO over SFT, gold", "tokens"], frontier(Path(arguments[1])))
+        columns, rows = FRONTIER_COLUMNS, [frontier_row(point) for point in read_report(Path(arguments[1]))["frontier"]]
     else:
-        show(COLUMNS, [row(Path(folder)) for folder in arguments])
+        columns, rows = COLUMNS, [run_row(Path(folder)) for folder in arguments]
+    for cells in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

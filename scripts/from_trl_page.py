@@ -1,7 +1,7 @@
 """Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
 `python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/aliases.py
-and rlhf_cli/commands/convert/versions.py, and the output of the example.
+and rlhf_cli/commands/convert/, and the output of the example.
 """
 
 import os
@@ -12,69 +12,66 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.commands.convert.options import target_key
-from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS
-from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, OPTIONS, Option
+from rlhf_cli.commands.convert.mapping import COMPUTED, IGNORED, OPTIONS, target_key
+from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS, DEFAULTS
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.yaml_io import to_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"
-PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
+TABLE = re.compile(r"<!-- (options|defaults|unsupported)(?: of TRL ([\d.]+))? -->\n(?:\|.*\n)*")
 EXAMPLE = re.compile(
-    r"```python\n(?P<script>.*?)```.*?says:\n\n```\n(?P<said>.*?)```.*?```yaml\n(?P<written>.*?)```", re.DOTALL
+    r"```python\n(?P<script>.*?)```.*?prints:\n\n```\n(?P<output>.*?)```.*?```yaml\n(?P<yaml>.*?)```", re.DOTALL
 )
 
 
 def page(text: str) -> str:
-    """The page with its tables and its example made anew."""
-    text = PLACE.sub(lambda found: f"{found[0].partition(chr(10))[0]}\n" + "\n".join(_table(found)) + "\n", text)
+    """Return the page with new tables and a new example."""
+    text = TABLE.sub(lambda match: f"{match[0].partition(chr(10))[0]}\n" + "\n".join(_table(match)) + "\n", text)
     return EXAMPLE.sub(_example, text, count=1)
 
 
-def _example(found: re.Match[str]) -> str:
+def _example(match: re.Match[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(found["script"], encoding="utf-8")
+        Path(folder, "train.py").write_text(match["script"], encoding="utf-8")
         command = [sys.executable, "-m", "rlhf_cli", "convert", "train.py", "runs/mine"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
-        written_ = Path(folder, "runs/mine/ppo.yaml").read_text(encoding="utf-8")
-    whole, start = found[0], found.start()
-    for name, new in (("written", written_), ("said", said)):  # from the end, so that places stay what they are
-        whole = whole[: found.start(name) - start] + new + whole[found.end(name) - start :]
-    return whole
+        output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        written = Path(folder, "runs/mine/ppo.yaml").read_text(encoding="utf-8")
+    return match[0].replace(match["yaml"], written).replace(match["output"], output)
 
 
-def _table(found: re.Match[str]) -> Iterator[str]:
-    what, version = found[1] or found[3], found[2]
-    if what == "options":
-        yield from ("| option | default there | here | remark |", "|---|---|---|---|")
-        yield from (_option(name, option, version) for name, option in OPTIONS[version].items())
-    elif what == "habits":
-        yield from ("| here | value | what TRL did |", "|---|---|---|")
-        for key, (value, why) in FIXED_BEHAVIOR[version].items():
-            yield f"| `{_short(key)}` | {to_yaml(value)} | {why} |"
+def _table(match: re.Match[str]) -> Iterator[str]:
+    kind, version = match[1], match[2]
+    if kind == "options":
+        yield from ("| option | key | remark |", "|---|---|---|")
+        for name in OPTIONS[version]:
+            yield _option(name, version)
+    elif kind == "defaults":
+        yield from ("| key | value | remark |", "|---|---|---|")
+        for key, size in zip(BATCH_KEYS, BATCH_OPTIONS[version].items(), strict=True):
+            yield f"| `{key}` | {size[1]} | `{size[0]}` is {size[1]} |"
+        for key, (value, option, note) in DEFAULTS[version].items():
+            remark = note or f"the default of `{option}`"
+            yield f"| `{key.removeprefix('ppo.')}` | {to_yaml(value)} | {remark} |"
     else:
         reasons: dict[str, list[str]] = {}
         for name, alias in ALIASES.items():
             if alias.key is None:
                 reasons.setdefault(alias.note, []).append(f"`{name}`")
-        yield from ("| option | why it has no place |", "|---|---|")
-        yield from (f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
+        yield from ("| option | reason |", "|---|---|")
+        yield from (f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items())
 
 
-def _option(name: str, option: Option, version: str) -> str:
-    key, foreign = target_key(name), ALIASES.get(name)
+def _option(name: str, version: str) -> str:
+    alias, key = ALIASES.get(name), (target_key(name) or "-").removeprefix("ppo.")
+    if name in COMPUTED[version]:
+        return f"| `{name}` | - | TRL computed it |"
     if name in BATCH_OPTIONS[version]:
-        key, foreign = BATCH_KEYS[BATCH_OPTIONS[version].index(name)], None
-    words = ", ".join(f"{old} is {new}" for old, new in foreign.values.items() if old != new) if foreign else ""
-    remarks = ["computed by TRL itself"] if option.computed else [foreign.note if foreign else "", words, option.remark]
-    here = f"`{_short(key)}`" if key and not option.computed else "-"
-    return f"| `{name}` | {to_yaml(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("ppo.")
+        return f"| `{name}` | `{BATCH_KEYS[[*BATCH_OPTIONS[version]].index(name)]}` | see batch sizes |"
+    words = [f"{old} is {new}" for old, new in alias.values.items() if old != new] if alias else []
+    remarks = [alias.note if alias else "", *words, "TRL ignored it" if name in IGNORED[version] else ""]
+    return f"| `{name}` | {key if key == '-' else f'`{key}`'} | {'; '.join(filter(None, remarks))} |"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A Markdown table of a metrics.jsonl: first, last, least and greatest value of each metric, or its values at steps.
+"""Print a Markdown table of a metrics.jsonl: first, last, minimum and maximum of each metric, or its values at steps.
 
-python scripts/metrics_table.py RUN/ppo/metrics.jsonl               (docs/tuning.md has these values)
+python scripts/metrics_table.py RUN/ppo/metrics.jsonl
 python scripts/metrics_table.py RUN/ppo/metrics.jsonl 5 20 50
 """
 
@@ -10,24 +10,24 @@ from pathlib import Path
 
 
 def table(path: Path, steps: list[int]) -> list[list[str]]:
-    """The head, and a row for each key that some line has; times are left out."""
+    """Return the header and a row for each metric except times."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != "step"]
-    head = [f"step {step}" for step in steps] or ["first", "last", "min", "max"]
-    found = [["metric", *head], ["---"] * (len(head) + 1)]
+    columns = [f"step {step}" for step in steps] or ["first", "last", "min", "max"]
+    rows = [["metric", *columns], ["---"] * (len(columns) + 1)]
     for name in names:
         if not name.endswith(("_s", "_per_s")):
-            values = {line["step"]: line[name] for line in lines if name in line}
-            every = list(values.values())
-            picked = [values.get(step) for step in steps] or [every[0], every[-1], min(every), max(every)]
-            found.append([f"`{name}`", *("" if value is None else _short(value) for value in picked)])
-    return found
+            by_step = {line["step"]: line[name] for line in lines if name in line}
+            values = list(by_step.values())
+            cells = [by_step.get(step) for step in steps] or [values[0], values[-1], min(values), max(values)]
+            rows.append([f"`{name}`", *("" if value is None else _format(value) for value in cells)])
+    return rows
 
 
-def _short(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 if __name__ == "__main__":
-    for cells in table(Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]):
-        print("| " + " | ".join(cells) + " |")
+    for row in table(Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]):
+        print("| " + " | ".join(row) + " |")

@@ -1,6 +1,6 @@
-"""Writes rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's SFTConfig and RewardConfig.
+"""Write rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's SFTConfig and RewardConfig.
 
-Run it after TRL or transformers moved: `python scripts/trl_fields.py`.
+Run `python scripts/trl_fields.py` after an update of TRL or transformers.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ JSON_TYPES = {
 
 
 def describe() -> dict[str, dict[str, Any]]:
-    """Config name -> field name -> {types, choices, default}, and the versions it was made from. Imports TRL."""
+    """Return {config name: {field name: {types, choices, default}}} and the versions of the libraries. Imports TRL."""
     from trl import RewardConfig, SFTConfig
 
     made_from = {name: version(name) for name in ("trl", "transformers")}
@@ -32,7 +32,7 @@ def describe() -> dict[str, dict[str, Any]]:
 
 
 def render(described: dict[str, dict[str, Any]]) -> str:
-    """One field a line, so that a difference reads well."""
+    """Return JSON with one field per line, so that a diff is readable."""
     blocks = []
     for config, fields in described.items():
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items())
@@ -59,7 +59,7 @@ def _field(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def _json_type(member: Any) -> str | None:
-    """None for a type that no YAML can hold (an object of accelerate's)."""
+    """Return the JSON type; None for a type that YAML cannot express, such as an object of accelerate."""
     if typing.get_origin(member) is typing.Literal:
         return JSON_TYPES[type(typing.get_args(member)[0])]
     plain = typing.get_origin(member) or member

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Two network namespaces as two machines, and a stage over both by torchrun's rendezvous: how docs/scaling.md was tried.
-# Needs root, iproute2 and a folder that `rlhf STAGE --config FILE` runs in: scripts/two_hosts.sh ppo runs/ci/ppo.yaml
+# Run a stage on two simulated machines (network namespaces) with torchrun's rendezvous, as described in docs/scaling.md.
+# Needs root and iproute2: scripts/two_hosts.sh ppo runs/ci/ppo.yaml [KEY=VALUE ...]
 set -euo pipefail
 stage=$1 config=$2
 shift 2
@@ -15,7 +15,7 @@ for number in 1 2; do
     ip -n "rlhf-$host" link set lo up
 done
 
-run() { # a host's number: its part of the group
+run() { # start the process of host number $1
     ip netns exec "rlhf-$([ "$1" = 1 ] && echo one || echo two)" env GLOO_SOCKET_IFNAME="rlhf$1" OMP_NUM_THREADS=1 \
         "${PYTHON:-python}" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
         --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-conf "is_host=$((2 - $1))" --local-addr "10.77.0.$1" \

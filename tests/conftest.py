@@ -35,7 +35,7 @@ from rlhf_cli import jsonl, runs, terminal
 
 typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands are read once, not a call
 
-SHARED = Path(__file__).parent.parent.parent / "shared"
+SHARED = Path(__file__).parents[2] / "shared"
 THINGS = ["sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood"]
 WORDS = {"good": ["bright", "kind", "calm"], "bad": ["dull", "cold", "grim"]}
 SIZES: dict[str, Any] = {
@@ -74,6 +74,21 @@ class World:
         return path
 
 
+@pytest.fixture
+def tokenizer(world: World) -> Any:
+    return world.tokenizer()
+
+
+@pytest.fixture
+def chat(world: World) -> Any:
+    """A tokenizer with a chat template."""
+    from rlhf_cli.models import tokenizers
+
+    tokenizer = world.tokenizer()
+    tokenizers.set_chat_template(tokenizer, "chatml")
+    return tokenizer
+
+
 PPO = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
 SFT = "model: {path: model}\ndata: {train: rows.jsonl}\nsft: {max_steps: 1}\n"
 REWARD = "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 1}\n"
@@ -81,7 +96,7 @@ REWARD = "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 
 
 @pytest.fixture
 def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Configs, data and a base model that are all right, for a test to break one thing."""
+    """Valid configs, data and a base model, in the working directory."""
     shutil.copytree(world.base, tmp_path / "model")
     for name, path in (("rows", world.sft), ("pairs", world.pairs), ("prompts", world.sft)):
         shutil.copy(path, tmp_path / f"{name}.jsonl")
@@ -93,10 +108,7 @@ def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture(autouse=True, scope="session")
 def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """No test reads or writes the user's cache, nor does a child process that it starts.
-
-    What is installed stays as it is: the versions that each manifest has are read once.
-    """
+    """Keep tests and their child processes out of the user's cache; read the versions of packages once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
@@ -106,7 +118,7 @@ def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def _a_new_command() -> Any:
-    """Each test starts as a new process would: no warning was said, no output is held."""
+    """Each test starts like a new process: no warning was printed, no output is locked."""
     terminal.reset()
     yield
     runs.release()
@@ -123,15 +135,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     picked = [draw.choice(THINGS) for _ in range(96)]
     prompts = [f"Tell me about the {thing}." for thing in picked]
     good, bad = [answer(thing, "good") for thing in picked], [answer(thing, "bad") for thing in picked]
-    made = World(folder, folder / "base", *(folder / f"{name}.jsonl" for name in ("text", "sft", "messages", "pairs")))
+    files = World(folder, folder / "base", *(folder / f"{name}.jsonl" for name in ("text", "sft", "messages", "pairs")))
     texts = [prompt + reply for prompt, reply in zip(prompts + prompts, good + bad, strict=True)]
-    jsonl.write_jsonl(made.text, [{"text": text} for text in texts])
+    jsonl.write_jsonl(files.text, [{"text": text} for text in texts])
     both = list(zip(prompts, good, bad, strict=True))
-    jsonl.write_jsonl(made.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
-    jsonl.write_jsonl(made.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
-    jsonl.write_jsonl(made.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
-    _make_base(made)
-    return made
+    jsonl.write_jsonl(files.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
+    jsonl.write_jsonl(files.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
+    jsonl.write_jsonl(files.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
+    _make_base(files)
+    return files
 
 
 def _turns(*texts: str) -> list[dict[str, str]]:
@@ -151,12 +163,12 @@ def _make_base(world: World) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the modules of the tests imported stays: the collections that a training asks for need not walk over it."""
+    """Exclude imported modules from the garbage collections of trainings."""
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The matrices of `pytest -m damage`, also where workers made them."""
+    """Print the tables of `pytest -m damage`, also those of workers."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]  # no set-up, no warning
     for line in summary(report.user_properties for report in calls):

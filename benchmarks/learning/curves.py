@@ -1,6 +1,6 @@
-"""What a learning curve says: pure arithmetic, no models.
+"""Statistics of learning curves, without models.
 
-A curve is a list of (score, KL), one an update, as the update's own episodes had them.
+A curve is a list of (score, KL) per update, means of the episodes of the update.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-WINDOW = 5  # updates in a mean
+WINDOW = 5  # updates averaged
 T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t
 
 Curve = list[tuple[float, float]]
@@ -19,20 +19,21 @@ Curve = list[tuple[float, float]]
 
 class AtKL(NamedTuple):
     score: float
-    reached: bool  # False: the curve ends, or starts, on the other side of that KL, and this is its end or start
+    reached: bool  # False if the curve does not cross the KL: `score` is then its end or start
 
 
 def moving_means(curve: Curve, window: int = WINDOW) -> Curve:
-    """Means over each `window` updates in a row; of the whole curve where it is shorter."""
+    """Return the means over each `window` consecutive updates, or over the full curve if it is shorter."""
     window = min(window, len(curve))
     spans = [curve[start : start + window] for start in range(len(curve) - window + 1)] if curve else []
     return [(mean(score for score, _ in span), mean(kl for _, kl in span)) for span in spans]
 
 
 def score_at(curve: Curve, kl: float, window: int = WINDOW) -> AtKL:
-    """The score at `kl`: on the moving means, by a straight line across the first step that gets from below to `kl`.
+    """Return the score at `kl`, interpolated linearly on the moving means where they first cross it from below.
 
-    A curve that never gets there counts with its end (it had a lower KL), one that starts beyond with its start.
+    If they never reach `kl`, it is the score at the end (at a lower KL); if they start above, that at the start. Raises
+    ValueError if the curve is empty.
     """
     points = moving_means(curve, window)
     if not points:
@@ -53,7 +54,7 @@ class Paired(NamedTuple):
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
-    """Mean of ours - theirs over the seeds, and its 95 % t interval with n - 1 degrees of freedom."""
+    """Return the mean of ours - theirs over n seeds, and its 95 % t interval with n - 1 degrees of freedom."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     centre, n = mean(differences), len(differences)
     half = T975[n - 1] * stdev(differences) / math.sqrt(n) if n > 1 else math.inf
@@ -61,9 +62,9 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
 
 
 def best_of(scores: Sequence[float], n: int) -> float:
-    """Expected highest of n draws without return from `scores`: unbiased for the best of n of their source.
+    """Return the expected maximum of n of the m scores, drawn without replacement: an unbiased best of n.
 
-    The i-th smallest of m is the highest of a draw in C(i - 1, n - 1) of C(m, n) cases.
+    The i-th smallest score is the maximum in C(i - 1, n - 1) of C(m, n) draws.
     """
     ordered, m = sorted(scores), len(scores)
     if not 1 <= n <= m:
@@ -72,17 +73,17 @@ def best_of(scores: Sequence[float], n: int) -> float:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a JSON-lines file; a last line that was cut off is left out, and a missing file is empty."""
+    """Return the lines of a JSON Lines file without an incomplete last line; none if the file is missing."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def cut_back(path: Path, updates: int) -> list[dict]:
-    """Keep the lines of the first `updates` updates of a curve's file, once each; returns them."""
-    kept = {line["update"]: line for line in read_lines(path) if line["update"] <= updates}
-    lines = [kept[update] for update in sorted(kept)]
+def truncate(path: Path, updates: int) -> list[dict]:
+    """Keep one line for each of the first `updates` updates of a curve's file, and return these lines."""
+    by_update = {line["update"]: line for line in read_lines(path) if line["update"] <= updates}
+    lines = [by_update[update] for update in sorted(by_update)]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     temporary.replace(path)
@@ -94,10 +95,13 @@ def ours(lines: Iterable[dict]) -> Curve:
 
 
 def recorded(path: Path) -> dict[int, Curve]:
-    """TRL's curves by seed, from lines as trl_curves.jsonl has them, or as trl_ppo.py prints them (`seed` added)."""
-    found = {}
+    """Return TRL's curves by seed, from the lines of trl_curves.jsonl or of trl_ppo.py with `seed` added.
+
+    Raises ValueError if a line has no seed.
+    """
+    curves = {}
     for line in read_lines(path):
         if "seed" not in line:
             raise ValueError(f'{path}: a line without "seed"')
-        found[line["seed"]] = [(step["objective/scores"], step["objective/kl"]) for step in line["curve"]]
-    return found
+        curves[line["seed"]] = [(step["objective/scores"], step["objective/kl"]) for step in line["curve"]]
+    return curves

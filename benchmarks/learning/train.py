@@ -1,7 +1,7 @@
-"""Our runs: one folder a seed, an interrupted one goes on where it stopped.
+"""Train one run per seed; an interrupted run resumes.
 
-SEED/curve.jsonl has a line of metrics an update, SEED/points/NNN/policy the policy after NNN updates, SEED/state what
-the next update depends on (gone when the run is over).
+SEED/curve.jsonl has the metrics of each update, SEED/points/NNN/policy the policy after NNN updates, SEED/state the
+checkpoint (deleted when the run is complete).
 """
 
 import json
@@ -23,9 +23,9 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 
-EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # a policy and the state are kept every 320 episodes
+EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # the policy and a checkpoint are saved every 320 episodes
 STOP, PAD, ROWS = 2, 0, 16
-# The workload, as trl_ppo.py has it; all else is our default.
+# The settings of trl_ppo.py; all others are our defaults.
 WORKLOAD = {
     "total_episodes": EPISODES,
     "per_device_train_batch_size": ROWS,
@@ -39,7 +39,7 @@ WORKLOAD = {
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
-    """`folder` as `write` makes it: all of it or, after an interruption, none or the one before."""
+    """Write a folder atomically: after an interruption it is missing or still the previous one."""
     temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -51,26 +51,26 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def scorer(shared: Path) -> torch.nn.Module:
+def load_scorer(shared: Path) -> torch.nn.Module:
     return AutoModelForSequenceClassification.from_pretrained(shared / "models/reviews-rm", num_labels=1)
 
 
-def writer(shared: Path) -> Any:
+def load_policy(shared: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(shared / "models/reviews-sft")
 
 
 def trainer(shared: Path, settings: PPOSettings, seed: int) -> PPOTrainer:
-    policy, reward = writer(shared), ModelReward(scorer(shared).eval(), ROWS)
+    policy, reward = load_policy(shared), ModelReward(load_scorer(shared).eval(), ROWS)
     engine = HFEngine(policy, STOP, PAD)
-    return PPOTrainer(policy, writer(shared), scorer(shared), {"reward": reward}, engine, settings, seed=seed)
+    return PPOTrainer(policy, load_policy(shared), load_scorer(shared), {"reward": reward}, engine, settings, seed=seed)
 
 
 def finished(folder: Path, updates: int) -> bool:
     return len(curves.read_lines(folder / "curve.jsonl")) == updates and not (folder / "state").exists()
 
 
-def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, tell: Callable[[str], None]) -> None:
-    """Train one seed into `folder`, from where it stopped."""
+def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, progress: Callable[[str], None]) -> None:
+    """Train one seed in `folder`, or resume it."""
     updates, count = settings.num_updates(), settings.prompts_per_update
     every = max(1, EVERY // settings.episodes_per_update)
     if finished(folder, updates):
@@ -81,7 +81,7 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, tell: Call
         (folder / "state.old").rename(folder / "state")
     if (folder / "state").exists():
         ppo.load_state_dict(load_tree(folder / "state"))
-    curves.cut_back(folder / "curve.jsonl", ppo.updates)
+    curves.truncate(folder / "curve.jsonl", ppo.updates)
     tokenizer = AutoTokenizer.from_pretrained(shared / "models/reviews-sft")
     rows = prompts(Reference.shared(shared))[HELD_OUT:]
     random.Random(seed).shuffle(rows)
@@ -91,39 +91,33 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, tell: Call
         with (folder / "curve.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": ppo.updates} | {key: round(v, 5) for key, v in stats.items()}) + "\n")
         score, kl = stats["objective/scores"], stats["objective/kl_k1"]
-        tell(f"seed {seed}: update {ppo.updates} of {updates}, score {score:.2f}, KL {kl:.1f}")
+        progress(f"seed {seed}: update {ppo.updates} of {updates}, score {score:.2f}, KL {kl:.1f}")
         if ppo.updates % every == 0 or ppo.updates == updates:
 
-            def keep(place: Path) -> None:
+            def save(place: Path) -> None:
                 for part in (ppo.policy, tokenizer):
                     part.save_pretrained(place / "policy")
 
-            replace_folder(folder / "points" / f"{ppo.updates:03d}", keep)
+            replace_folder(folder / "points" / f"{ppo.updates:03d}", save)
             replace_folder(folder / "state", lambda place: save_tree(place, ppo.state_dict()))
     shutil.rmtree(folder / "state")
 
 
-def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, tell: Callable[[str], None]) -> list[dict]:
-    """The SFT policy's best of n by the reward model, on 128 of the prompts that the runs train on; kept in `path`."""
-    if path.exists() and (kept := json.loads(path.read_text(encoding="utf-8")))["samples"] == samples:
-        return kept["best_of"]
-    policy, rows = writer(shared), prompts(Reference.shared(shared))[HELD_OUT : HELD_OUT + 128]
-    settings = PPOSettings(**WORKLOAD)
-    ppo = PPOTrainer(
-        policy,
-        writer(shared),
-        scorer(shared),
-        {"reward": ModelReward(scorer(shared).eval(), 64)},
-        HFEngine(policy, STOP, PAD),
-        settings,
-    )
-    drawn = []
+def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, progress: Callable[[str], None]) -> list[dict]:
+    """Return the mean score of the SFT policy's best of n on 128 training prompts; cached in `path`."""
+    if path.exists() and (cached := json.loads(path.read_text(encoding="utf-8")))["samples"] == samples:
+        return cached["best_of"]
+    policy, rows = load_policy(shared), prompts(Reference.shared(shared))[HELD_OUT : HELD_OUT + 128]
+    settings, reward = PPOSettings(**WORKLOAD), ModelReward(load_scorer(shared).eval(), 64)
+    value, engine = load_scorer(shared), HFEngine(policy, STOP, PAD)
+    ppo = PPOTrainer(policy, load_policy(shared), value, {"reward": reward}, engine, settings)
+    scores_by_sample = []
     for sample in range(samples):
-        tell(f"best of n: sample {sample + 1} of {samples}")
+        progress(f"best of n: sample {sample + 1} of {samples}")
         rollout = ppo.generate(Prompts.from_lists(rows), purpose=f"best of n {sample}")
         scores = ppo.rewards["reward"](rollout) - (settings.missing_eos_penalty or 0.0) * ~rollout.ended
-        drawn.append(scores.tolist())
-    by_prompt = list(zip(*drawn, strict=True))
-    found = [{"n": n, "score": sum(curves.best_of(one, n) for one in by_prompt) / len(by_prompt)} for n in ns]
-    path.write_text(json.dumps({"samples": samples, "best_of": found}), encoding="utf-8")
-    return found
+        scores_by_sample.append(scores.tolist())
+    by_prompt = list(zip(*scores_by_sample, strict=True))
+    best_of = [{"n": n, "score": sum(curves.best_of(row, n) for row in by_prompt) / len(by_prompt)} for n in ns]
+    path.write_text(json.dumps({"samples": samples, "best_of": best_of}), encoding="utf-8")
+    return best_of

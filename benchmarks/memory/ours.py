@@ -1,9 +1,8 @@
-"""A stage of ours, as its command runs it: what its training holds, its peak, and what `rlhf plan` says of it.
+"""Memory of one of our stages, run through its command, and the estimate of `rlhf plan`; one line of JSON.
 
     python -m benchmarks.memory.ours ppo BIG/ppo.yaml SMALL/ppo.yaml
 
-SMALL is the same stage on next to nothing: it loads the libraries that the stage uses, and what the process holds then
-is not counted. One line of JSON.
+SMALL is the same stage with tiny sizes. It loads the libraries of the stage, whose memory is subtracted.
 """
 
 import io
@@ -18,82 +17,83 @@ from unittest.mock import patch
 
 from torch import nn
 
-from benchmarks.memory import held
+from benchmarks.memory import tensors
 from rlhf_cli.cli import app
 from rlhf_cli.stages import trl_common
 from rlhf_cli.stages.ppo import PPORunner
 
 
-def models_of_ppo(runner: PPORunner) -> dict[str, nn.Module]:
+def ppo_models(runner: PPORunner) -> dict[str, nn.Module]:
     trainer = runner.trainer
     rewards: dict[str, Any] = {f"reward {name}": source.model for name, source in trainer.rewards.items()}
     return {"policy": trainer.policy, "reference": trainer.ref, "value": trainer.value, **rewards}
 
 
-def model_of_trl(trainer: Any) -> dict[str, nn.Module]:
+def trl_model(trainer: Any) -> dict[str, nn.Module]:
     return {"policy": trainer.model}
 
 
-# Where a stage trains: a function whose first argument has the models.
-LOOPS: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
-    "sft": (trl_common, "train", model_of_trl),
-    "reward": (trl_common, "train", model_of_trl),
-    "ppo": (PPORunner, "run", models_of_ppo),
+# Stage -> the function that trains (owner, name), and a function from its first argument to the models.
+TRAINING: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
+    "sft": (trl_common, "train", trl_model),
+    "reward": (trl_common, "train", trl_model),
+    "ppo": (PPORunner, "run", ppo_models),
 }
 
 
 @contextmanager
-def watched(stage: str) -> Iterator[held.Found]:
-    """Within, a stage runs; afterwards what it held in training."""
-    owner, name, models_of = LOOPS[stage]
-    plain, found = getattr(owner, name), held.Found()
+def watch_stage(stage: str) -> Iterator[tensors.Bytes]:
+    """Context manager that yields a dict and fills it with the bytes of the training of the stage run inside."""
+    owner, name, models_of = TRAINING[stage]
+    original, maxima = getattr(owner, name), tensors.Bytes()
 
     def train(subject: Any, *others: Any) -> Any:
-        with held.watched(models_of(subject)) as seen:
-            done = plain(subject, *others)
-        found.update(seen)
-        return done
+        with tensors.watch_training(models_of(subject)) as training:
+            result = original(subject, *others)
+        maxima.update(training)
+        return result
 
     with patch.object(owner, name, train):
-        yield found
+        yield maxima
 
 
 def run(*command: str) -> None:
-    """A command of `rlhf`. Raises RuntimeError where it fails; what was wrong is on stderr."""
+    """Run a command of `rlhf` in this process. Raises RuntimeError if it fails; its error is on stderr."""
     try:
         app([*command])
     except SystemExit as end:
         if end.code:
-            raise RuntimeError(f"rlhf {' '.join(command)} ended with {end.code}") from end
+            raise RuntimeError(f"rlhf {' '.join(command)} exited with {end.code}") from end
 
 
-def plan(stage: str, config: Path) -> held.Found:
-    """What `rlhf plan` says: weights in training, tensors at the fullest moment, and what malloc keeps beside them.
+def plan(stage: str, config: Path) -> tensors.Bytes:
+    """Return the estimates of `rlhf plan`: weights in training, peak, and memory that malloc does not return.
 
-    PPO keeps its gradients, so that each moment has what learning takes; other stages' fullest one may be before them.
+    `learning`, gradients and optimizer state, is only defined for PPO, which keeps its gradients: the fullest moment of
+    another stage may be before its gradients exist.
     """
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as stdout:
         run("plan", str(config), "--json")
-    (told,) = json.loads(said.getvalue())["stages"]
-    training = [phase["bytes"] for phase in told["phases"] if phase["rows"]]
-    found = {"weights": max(each["weights"] for each in training), "holes": told["holes"]}
+    (estimate,) = json.loads(stdout.getvalue())["stages"]
+    training = [phase["bytes"] for phase in estimate["phases"] if phase["rows"]]
+    plan = {"weights": max(phase["weights"] for phase in training), "holes": estimate["holes"]}
     if stage == "ppo":
-        found["learning"] = max(each["gradients"] + each["optimizer"] for each in training)
-    return {**found, "peak": max(phase["total"] for phase in told["phases"])}
+        plan["learning"] = max(phase["gradients"] + phase["optimizer"] for phase in training)
+    return {**plan, "peak": max(phase["total"] for phase in estimate["phases"])}
 
 
 def measure(stage: str, config: Path, small: Path) -> dict[str, Any]:
-    """Run the stage anew, first on next to nothing. Bytes; peaks are above what the process held then."""
+    """Run the small and then the measured config from scratch, and return the bytes of the latter."""
     for path in (small, config):
         shutil.rmtree(path.parent / stage, ignore_errors=True)
     run(stage, "--config", str(small))
-    before = held.libraries()
-    with watched(stage) as found:
+    libraries = tensors.current_bytes()
+    with watch_stage(stage) as maxima:
         run(stage, "--config", str(config))
-    seen = held.told(found, before)
-    left = config.parent / stage
-    shutil.rmtree(left / "state" if stage == "reward" else left)  # gigabytes; PPO reads the reward models
-    return {**seen, "plan": plan(stage, config)}
+    result = tensors.above_libraries(maxima, libraries)
+    output = config.parent / stage
+    shutil.rmtree(output / "state" if stage == "reward" else output)  # gigabytes; PPO reads the reward models
+    return {**result, "plan": plan(stage, config)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The least arithmetic that an update phase can do, and how fast this machine does arithmetic."""
+"""The lower bound of the arithmetic of an update, and the rate of arithmetic of this machine."""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ TRIALS = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-like model: gated MLP, grouped keys and values."""
+    """Sizes of a Llama-like model: gated MLP, grouped keys and values."""
 
     hidden: int
     intermediate: int
@@ -38,27 +38,26 @@ class Shape:
 
     @property
     def linear(self) -> int:
-        """Multiply-adds of one position in the layers' matrices: q and o, k and v, and the MLP's three."""
+        """Multiply-adds per position in the matrices of all layers: q, o, k, v and three of the MLP."""
         attention = 2 * self.hidden * self.heads * self.head_size + 2 * self.hidden * self.kv_heads * self.head_size
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def pair(self) -> int:
-        """Multiply-adds of one pair (query, key that it may see): their product, and the value's share."""
+        """Multiply-adds per pair of a query and a visible key: the score and the weighted value."""
         return self.layers * 2 * self.heads * self.head_size
 
 
 def multiply_adds(shape: Shape, lengths: Iterable[tuple[int, int]], epochs: int) -> int:
-    """Multiply-adds of an update phase on rows of (prompt, response) lengths, for a policy and a value model.
+    """Return the multiply-adds of an update of policy and value model on rows of (prompt, response) lengths.
 
-    A row of P + R tokens has n = P + R - 1 positions, for nothing is read behind the last token, and n (n + 1) / 2
-    pairs, for attention is causal. Each model costs n * linear + pairs * pair; the policy's head hidden * vocabulary at
-    each of the R positions before a response token, the value's hidden. The forward pass does that once, the backward
-    pass twice (for the inputs and for the weights), and all of it comes once an epoch.
+    A row of P + R tokens has n = P + R - 1 positions, because the last token is not an input, and n (n + 1) / 2 causal
+    pairs. Each model needs n * linear + pairs * pair. The policy's head needs hidden * vocabulary for each of the R
+    response tokens, the value head hidden. The backward pass costs twice the forward pass (inputs and weights), and
+    both run once per epoch.
 
-    Not in it: norms, activations, softmax, losses, clipping, the optimizer: what a perfect program would hide or
-    hardly feel. It could even do less, and leave out what the last layer makes of prompt positions beyond keys and
-    values; nobody does.
+    Norms, activations, softmax, losses, clipping and the optimizer are not included. Neither is the possible saving of
+    the last layer on prompt positions, of which only keys and values are needed.
     """
     total = 0
     for prompt, response in lengths:
@@ -68,18 +67,24 @@ def multiply_adds(shape: Shape, lengths: Iterable[tuple[int, int]], epochs: int)
     return 3 * epochs * total
 
 
+def forward_flops(shape: Shape, lengths: Iterable[int], head_tokens: int = 0) -> float:
+    """Return the FLOPs of a causal forward pass over rows of these lengths, with the head on `head_tokens` tokens."""
+    body = sum(n * shape.linear + n * (n + 1) // 2 * shape.pair for n in lengths)
+    return 2.0 * (body + shape.hidden * shape.vocabulary * head_tokens)
+
+
 def attention_share(shape: Shape, prompt: int, response: int) -> float:
-    """Share of the pairs in an update's arithmetic on rows of one length: what grows faster than tokens do."""
+    """Return the share of attention pairs, the quadratic part, in the arithmetic of rows of one length."""
     positions = prompt + response - 1
     pairs = 2 * positions * (positions + 1) // 2 * shape.pair
     return 3 * pairs / multiply_adds(shape, [(prompt, response)], epochs=1)
 
 
 def rates(shape: Shape) -> dict[str, float]:
-    """GFLOP in a CPU second, for float32 matrices like the model's and a large square.
+    """Return GFLOP per CPU second for float32 matrices of the model's sizes and for a large square.
 
-    Of these the highest is the machine's rate: a floor must not be above what the machine can do. Each is the median of
-    some trials, not the best one: the update that it is compared with has no choice of moments either.
+    The highest of them is the rate of the machine. Each is a median and not the best trial, because the update that is
+    compared with it runs at average speed, too.
     """
     sizes = {
         "512 tokens, MLP": (512, shape.hidden, shape.intermediate),
@@ -94,7 +99,7 @@ def _rate(rows: int, inner: int, columns: int) -> float:
     left, right = torch.ones(rows, inner), torch.ones(inner, columns)
     seconds = []
     for _ in range(TRIALS):
-        began = time.process_time()
+        start = time.process_time()
         left @ right
-        seconds.append(time.process_time() - began)
+        seconds.append(time.process_time() - start)
     return 2 * rows * inner * columns / median(seconds) / 1e9

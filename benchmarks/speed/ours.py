@@ -1,8 +1,8 @@
-"""Our side: CPU seconds and peak memory of PPO updates, as one line of JSON.
+"""CPU seconds and peak memory of rlhf's PPO updates, as one line of JSON.
 
     python -m benchmarks.speed.ours JOB.json
 
-JOB.json is a `job.Job`; `python -m benchmarks.speed` writes it, and the peer reads the same.
+JOB.json is a `workload.Job`, written by `python -m benchmarks.speed`; `peer.py` reads the same file.
 """
 
 import json
@@ -16,7 +16,8 @@ import transformers
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.speed import floor
-from benchmarks.speed.job import Job, Laps, memory_mb, report
+from benchmarks.speed.counters import PhaseTimer, memory_mb, summary
+from benchmarks.speed.workload import Job
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience
@@ -24,7 +25,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 
-BASELINE = memory_mb("VmRSS")  # what the imports alone take
+IMPORTS_MB = memory_mb("VmRSS")  # memory after the imports
 
 
 def settings(job: Job) -> PPOSettings:
@@ -47,55 +48,55 @@ def settings(job: Job) -> PPOSettings:
 
 
 def trainer(job: Job) -> PPOTrainer:
-    chosen = settings(job)
+    ppo = settings(job)
     policy, ref = (LlamaForCausalLM.from_pretrained(job.sft) for _ in range(2))
     value, scorer = (LlamaForSequenceClassification.from_pretrained(job.reward, num_labels=1) for _ in range(2))
     tokenizer = AutoTokenizer.from_pretrained(job.sft)
     stop = None if job.dense else tokenizer.eos_token_id
-    engine = HFEngine(policy, stop, tokenizer.pad_token_id, batch_size=chosen.local_rollout_forward_batch_size)
+    engine = HFEngine(policy, stop, tokenizer.pad_token_id, batch_size=ppo.local_rollout_forward_batch_size)
     reward = ModelReward(scorer.eval().requires_grad_(False), job.rows)
-    return PPOTrainer(policy, ref, value, {"reward": reward}, engine, chosen, seed=job.seed)
+    return PPOTrainer(policy, ref, value, {"reward": reward}, engine, ppo, seed=job.seed)
 
 
-def work(shape: floor.Shape, experience: Experience, epochs: int) -> int:
-    """Multiply-adds that an update phase on this experience cannot do without."""
+def minimum_work(shape: floor.Shape, experience: Experience, epochs: int) -> int:
+    """Return the multiply-adds that an update on this experience needs at least."""
     rollout = experience.rollout
     lengths = zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
     return floor.multiply_adds(shape, lengths, epochs)
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Updates, and between them the machine's rate, so that both meet the same neighbours on a shared machine."""
-    ppo, laps = trainer(job), Laps()
+    """Measure updates, and the machine's rate between them, so that other processes slow both down alike."""
+    ppo, timer = trainer(job), PhaseTimer()
     shape = floor.Shape.of(ppo.policy.config)
     for method, phase in (("generate", "rollout"), ("make_experience", "judge"), ("update", "update")):
-        laps.around(ppo, method, phase)
-    real, padded, least, rates = [], [], [], []
+        timer.wrap(ppo, method, phase)
+    real, padded, work, rates = [], [], [], []
     for rows in job.batches():
         rates.append(floor.rates(shape))
-        with laps.lap("step"):
+        with timer.measure("step"):
             stats = ppo.step(Prompts.from_lists(rows))
         assert ppo.experience is not None
         real.append(int(stats["tokens/real"]))
         padded.append(int(stats["tokens/padded"]))
-        least.append(work(shape, ppo.experience, job.epochs))
+        work.append(minimum_work(shape, ppo.experience, ppo.settings.num_ppo_epochs))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    found = report(laps, real, padded, rates, BASELINE, versions=versions)
-    seconds = [2 * madds / max(found["gflops"].values()) / 1e9 for madds in least[1:] or least]
-    updates = laps.seconds["update"][1:] or laps.seconds["update"]
-    over = [spent / bound for spent, bound in zip(updates, seconds, strict=True)]
-    return found | {"floor_s": round(median(seconds), 3), "over_floor": round(median(over), 3)}
+    result = summary(timer, real, padded, rates, IMPORTS_MB, versions=versions)
+    bounds = [2 * multiply_adds / max(result["gflops"].values()) / 1e9 for multiply_adds in work[1:] or work]
+    updates = timer.seconds["update"][1:] or timer.seconds["update"]
+    ratios = [seconds / bound for seconds, bound in zip(updates, bounds, strict=True)]
+    return result | {"floor_s": round(median(bounds), 3), "over_floor": round(median(ratios), 3)}
 
 
-def quiet() -> None:
-    """No bars and no warnings of the libraries: the only output is the result."""
+def silence_libraries() -> None:
+    """Turn off progress bars and warnings of transformers: stdout must only contain the result."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
 def main() -> None:
     job = Job.read(Path(sys.argv[1]))
-    quiet()
+    silence_libraries()
     torch.set_num_threads(job.threads)
     print(json.dumps(measure(job)))
 

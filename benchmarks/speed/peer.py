@@ -1,10 +1,10 @@
-"""The peer: PPO of TRL 1.12, the last release that had it, on the same job; one line of JSON.
+"""PPO of TRL 1.12, the last release that contains it, on the same job; one line of JSON.
 
     .peer/bin/python -m benchmarks.speed.peer JOB.json
 
-It runs in an environment of its own (`peer.txt`), which has nothing of ours: of this repository it imports job.py and
-floor.py alone. TRL shuffles its prompts; its data loader is replaced by the job's batches, so that each update starts
-from the prompts that ours starts from.
+It runs in a separate environment (`peer.txt`) without rlhf_cli: of this repository it imports only workload.py,
+counters.py and floor.py. TRL shuffles its prompts, so its data loader is replaced by the batches of the job: each
+update then starts from the same prompts as ours.
 """
 
 import json
@@ -21,10 +21,11 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+from benchmarks.speed.counters import PhaseTimer, memory_mb, real_tokens, summary
 from benchmarks.speed.floor import Shape, rates
-from benchmarks.speed.job import Job, Laps, memory_mb, real_tokens, report
+from benchmarks.speed.workload import Job
 
-BASELINE = memory_mb("VmRSS")
+IMPORTS_MB = memory_mb("VmRSS")  # memory after the imports
 
 
 def arguments(job: Job, folder: str, *, use_cpu: bool = True) -> PPOConfig:
@@ -56,7 +57,7 @@ def arguments(job: Job, folder: str, *, use_cpu: bool = True) -> PPOConfig:
 
 
 def trainer(job: Job, folder: str, lora: Any = None, *, use_cpu: bool = True) -> PPOTrainer:
-    """TRL's trainer. With peft's settings, `lora`, the reference is the policy without its adapters."""
+    """Return TRL's trainer. With `lora`, a peft config, the reference is the policy without its adapters."""
     policy = LlamaForCausalLM.from_pretrained(job.sft)
     ref = None if lora else LlamaForCausalLM.from_pretrained(job.sft)
     value, scorer = (LlamaForSequenceClassification.from_pretrained(job.reward, num_labels=1) for _ in range(2))
@@ -78,59 +79,59 @@ def trainer(job: Job, folder: str, lora: Any = None, *, use_cpu: bool = True) ->
     return ppo
 
 
-class Watch:
-    """Where an update's phases begin, and how many tokens it reads, told by the functions that TRL itself calls.
+class TRLTimer:
+    """Phases and tokens of TRL's updates, measured at the functions that TRL calls.
 
-    The rollout ends when batch_generation returns; the update begins with the first forward pass of policy and value
-    in one, which the phase before never makes; an update ends with its line of metrics.
+    The rollout ends when batch_generation returns. The update starts with the first joint forward pass of policy and
+    value model, which the scoring phase never makes. An update ends when its metrics are logged.
     """
 
     def __init__(self, ppo: PPOTrainer, stop: int | None, pad: int) -> None:
-        self.laps, self.real, self.padded = Laps(), list[int](), list[int]()
-        self.stop, self.pad, self.both = stop, pad, ppo.model
+        self.timer, self.real, self.padded = PhaseTimer(), list[int](), list[int]()
+        self.stop, self.pad, self.policy_and_value = stop, pad, ppo.model
         self.shape, self.rates = Shape.of(ppo.ref_model.config), list[dict[str, float]]()
-        self.began = self.mark = time.process_time()
+        self.step_start = self.phase_start = time.process_time()
         self.updating = False
-        self.write, self.read, self.log = ppo_trainer.batch_generation, ppo_trainer.forward, ppo.log
-        ppo_trainer.batch_generation, ppo_trainer.forward, ppo.log = self.writes, self.reads, self.logs
+        self.trl_generate, self.trl_forward, self.trl_log = ppo_trainer.batch_generation, ppo_trainer.forward, ppo.log
+        ppo_trainer.batch_generation, ppo_trainer.forward, ppo.log = self.generate, self.forward, self.log
 
-    def lap(self, name: str) -> None:
+    def end_phase(self, name: str) -> None:
         now = time.process_time()
-        self.laps.add(name, now - self.mark)
-        self.mark = now
+        self.timer.add(name, now - self.phase_start)
+        self.phase_start = now
 
-    def writes(self, model: Any, queries: Any, *args: Any) -> Any:
-        found = self.write(model, queries, *args)
-        self.lap("rollout")
+    def generate(self, model: Any, queries: Any, *args: Any) -> Any:
+        generated = self.trl_generate(model, queries, *args)
+        self.end_phase("rollout")
         width = queries.shape[1]
         prompts = [[token for token in row if token != self.pad] for row in queries.tolist()]
-        self.real.append(real_tokens(prompts, found[0][:, width:].tolist(), self.stop))
-        self.padded.append(found[0].numel())
-        return found
+        self.real.append(real_tokens(prompts, generated[0][:, width:].tolist(), self.stop))
+        self.padded.append(generated[0].numel())
+        return generated
 
-    def reads(self, model: Any, *args: Any) -> Any:
-        if model is self.both and not self.updating:
+    def forward(self, model: Any, *args: Any) -> Any:
+        if model is self.policy_and_value and not self.updating:
             self.updating = True
-            self.lap("judge")
-        return self.read(model, *args)
+            self.end_phase("judge")
+        return self.trl_forward(model, *args)
 
-    def logs(self, *args: Any, **kwargs: Any) -> None:
-        self.log(*args, **kwargs)
-        self.lap("update")
-        self.laps.add("step", self.mark - self.began)
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.trl_log(*args, **kwargs)
+        self.end_phase("update")
+        self.timer.add("step", self.phase_start - self.step_start)
         self.rates.append(rates(self.shape))
-        self.began, self.updating = time.process_time(), False
-        self.mark = self.began
+        self.step_start = self.phase_start = time.process_time()
+        self.updating = False
 
 
 def measure(job: Job) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ppo = trainer(job, folder)
         tokenizer = ppo.processing_class
-        watch = Watch(ppo, None if job.dense else tokenizer.eos_token_id, tokenizer.pad_token_id)
+        measured = TRLTimer(ppo, None if job.dense else tokenizer.eos_token_id, tokenizer.pad_token_id)
         ppo.train()
     versions = {part.__name__: part.__version__ for part in (torch, transformers, trl)}
-    return report(watch.laps, watch.real, watch.padded, watch.rates, BASELINE, versions=versions)
+    return summary(measured.timer, measured.real, measured.padded, measured.rates, IMPORTS_MB, versions=versions)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""What an update costs as its episodes change: the padding share, the length, the batch, the vocabulary.
+"""CPU seconds of an update by share of padding, response length, batch size and vocabulary.
 
-    python -m benchmarks.speed.synthetic MODEL padding|growth      (the folder of a Llama: its sizes are taken)
+    python -m benchmarks.speed.synthetic MODEL padding|growth      (MODEL: a Llama folder; only its sizes are used)
 
-Weights and tokens are random: only shapes count here. CPU seconds of all threads; prints one line of JSON.
+Weights and tokens are random, because only shapes matter. Prints CPU seconds of all threads as one line of JSON.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.speed.floor import Shape, attention_share
-from benchmarks.speed.ours import quiet
+from benchmarks.speed.ours import silence_libraries
 from benchmarks.speed.workload import model_config
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import Prompts, Rollout
@@ -24,20 +24,21 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 
-PROMPT, ROWS, PAD, FIRST = 8, 16, 0, 3  # tokens of a prompt; rows of a micro-batch; the first id that is no special one
-SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)  # of padding in the rectangle of a batch
-BATCH, MEAN, SHORTEST = 64, 32, 12  # rows; their tokens on average, and at least
+PROMPT, ROWS = 8, 16  # tokens of a prompt, rows of a micro-batch
+PAD, FIRST = 0, 3  # the pad id, the first id that is not special
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)  # of padding in a padded batch
+BATCH, MEAN, SHORTEST = 64, 32, 12  # rows; mean and minimum of their tokens
 LENGTHS, BATCHES, VOCABULARIES = (16, 32, 64, 128), (16, 32, 64, 128), (2048, 4096, 8192, 16384)
-GROWN_BATCH, GROWN_LENGTH = 32, 32  # where the other one grows
+DEFAULT_BATCH, DEFAULT_LENGTH = 32, 32  # while another size varies
 
 
 def config(model: str, **changes: Any) -> LlamaConfig:
-    """The sizes of a model's folder, with changes; random weights of 0.02, ids below 3 are special."""
+    """Return the config of a model with changes. The ids below 3 are special."""
     return LlamaConfig(**(model_config(model) | {"max_position_embeddings": 256} | changes))
 
 
 def trainer(body: LlamaConfig, *, batch: int, length: int, epochs: int = 4) -> PPOTrainer:
-    """PPO on random models; responses never end before `length`."""
+    """Return a trainer of models with random weights; every response has `length` tokens."""
     torch.manual_seed(0)
     policy, ref = LlamaForCausalLM(body), LlamaForCausalLM(body)
     heads = type(body)(**(body.to_dict() | {"num_labels": 1}))
@@ -59,10 +60,10 @@ def trainer(body: LlamaConfig, *, batch: int, length: int, epochs: int = 4) -> P
 
 
 def ragged_lengths(rows: int, mean: int, share: float, shortest: int = SHORTEST) -> list[int]:
-    """Row lengths with this mean, the longest mean / (1 - share): so much of their rectangle is padding.
+    """Return row lengths with this mean whose padded batch has this share of padding.
 
-    Between the shortest and the longest they follow a power of even steps, as real responses do: few are long. Raises
-    ValueError where no such lengths are.
+    The longest row has mean / (1 - share) tokens. The others follow a power law, so that few rows are long, as in real
+    responses. Raises ValueError if no such lengths exist.
     """
     longest = round(mean / (1 - share))
     if not shortest <= mean <= longest or (rows - 1) * shortest + longest > rows * mean:
@@ -72,11 +73,11 @@ def ragged_lengths(rows: int, mean: int, share: float, shortest: int = SHORTEST)
     power = (longest - shortest) / (mean - shortest) - 1
     steps = [(row + 0.5) / rows for row in range(rows - 1)]
     lengths = [round(shortest + (longest - shortest) * step**power) for step in steps] + [longest]
-    return _with_sum(lengths, rows * mean, shortest, longest)
+    return _adjust_sum(lengths, rows * mean, shortest, longest)
 
 
-def _with_sum(lengths: list[int], total: int, least: int, most: int) -> list[int]:
-    """The lengths moved by single tokens, in turn and the last one left out, until they have this sum."""
+def _adjust_sum(lengths: list[int], total: int, least: int, most: int) -> list[int]:
+    """Change the lengths, except the last, by single tokens in turn until they have this sum."""
     lengths, row = list(lengths), 0
     while sum(lengths) != total:
         step = 1 if sum(lengths) < total else -1
@@ -87,62 +88,64 @@ def _with_sum(lengths: list[int], total: int, least: int, most: int) -> list[int
 
 
 def rollout(lengths: Sequence[int], vocabulary: int) -> Rollout:
-    """Random tokens: prompts of PROMPT, responses of what is left of each length; rows in random order."""
-    draw = random.Random(0)
-    shuffled = draw.sample(list(lengths), len(lengths))
+    """Return random tokens: prompts of PROMPT tokens, responses of the remaining length; rows in random order."""
+    rng = random.Random(0)
+    shuffled = rng.sample(list(lengths), len(lengths))
 
     def tokens(count: int) -> list[int]:
-        return [draw.randrange(FIRST, vocabulary) for _ in range(count)]
+        return [rng.randrange(FIRST, vocabulary) for _ in range(count)]
 
     return Rollout.from_lists([tokens(PROMPT) for _ in shuffled], [tokens(n - PROMPT) for n in shuffled])
 
 
 def padding(body: LlamaConfig, *, batch: int = BATCH, mean: int = MEAN, repeats: int = 5) -> list[dict[str, Any]]:
-    """CPU seconds of judge and update for each padding share, the least of `repeats`: on a shared machine neighbours
-    only add to them. Shares in turn, so that all meet the same ones.
+    """Return the CPU seconds of scoring and update for each share of padding.
+
+    They are the minimum of `repeats`, because other processes only add time. The shares run in turn, so that other
+    processes affect all of them.
     """
     ppo = trainer(body, batch=batch, length=round(mean / (1 - max(SHARES))))
-    made = {share: rollout(ragged_lengths(batch, mean, share), body.vocab_size) for share in SHARES}
+    rollouts = {share: rollout(ragged_lengths(batch, mean, share), body.vocab_size) for share in SHARES}
     seconds: dict[float, list[float]] = {share: [] for share in SHARES}
-    read: dict[float, int] = {}
-    ppo.update(ppo.make_experience(made[SHARES[0]]))  # warms up
+    positions: dict[float, int] = {}
+    ppo.update(ppo.make_experience(rollouts[SHARES[0]]))  # warm-up
     for _ in range(repeats):
-        for share, rows in made.items():
-            began = time.process_time()
-            read[share] = int(ppo.update(ppo.make_experience(rows))["tokens/padded"])
-            seconds[share].append(time.process_time() - began)
+        for share, rows in rollouts.items():
+            start = time.process_time()
+            positions[share] = int(ppo.update(ppo.make_experience(rows))["tokens/padded"])
+            seconds[share].append(time.process_time() - start)
     return [
         {
             "share": round(1 - int(rows.mask.sum()) / rows.mask.numel(), 4),
             "real_tokens": int(rows.mask.sum()),
-            "padded_tokens": read[share],
+            "padded_tokens": positions[share],
             "cpu_s": round(min(seconds[share]), 4),
         }
-        for share, rows in made.items()
+        for share, rows in rollouts.items()
     ]
 
 
 def step_seconds(body: LlamaConfig, *, batch: int, length: int, repeats: int = 3) -> dict[str, Any]:
-    """CPU seconds of whole updates on rows of one length, without padding; the first update is not counted."""
+    """Return the CPU seconds of a full update on rows of one length, without padding, after a warm-up."""
     ppo = trainer(body, batch=batch, length=length)
-    draw, seconds = random.Random(0), []
+    rng, seconds = random.Random(0), []
     for _ in range(repeats + 1):
-        rows = [[draw.randrange(FIRST, body.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
-        began = time.process_time()
+        rows = [[rng.randrange(FIRST, body.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+        start = time.process_time()
         ppo.step(Prompts.from_lists(rows))
-        seconds.append(time.process_time() - began)
+        seconds.append(time.process_time() - start)
     return {"tokens": batch * (PROMPT + length), "vocabulary": body.vocab_size, "cpu_s": round(min(seconds[1:]), 4)}
 
 
 def growth(model: str) -> dict[str, Any]:
-    """Points of growth with response length, batch and vocabulary, and attention's share at the longest."""
+    """Return the cost by response length, batch and vocabulary, and the share of attention pairs at the longest."""
     body = config(model)
     longest = attention_share(Shape.of(body), PROMPT, LENGTHS[-1])
     return {
-        "length": [step_seconds(body, batch=GROWN_BATCH, length=length) for length in LENGTHS],
-        "batch": [step_seconds(body, batch=batch, length=GROWN_LENGTH) for batch in BATCHES],
+        "length": [step_seconds(body, batch=DEFAULT_BATCH, length=length) for length in LENGTHS],
+        "batch": [step_seconds(body, batch=batch, length=DEFAULT_LENGTH) for batch in BATCHES],
         "vocabulary": [
-            step_seconds(config(model, vocab_size=size), batch=GROWN_BATCH, length=GROWN_LENGTH)
+            step_seconds(config(model, vocab_size=size), batch=DEFAULT_BATCH, length=DEFAULT_LENGTH)
             for size in VOCABULARIES
         ],
         "attention_share_at_longest": round(longest, 4),
@@ -154,10 +157,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("what", choices=["padding", "growth"])
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    quiet()
-    torch.set_num_threads(asked.threads)
-    print(json.dumps(padding(config(asked.model)) if asked.what == "padding" else growth(asked.model)))
+    args = parser.parse_args()
+    silence_libraries()
+    torch.set_num_threads(args.threads)
+    print(json.dumps(padding(config(args.model)) if args.what == "padding" else growth(args.model)))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ app.command("replay", hidden=True)(inspect.verify)  # the old name of verify
 
 @app.callback(invoke_without_command=True)
 def _no_command(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
         terminal.out(f"rlhf {__version__}")

@@ -1,6 +1,6 @@
 """Shell completion of arguments: runs, configs, keys and their values, presets, steps, error codes.
 
-Each completion is a process of its own and must be fast: it imports what it needs, never torch, and hides all errors.
+Each completion is a separate process and must be fast: it imports what it needs, never torch, and hides all errors.
 An empty result lets the shell offer files.
 """
 
@@ -36,38 +36,35 @@ def ignore_errors(complete: Callable[..., list[str]]) -> Callable[..., list[str]
 @ignore_errors
 def runs(incomplete: str) -> list[str]:
     """Return the run folders near the typed path, except presets."""
-    _, base = _split_path(incomplete)
-    return _with_typed_folder(incomplete, [name for name in _runs(base) if not discover.is_preset(base / name)])
+    typed, base, names = _runs_near(incomplete)
+    return [_joined(typed, name) for name in names if not discover.is_preset(base / name)]
 
 
 @ignore_errors
 def runs_and_configs(incomplete: str) -> list[str]:
     """Return the folders of runs and presets, and the configs in the typed folder."""
-    typed, base = _split_path(incomplete)
-    return [*_with_typed_folder(incomplete, _runs(base)), *(typed + path.name for path in discover.configs_in(base))]
+    typed, base, names = _runs_near(incomplete)
+    return [*(_joined(typed, name) for name in names), *(typed + path.name for path in discover.configs_in(base))]
 
 
 @ignore_errors
 def config(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the command's own YAML in each run."""
-    typed, base = _split_path(incomplete)
-    names = [os.path.normpath(f"{name}/{ctx.info_name}.yaml") for name in _runs(base)]
-    return [typed + name for name in names if (base / name).is_file()]
+    typed, base, names = _runs_near(incomplete)
+    files = [os.path.normpath(f"{name}/{ctx.info_name}.yaml") for name in names]
+    return [typed + file for file in files if (base / file).is_file()]
 
 
-def _split_path(incomplete: str) -> tuple[str, Path]:
-    """Return the folder part of the typed text, as text and as a path."""
+def _runs_near(incomplete: str) -> tuple[str, Path, list[str]]:
+    """Return the folder part of the typed text, as text and as a path, and the runs and presets below it."""
     typed = incomplete[: incomplete.rfind("/") + 1]
-    return typed, Path(typed or ".")
+    base = Path(typed or ".")
+    folders = discover.find_run_folders(base, MAX_DEPTH, MAX_FOLDERS)
+    return typed, base, [os.path.relpath(path, base) for path in folders]
 
 
-def _with_typed_folder(incomplete: str, names: list[str]) -> list[str]:
-    typed, _ = _split_path(incomplete)
-    return [typed + name if name != "." else typed.rstrip("/") or name for name in names]
-
-
-def _runs(base: Path) -> list[str]:
-    return [os.path.relpath(path, base) for path in discover.find_run_folders(base, MAX_DEPTH, MAX_FOLDERS)]
+def _joined(typed: str, name: str) -> str:
+    return typed + name if name != "." else typed.rstrip("/") or name
 
 
 # Names
@@ -177,14 +174,9 @@ def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
 
 def _next_parts(paths: Iterable[str], incomplete: str) -> list[str]:
     """Return the sections (`ppo.`) and keys that come next; of a single section, its contents."""
-    known, names = list(paths), [incomplete]
-    while len(names) == 1 and names[0] not in known:
-        prefix = names[0]
-        names = list(dict.fromkeys(_truncate(path, prefix.count(".")) for path in known if path.startswith(prefix)))
+    all_paths, names = list(paths), [incomplete]
+    while len(names) == 1 and names[0] not in all_paths:
+        depth = names[0].count(".") + 1
+        parts = [path.split(".") for path in all_paths if path.startswith(names[0])]
+        names = list(dict.fromkeys(".".join(path[:depth]) + "." * (len(path) > depth) for path in parts))
     return names
-
-
-def _truncate(path: str, depth: int) -> str:
-    """Return a key's path down to `depth` sections."""
-    parts = path.split(".")
-    return ".".join(parts[: depth + 1]) + "." * (len(parts) > depth + 1)

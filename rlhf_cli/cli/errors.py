@@ -58,7 +58,7 @@ class Terminated(BaseException):
 
 
 class RunNotGiven(Exception):
-    """Raised by a command that needs a run and was given none."""
+    """A command needs a run, and the command line names none."""
 
 
 def only_run() -> Path:
@@ -87,15 +87,7 @@ class CommandGroup(TyperGroup):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command line and exit: 0 success, 2 invalid input, 1 run-time failure, 130 and 143 on signals."""
         arguments = list(sys.argv[1:] if args is None else args)
         code = 0
@@ -103,7 +95,7 @@ class CommandGroup(TyperGroup):
         previous_handler = _set_sigterm_handler(_raise_terminated)
         try:
             try:
-                code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
+                code = super().main(arguments, **{**extra, "standalone_mode": False}) or 0
             except Exception as error:
                 if "--debug" in arguments:
                     terminal.log_from_any_rank(traceback.format_exc().rstrip())
@@ -146,7 +138,7 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
             return 2
         near = closest_match(command, commands) if command not in commands else None
         hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _stage_hint(arguments)
-        hint = hint or " ".join(["rlhf", *[shell_word for shell_word in [command] if shell_word in commands], "--help"])
+        hint = hint or (f"rlhf {command} --help" if command in commands else "rlhf --help")
         terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     message = " ".join(str(error).split())
@@ -176,7 +168,7 @@ def _stage_hint(arguments: Sequence[str]) -> str | None:
     stage = arguments[0] if arguments else ""
     if stage not in STAGES or {"--config", "-c"} & set(arguments):
         return None
-    files = [file for shell_word in arguments[1:] if (file := config_of(stage, Path(shell_word)))]
+    files = [file for argument in arguments[1:] if (file := config_of(stage, Path(argument)))]
     return f"rlhf {stage} --config {shell_path(files[0])}" if files else None
 
 

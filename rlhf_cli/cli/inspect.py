@@ -8,18 +8,27 @@ import typer
 from rlhf_cli import system
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
-from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode, heavy_imports
+from rlhf_cli.cli.options import (
+    AsJson,
+    Debug,
+    Set,
+    Step,
+    Trailing,
+    TrustRemoteCode,
+    argument,
+    flag,
+    heavy_imports,
+    option,
+)
 from rlhf_cli.errors import RLHFError
 
 
 def ls(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="DIR...", help="Folders to search. Default: ./runs if it exists, else the working directory."
-        ),
+        argument("DIR...", "Folders to search. Default: ./runs if it exists, else the working directory."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the runs below a folder with stages, results and sizes."""
@@ -29,13 +38,10 @@ def ls(
 
 
 def status(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="Run folder. Default: the only run here.", autocompletion=completion.runs),
-    ] = None,
+    folder: Annotated[Path | None, argument("RUN", "Run folder. Default: the only run here.", completion.runs)] = None,
     assignments: Trailing = None,
     set_: Set = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the progress and results of each stage, and what comes next."""
@@ -47,17 +53,11 @@ def status(
 def report(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="RUN...",
-            help="Run folder; several are compared. Default: the only run here.",
-            autocompletion=completion.runs,
-        ),
+        argument("RUN...", "Run folder; several are compared. Default: the only run here.", completion.runs),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
-        ),
+        option("--out", "FILE", "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."),
     ] = None,
     step: Step = "last",
     debug: Debug = False,
@@ -74,38 +74,27 @@ def report(
 
 
 def export(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="Run folder, or folder of one of its stages.", autocompletion=completion.runs
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="New or empty folder to write to."),
-    ] = None,
+    folder: Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)],
+    out: Annotated[Path | None, option("--out", "DIR", "New or empty folder to write to.")] = None,
     push: Annotated[
-        str | None,
-        typer.Option("--push", metavar="OWNER/NAME", help="Hub repository to upload to; created as private."),
+        str | None, option("--push", "OWNER/NAME", "Hub repository to upload to; created as private.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: create a public repository.")] = False,
+    public: Annotated[bool, flag("--public", "With --push: create a public repository.")] = False,
     step: Step = "last",
     stage: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--stage",
-            metavar="STAGE",
-            help="ppo, sft or reward. Default: the PPO policy, or SFT if there is none.",
-            autocompletion=completion.stages,
+            "STAGE",
+            "ppo, sft or reward. Default: the PPO policy, or SFT if there is none.",
+            completion.stages,
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: the dtype of the run."),
+        str | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16. Default: the dtype of the run.")
     ] = None,
     show_prompt: Annotated[
-        bool,
-        typer.Option("--show-prompt", help="Show a held-out prompt of your data in the model card."),
+        bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -116,11 +105,10 @@ def export(
     deleted. --push uploads it as one commit and, without --out, keeps no local copy.
     """
     if out is None and push is None:
-        raise RLHFError(
-            "C11", "a folder or a repository is needed", hint="rlhf export RUN --out DIR, --push OWNER/NAME"
-        )
+        hint = "rlhf export RUN --out DIR, --push OWNER/NAME"
+        raise RLHFError("C11", "a folder or a repository is needed", hint=hint)
     if public and push is None:
-        raise RLHFError("C11", "--public belongs to --push", hint="leave it out, or add --push OWNER/NAME")
+        raise RLHFError("C11", "--public belongs to --push", hint="remove it, or add --push OWNER/NAME")
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
@@ -134,53 +122,26 @@ def export(
         )
 
 
+COMPARE_TEXT = "Let both models answer each prompt, with the same random numbers."
+TEMPERATURE_TEXT = "Sampling temperature; 0 is greedy. Default: the temperature of PPO."
+
+
 def chat(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="Run folder, or folder of its SFT or PPO stage.", autocompletion=completion.runs
-        ),
-    ],
+    folder: Annotated[Path, argument("RUN", "Run folder, or folder of its SFT or PPO stage.", completion.runs)],
     stage: Annotated[
         str | None,
-        typer.Option(
-            "--stage",
-            metavar="STAGE",
-            help="ppo or sft. Default: the PPO policy, or SFT if there is none.",
-            autocompletion=completion.chat_stages,
+        option(
+            "--stage", "STAGE", "ppo or sft. Default: the PPO policy, or SFT if there is none.", completion.chat_stages
         ),
     ] = None,
     step: Step = "last",
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            "--compare",
-            metavar="sft,ppo",
-            help="Let both models answer each prompt, with the same random numbers.",
-            autocompletion=completion.chat_pairs,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            metavar="X",
-            min=0.0,
-            help="Sampling temperature; 0 is greedy. Default: the temperature of PPO.",
-        ),
-    ] = None,
+    compare: Annotated[str | None, option("--compare", "sft,ppo", COMPARE_TEXT, completion.chat_pairs)] = None,
+    temperature: Annotated[float | None, option("--temperature", "X", TEMPERATURE_TEXT, min=0.0)] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-new-tokens",
-            metavar="N",
-            min=1,
-            help="Maximum tokens of a reply. Default: the response length of PPO.",
-        ),
+        option("--max-new-tokens", "N", "Maximum tokens of a reply. Default: the response length of PPO.", min=1),
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Random seed of the replies.")
-    ] = 0,
+    seed: Annotated[int, option("--seed", "N", "Random seed of the replies.", min=0, max=2**32 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -199,17 +160,11 @@ def chat(
 
 
 def verify(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Run folder with ppo/.", autocompletion=completion.runs),
-    ],
+    folder: Annotated[Path, argument("RUN", "Run folder with ppo/.", completion.runs)],
     step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", metavar="N", min=1, help="Update to repeat. Default: the newest with a checkpoint before it."
-        ),
+        int | None, option("--step", "N", "Update to repeat. Default: the newest with a checkpoint before it.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:

@@ -2,10 +2,10 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,22 @@ STAGES = {
     "ppo": "Train the policy with PPO against the reward model.",
     "eval": "Compare the models on held-out prompts and write a report.",
 }
+Complete = Callable[..., list[str]]
+
+
+def option(name: str, metavar: str, text: str, complete: Complete | None = None, **limits: Any) -> Any:
+    """Declare an option with a value; `limits` are min and max."""
+    return typer.Option(*name.split(), metavar=metavar, help=text, autocompletion=complete, **limits)
+
+
+def flag(name: str, text: str) -> Any:
+    """Declare an option without a value."""
+    return typer.Option(*name.split(), help=text)
+
+
+def argument(metavar: str, text: str, complete: Complete | None = None) -> Any:
+    """Declare a positional argument."""
+    return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
 
 
 def config_of(stage: str, path: Path) -> Path | None:
@@ -24,49 +40,21 @@ def config_of(stage: str, path: Path) -> Path | None:
     return next((file for file in (path, path / f"{stage}.yaml") if file.is_file()), None)
 
 
-ConfigFile = Annotated[
-    Path,
-    typer.Option("--config", "-c", metavar="FILE", help="YAML file of the stage.", autocompletion=completion.config),
-]
+ConfigFile = Annotated[Path, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
 FileOrFolder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE|DIR",
-        help="YAML file of a stage, or run folder.",
-        autocompletion=completion.runs_and_configs,
-    ),
+    Path, argument("FILE|DIR", "YAML file of a stage, or run folder.", completion.runs_and_configs)
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Override a config key by its full path. Repeatable.",
-        autocompletion=completion.assignments,
-    ),
+    option("--set -s", "KEY=VALUE", "Override a config key by its full path. Repeatable.", completion.assignments),
 ]
-Trailing = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Same as --set.", autocompletion=completion.assignments),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow models to run the Python code in their folders.")
-]
-Nproc = Annotated[
-    str | None,
-    typer.Option("--nproc", metavar="N", help="Number of processes, one per GPU. auto: one for each GPU."),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")]
-Step = Annotated[
-    str,
-    typer.Option(
-        "--step",
-        metavar="last|selected|N",
-        help="PPO policy: the last, the one that evaluation selected, or update N.",
-        autocompletion=completion.steps,
-    ),
-]
+Trailing = Annotated[list[str] | None, argument("KEY=VALUE", "Same as --set.", completion.assignments)]
+TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Allow models to run the Python code in their folders.")]
+Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one per GPU. auto: one for each GPU.")]
+AsJson = Annotated[bool, flag("--json", "Print JSON.")]
+Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
+STEP_TEXT = "PPO policy: the last, the one that evaluation selected, or update N."
+Step = Annotated[str, option("--step", "last|selected|N", STEP_TEXT, completion.steps)]
 
 
 @contextmanager

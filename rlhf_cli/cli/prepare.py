@@ -7,98 +7,90 @@ import typer
 
 from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import STAGES, Debug, FileOrFolder, Set, Trailing, TrustRemoteCode, heavy_imports
+from rlhf_cli.cli.options import (
+    STAGES,
+    AsJson,
+    Debug,
+    FileOrFolder,
+    Set,
+    Trailing,
+    TrustRemoteCode,
+    argument,
+    flag,
+    heavy_imports,
+    option,
+)
 from rlhf_cli.errors import RLHFError, closest_match
+
+COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
+MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
 def init(
     preset: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PRESET", help="Preset name; `rlhf init --list` shows them.", autocompletion=completion.presets
-        ),
+        str | None, argument("PRESET", "Preset name; `rlhf init --list` shows them.", completion.presets)
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Random seed of the generated data and configs.")
-    ] = 0,
+    folder: Annotated[Path | None, argument("DIR", "Folder to create.")] = None,
+    list_: Annotated[bool, flag("--list", "List the presets.")] = False,
+    seed: Annotated[int, option("--seed", "N", "Random seed of the generated data and configs.", min=0)] = 0,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="PAIRS", help="preferences: file, folder or hub dataset of preference pairs."),
+        str | None, option("--data", "PAIRS", "preferences: file, folder or hub dataset of preference pairs.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="preferences: model to start from.")
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column",
-            metavar="NAME=COLUMN",
-            help="preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable.",
-        ),
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="preferences: use the texts without a chat template.")] = False,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            "--minutes",
-            metavar="N",
-            min=1,
-            help="preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU.",
-        ),
-    ] = None,
+    base: Annotated[str | None, option("--base", "MODEL", "preferences: model to start from.")] = None,
+    column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
+    plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
+    minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
 ) -> None:
     """Create a run folder from a preset, or from your preference pairs."""
-    preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
-    if from_trl is not None or trl is not None:
-        conflicts = [name for name, value in {**preference_options, "seed": seed}.items() if value]
-        if from_trl is None or preset is None or folder is not None or conflicts:
-            text = (
-                f"--from-trl does not go with --{conflicts[0]}"
-                if conflicts
-                else "--from-trl takes a file, and a folder alone"
-            )
-            raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
-        convert(from_trl, Path(preset), trl)
-        return
     from rlhf_cli.commands import init as presets
 
+    preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    used = [name for name, value in preference_options.items() if value]
+    if from_trl is not None or trl is not None:
+        _convert_by_init(from_trl, preset, folder, trl, [*used, *(["seed"] if seed else [])])
+        return
     if list_:
         terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
         return
     if preset is None or (folder is None and preset not in presets.PRESETS):
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
     if folder is None:
-        required = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
-        name = "mine" if required else preset
-        raise RLHFError("C11", "DIR is missing: the folder to create", hint=f"rlhf init {preset}{required} runs/{name}")
+        example = "preferences --data pairs.jsonl --base MODEL runs/mine"
+        hint = f"rlhf init {example if preset == 'preferences' else f'{preset} runs/{preset}'}"
+        raise RLHFError("C11", "DIR is missing: the folder to create", hint=hint)
     if preset == "preferences":
-        presets.init_preferences(
-            folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
-        )
+        from rlhf_cli.commands.init import preferences
+
+        preferences.init(folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed)
         return
-    if preset in presets.PRESETS and (unused := [name for name, value in preference_options.items() if value]):
-        raise RLHFError("C11", f"--{unused[0]} belongs to `rlhf init preferences`", hint="leave it out")
+    if preset in presets.PRESETS and used:
+        raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed)
 
 
+def _convert_by_init(
+    from_trl: Path | None, folder: str | None, second_folder: Path | None, trl: str | None, other_options: list[str]
+) -> None:
+    """Run `rlhf init --from-trl FILE DIR`, the old name of `rlhf convert FILE DIR`."""
+    if from_trl is None or folder is None or second_folder is not None or other_options:
+        text = "--from-trl takes a file, and a folder alone"
+        text = f"--from-trl does not go with --{other_options[0]}" if other_options else text
+        raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
+    convert(from_trl, Path(folder), trl)
+
+
 def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="TRL PPO settings: a Python script, command line, YAML or JSON.")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create, for ppo.yaml.")],
+    file: Annotated[Path, argument("FILE", "TRL PPO settings: a Python script, command line, YAML or JSON.")],
+    folder: Annotated[Path, argument("DIR", "Folder to create, for ppo.yaml.")],
     trl: Annotated[
-        str | None,
-        typer.Option("--trl", metavar="0.11|1.12", help="TRL version of FILE. Default: detected from option names."),
+        str | None, option("--trl", "0.11|1.12", "TRL version of FILE. Default: detected from option names.")
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Convert TRL PPO settings to a ppo.yaml; the script is not run."""
-
     from rlhf_cli.commands import convert as commands_convert
 
     commands_convert.convert(file, folder, trl)
@@ -108,9 +100,9 @@ def check(
     path: FileOrFolder,
     assignments: Trailing = None,
     set_: Set = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Load the models as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+    deep: Annotated[bool, flag("--deep", "Load the models as well.")] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, flag("--quiet -q", "Print only errors.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -128,35 +120,25 @@ def check(
     raise typer.Exit(code)
 
 
+MODE_TEXT = "Compare another mode: full, lora, qlora or one-base. Default: the adapters of each config."
+
+
 def plan(
     path: FileOrFolder,
     assignments: Trailing = None,
     set_: Set = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            "--mode",
-            metavar="MODE",
-            help="Compare another mode: full, lora, qlora or one-base. Default: the adapters of each config.",
-        ),
-    ] = None,
+    mode: Annotated[str | None, option("--mode", "MODE", MODE_TEXT)] = None,
     prompt: Annotated[
-        int | None,
-        typer.Option("--prompt-length", metavar="N", min=1, help="Tokens of the longest prompt; the data is not read."),
+        int | None, option("--prompt-length", "N", "Tokens of the longest prompt; the data is not read.", min=1)
     ] = None,
     flops: Annotated[
-        float | None,
-        typer.Option("--flops", metavar="N", help="Throughput in FLOP/s. Default: measured on this machine."),
+        float | None, option("--flops", "N", "Throughput in FLOP/s. Default: measured on this machine.")
     ] = None,
-    gpu: Annotated[
-        float | None,
-        typer.Option("--gpu", metavar="GIB", min=0.001, help="Memory of each GPU in GiB; needs --flops."),
-    ] = None,
+    gpu: Annotated[float | None, option("--gpu", "GIB", "Memory of each GPU in GiB; needs --flops.", min=0.001)] = None,
     nproc: Annotated[
-        int,
-        typer.Option("--nproc", metavar="N", min=1, help="Plan for N processes, one per GPU; figures are per process."),
+        int, option("--nproc", "N", "Plan for N processes, one per GPU; figures are per process.", min=1)
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -175,10 +157,7 @@ def plan(
 
 
 def schema(
-    stage: Annotated[
-        str | None,
-        typer.Argument(metavar="STAGE", help="sft, reward, ppo or eval.", autocompletion=completion.stages),
-    ] = None,
+    stage: Annotated[str | None, argument("STAGE", "sft, reward, ppo or eval.", completion.stages)] = None,
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a config, for editors."""
@@ -194,13 +173,11 @@ def schema(
 def explain(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KEY|CODE",
-            help="Key (kl_coef, ppo.kl_coef), section (data) or error code (D10).",
-            autocompletion=completion.keys_and_codes,
+        argument(
+            "KEY|CODE", "Key (kl_coef, ppo.kl_coef), section (data) or error code (D10).", completion.keys_and_codes
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All keys and all error codes.")] = False,
+    all_: Annotated[bool, flag("--all", "All keys and all error codes.")] = False,
     debug: Debug = False,
 ) -> None:
     """Explain a config key (meaning, default, source) or an error code."""
@@ -214,10 +191,7 @@ def explain(
         explain.explain(name)
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Debug = False,
-) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: Debug = False) -> None:
     """Print versions and devices, for a bug report."""
     import json
     import os

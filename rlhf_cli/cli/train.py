@@ -5,15 +5,30 @@ import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of, heavy_imports
+from rlhf_cli.cli.options import (
+    ConfigFile,
+    Debug,
+    Nproc,
+    Set,
+    Trailing,
+    TrustRemoteCode,
+    argument,
+    config_of,
+    flag,
+    heavy_imports,
+    option,
+)
 from rlhf_cli.errors import RLHFError, shell_path, shown
 from rlhf_cli.system import die_with_parent
+
+if TYPE_CHECKING:
+    from rlhf_cli.config.base import Config, Options
 
 
 def stage_command(stage: str) -> Callable[..., None]:
@@ -23,12 +38,8 @@ def stage_command(stage: str) -> Callable[..., None]:
         config: ConfigFile,
         assignments: Trailing = None,
         set_: Set = None,
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print the resolved config, inputs and outputs, and exit.")
-        ] = False,
-        fresh: Annotated[
-            bool, typer.Option("--fresh", help="Move existing output to RUN/.old/ and start over.")
-        ] = False,
+        dry_run: Annotated[bool, flag("--dry-run", "Print the resolved config, inputs and outputs, and exit.")] = False,
+        fresh: Annotated[bool, flag("--fresh", "Move existing output to RUN/.old/ and start over.")] = False,
         nproc: Nproc = None,
         trust_remote_code: TrustRemoteCode = False,
         debug: Debug = False,
@@ -68,12 +79,13 @@ def stage_command(stage: str) -> Callable[..., None]:
     return command
 
 
-def _runner(stage: str) -> Callable[[Any, Any], None]:
+def _runner(stage: str) -> "Callable[[Config, Options], None]":
     """Import and return the `run(config, options)` of a stage. This import loads torch."""
     import importlib
 
     with heavy_imports(), redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
-        return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+        stage_run: Callable[[Config, Options], None] = importlib.import_module(f"rlhf_cli.stages.{stage}").run
+    return stage_run
 
 
 def _folder_given_error(stage: str, folder: Path) -> RLHFError:
@@ -85,38 +97,19 @@ def _folder_given_error(stage: str, folder: Path) -> RLHFError:
 
 def run(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.",
-            autocompletion=completion.runs,
-        ),
+        Path, argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs)
     ],
     assignments: Trailing = None,
     set_: Set = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="STAGE",
-            help="Run only this stage. Repeatable.",
-            autocompletion=completion.stages,
-        ),
+        list[str] | None, option("--only", "STAGE", "Run only this stage. Repeatable.", completion.stages)
     ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="STAGE", help="Start at this stage.", autocompletion=completion.stages),
-    ] = None,
+    start: Annotated[str | None, option("--from", "STAGE", "Start at this stage.", completion.stages)] = None,
     force: Annotated[
         list[str] | None,
-        typer.Option(
-            "--force",
-            metavar="STAGE",
-            help="Run this stage even if it is up to date. Repeatable.",
-            autocompletion=completion.stages,
-        ),
+        option("--force", "STAGE", "Run this stage even if it is up to date. Repeatable.", completion.stages),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Print which stages would run, and why.")] = False,
     nproc: Nproc = None,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,

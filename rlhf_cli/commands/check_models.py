@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlhf_cli import data
-from rlhf_cli.commands.check import Report, StageCheck
+from rlhf_cli.commands.check_files import Report, StageCheck
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import at_location, shown
-from rlhf_cli.evaluation import reward_cards
+from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
+from rlhf_cli.stages import eval as eval_stage
+from rlhf_cli.stages import hardware, ppo_models, ppo_setup, setup, training_setup
 from rlhf_cli.stages.hardware import POLICY_KEYS
 
 
@@ -57,38 +58,37 @@ class StageValidator:
         model_config = start.model_config if start else None
         with self.report.collecting():
             if config.model.new is not None:
-                model_config = sft_setup.new_model_config(config, config.model.new.tokenizer.vocab_size)
+                model_config = training_setup.new_model_config(config)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and model_config:
                 lora.check_target_modules(config, model_config)
                 tokenizers.check_vocabulary_size(
                     model_config.get_text_config().vocab_size, start.tokenizer, config.where("model.path")
                 )
-                tokenizer = sft_setup.prepare_tokenizer(config, start.tokenizer)
+                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
-            strategy = None
             with self.report.collecting():
-                strategy = sft_setup.packing_strategy(config)
+                training_setup.log_packing(config)
             rows, held_out = (
                 self._read_rows(
-                    stage, f"data.{key}", partial(sft_setup.read_data, config, key, tokenizer, strategy, model_config)
+                    stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
                 )
                 for key in ("train", "eval")
             )
             if rows is not None:
                 with self.report.collecting():
-                    sft_setup.check_rows(config, rows, held_out, model_config, strategy)
-                self._report_batches(config, rows, packed=strategy is not None)
+                    training_setup.check_rows(config, rows, held_out, model_config)
+                self._report_batches(config, rows, packed=config.sft.packing)
         self._add_pending_output(stage, tokenizer, model_config)
 
     def _new_tokenizer(self, stage: StageCheck) -> Any:
         """Train the tokenizer of model.new and build the model if `deep`, since both take time."""
         if not self.deep:
             self.report.skip("sft model.new: its tokenizer and lengths in tokens; use --deep to train it now")
-        elif sft_setup.TOKENIZER_DATA_KEY in stage.data:
+        elif training_setup.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
-            tokenizer = sft_setup.prepare_tokenizer(config, None)
+            tokenizer = training_setup.prepare_tokenizer(config, training_setup.train_tokenizer(config))
             with at_location(config.where("model.new")):
                 build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
@@ -100,17 +100,19 @@ class StageValidator:
         model_config = start.model_config if start else None
         with self.report.collecting():
             if start and model_config is not None:
-                reward_setup.check_can_sample(config, model_config)
+                training_setup.check_can_sample(config, model_config)
                 lora.check_target_modules(config, model_config)
             if start and start.tokenizer:
-                tokenizer = reward_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
+                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
-            self._read_rows(stage, f"data.{key}", partial(reward_setup.read_data, config, key, tokenizer, model_config))
+            self._read_rows(
+                stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
+            )
             for key in ("train", "eval")
         )
         if rows is not None:
             with self.report.collecting():
-                reward_setup.check_rows(config, rows, held_out, model_config)
+                training_setup.check_rows(config, rows, held_out, model_config)
             self._report_batches(config, rows, packed=False)
         self._add_pending_output(stage, tokenizer, model_config)
 
@@ -119,12 +121,12 @@ class StageValidator:
         start = self._check_policies(stage)
         tokenizer, model_config = (start.tokenizer, start.model_config) if start else (None, None)
         with self.report.collecting():
-            ppo_setup.build_reward_fns(config, self.options, stage.parents, load_models=False)
+            ppo_models.build_reward_fns(config, self.options, stage.parents, load_models=False)
         with self.report.collecting():
             ppo_setup.check_hub_push(config, stage.parents.get("models.sft"))
         with self.report.collecting():
             if not stage.finished:
-                reward_cards.check_required(config, stage.parents)
+                reward_card.check_required(config, stage.parents)
         with self.report.collecting():
             if model_config is not None:
                 ppo_setup.check_num_shared_layers(config, model_config)
@@ -136,10 +138,11 @@ class StageValidator:
                 stop = ppo_setup.stop_token_id(config, tokenizer, vocabulary)
                 for key, scorer in scorers.items():
                     stops = data.stop_token_id(own_tokenizers[key]) if key in own_tokenizers else stop
-                    ppo_setup.warn_pad_is_stop_token(scorer, stops, config.where(key))
+                    ppo_models.warn_pad_is_stop_token(scorer, stops, config.where(key))
+        read, length = partial(setup.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
-            self._read_rows(stage, f"data.{key}", partial(ppo_setup.read_prompts, config, key, tokenizer, model_config))
-            for key in ("prompts", "eval_prompts")
+            self._read_rows(stage, key, partial(read, key, tokenizer, model_config, length))
+            for key in ("data.prompts", "data.eval_prompts")
         )
         self._read_rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
@@ -155,18 +158,18 @@ class StageValidator:
         start = self._check_policies(stage)
         tokenizer, model_config = (start.tokenizer, start.model_config) if start else (None, None)
         with self.report.collecting():
-            eval_setup.judge_functions(config)
-        eval_setup.warn_of_selection_by_reward(config)
+            eval_stage.judge_functions(config)
+        eval_stage.warn_of_selection_by_reward(config)
         scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
             if policy is not None:
-                settings = eval_setup.ppo_settings(policy)
+                settings = eval_stage.ppo_settings(policy)
             if settings is not None or policy is not None:
-                length = eval_setup.sampling_params(config, settings, Path(config.models.ppo), None).response_length
+                length = eval_stage.sampling_params(config, settings, Path(config.models.ppo), None).response_length
         rows = self._read_rows(
-            stage, "data.prompts", partial(eval_setup.read_prompts, config, tokenizer, model_config, length)
+            stage, "data.prompts", partial(setup.read_prompts, config, "data.prompts", tokenizer, model_config, length)
         )
         if rows is not None:
             self._check_retokenized(stage, scorers, own_tokenizers, list(rows))
@@ -211,7 +214,7 @@ class StageValidator:
                 with self.report.collecting(), at_location(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
                     own_tokenizer = start and setup.load_own_tokenizer(stage.config, self.options, start, parent)
-                    note = "; encoded anew for it" if own_tokenizer else ""
+                    note = "; encoded again for it" if own_tokenizer else ""
                     text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
                     self.report.add(stage.config.stage, key, text)
                     model_configs[key] = scorer
@@ -270,14 +273,14 @@ class StageValidator:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            load_model = (
-                setup.load_causal_lm if config.stage == "sft" or key in POLICY_KEYS else setup.load_reward_model
-            )
-            load_model = setup.init_reward_model if config.stage == "reward" else load_model
-            load_model = setup.load_classifier if key.endswith(".pipeline") else load_model
+            is_policy = config.stage == "sft" or key in POLICY_KEYS
+            loader: Callable[..., Any] = load.load_causal_lm if is_policy else load.load_reward_model
+            loader = load.init_reward_model if config.stage == "reward" else loader
+            loader = load.load_classifier if key.endswith(".pipeline") else loader
             with self.report.collecting():
-                model = load_model(config, options, parent, setup.load_tokenizer(config, options, parent))
-                if parent.manifest.get("probes") and load_model is setup.load_reward_model:
+                tokenizer = setup.load_tokenizer(config, options, parent)
+                model = setup.load_model(loader, config, options, parent, tokenizer)
+                if parent.manifest.get("probes") and loader is load.load_reward_model:
                     setup.check_probes(model, parent, where=config.where(key))
                 self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
@@ -317,4 +320,6 @@ class StageValidator:
         settings = config.sft if isinstance(config, SFTConfig) else config.reward
         if not packed or settings.max_steps:
             setup.warn_long_intervals(config, settings.steps(len(rows)))
-        self.report.add(config.stage, "batches", setup.describe_batches(config, rows, packed=0 if packed else None))
+        self.report.add(
+            config.stage, "batches", training_setup.describe_batches(config, rows, packed=0 if packed else None)
+        )

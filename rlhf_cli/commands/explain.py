@@ -16,8 +16,8 @@ from rlhf_cli import config, terminal
 from rlhf_cli.commands.report import rules
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import ALIASES, find_alias
-from rlhf_cli.config.json_schema import split_description
-from rlhf_cli.config.paths import PathField, annotation_kind, field_at, field_kind
+from rlhf_cli.config.fields import RENAMED, Key, PathField, current_name, key_at
+from rlhf_cli.config.messages import TRL_TYPES, check_trainer
 from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import RLHFError, closest_match
@@ -32,33 +32,25 @@ PATH_TEXTS = {
 TYPE_TEXTS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 EXIT_TEXTS = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: reported before anything runs"}
+StageKey = tuple[str, Key]
+Texts = tuple[str, str, str, str | None, tuple[str, ...]]  # value, default, meaning, source, recipes
 
 
 @dataclass(frozen=True)
-class KeyFacts:
-    """Texts about a key."""
+class Entry:
+    """Texts about a key, with the files that have it; equal keys of several stages (sft.bf16, reward.bf16) are one."""
 
+    keys: tuple[str, ...]
+    files: tuple[str, ...]
     value: str
     default: str
     meaning: str
     source: str | None
     recipes: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A key with the files that have it; equal keys of several stages (sft.bf16, reward.bf16) are one entry."""
-
-    keys: tuple[str, ...]
-    files: tuple[str, ...]
-    facts: KeyFacts
-
     @property
     def name(self) -> str:
         return ", ".join(self.keys)
-
-
-StageKey = tuple[str, str, FieldInfo]  # stage, key, field
 
 
 def explain(name: str) -> None:
@@ -67,30 +59,30 @@ def explain(name: str) -> None:
     Raises RLHFError C01 if nothing matches.
     """
     matches = _find(name) or _find(name.lower())
-    alias = _find_alias(name) or _find_alias(name.lower())
     if name.upper() in CODES:
         _show_code(name.upper())
     elif matches:
         _show(matches)
         elsewhere = [match for match in _keys_ending_in(name) if match not in matches]
-        for key, files in _files_by((key, stage) for stage, key, _ in elsewhere).items():
-            terminal.out(f"\nalso {key}   ({files})")
+        for path, files in _files_by((key.path, stage) for stage, key in elsewhere).items():
+            terminal.out(f"\nalso {path}   ({files})")
         similar = [match for match in _keys_named_like(name) if match not in matches]
-        if similar and not any(_is_section(field) for *_, field in matches):
+        if similar and not any(key.is_section for _, key in matches):
             terminal.out(f"\nalso with {name.lower()} in the name:")
             _show_lines(similar)
         _show_metrics(name)
-    elif alias:
-        matches, text = alias
+    elif replacement := _find_replacement(name) or _find_replacement(name.lower()):
+        matches, text = replacement
         terminal.out(text + "\n")
         _show(matches)
     elif name.startswith("trainer.") or any(name in trl_fields.fields_of(stage) for stage in trl_fields.TRAINERS):
         _show_trl_field(name.removeprefix("trainer."))
-    elif find_alias(name.rpartition(".")[2]) or not (_keys_named_like(name) or _described_by(name) or _metrics(name)):
-        raise _unknown_error(name)
     else:
+        related = _keys_named_like(name) or _described_by(name)
+        if find_alias(name.rpartition(".")[2]) or not (related or _metrics(name)):
+            raise _unknown_error(name)
         terminal.out(f"no key is called {name}; this has to do with it:")
-        _show_lines(_keys_named_like(name) or _described_by(name))
+        _show_lines(related)
         _show_metrics(name)
 
 
@@ -99,10 +91,10 @@ def explain_all() -> None:
     for title, entries in every_key().items():
         terminal.out(f"{title}\n{'-' * len(title)}\n")
         for entry in entries:
-            _paragraph(f"{entry.name}: {entry.facts.default}   ({entry.facts.value})", "", "    ")
-            _paragraph(entry.facts.meaning, "    ")
-            for line in ([f"[{entry.facts.source}]"] if entry.facts.source else []) + [*entry.facts.recipes]:
-                _paragraph(line, "    ")
+            _paragraph(f"{entry.name}: {entry.default}   ({entry.value})", "", "    ")
+            for line in (entry.meaning, f"[{entry.source}]" if entry.source else "", *entry.recipes):
+                if line:
+                    _paragraph(line, "    ")
             terminal.out()
     terminal.out("Codes, with the exit code of an error; 0 only warns\n" + "-" * 52 + "\n")
     for code, description in CODES.items():
@@ -111,7 +103,7 @@ def explain_all() -> None:
 
 def every_key() -> dict[str, list[Entry]]:
     """Return every key, grouped by the files that have it; the largest groups of files first."""
-    groups = _by_files(_entries(each for each in _keys() if not _is_section(each[2])))
+    groups = _by_files(_all_keys())
     everywhere = ", ".join(f"{stage}.yaml" for stage in config.CONFIGS)
     return {f"Every file: {files}" if files == everywhere else files: entries for files, entries in groups.items()}
 
@@ -119,28 +111,28 @@ def every_key() -> dict[str, list[Entry]]:
 # Lookup by name
 
 
-def _keys() -> list[StageKey]:
-    return [(stage, key, field) for stage in config.CONFIGS for key, field in config.keys(stage).items()]
+def _all_keys() -> list[StageKey]:
+    return [(stage, key) for stage in config.CONFIGS for key in config.keys(stage).values()]
 
 
 def _find(name: str) -> list[StageKey]:
     """Return the keys with this path, else all that end in it, such as every learning_rate."""
-    exact = [found for stage in config.CONFIGS if (found := _key_at(stage, name))]
+    exact = [(stage, key) for stage in config.CONFIGS if (key := _key_or_table(stage, name))]
     return exact or _keys_ending_in(name)
 
 
 def _keys_ending_in(name: str) -> list[StageKey]:
-    return [each for each in _keys() if each[1].endswith(f".{name}")]
+    return [each for each in _all_keys() if each[1].path.endswith(f".{name}")]
 
 
 def _keys_named_like(name: str) -> list[StageKey]:
     """Return the keys whose last part contains all words of `name`."""
-    return [] if "." in name else [each for each in _keys() if _words(name) <= _words(each[1].rpartition(".")[2])]
+    return [] if "." in name else [each for each in _all_keys() if _words(name) <= _words(each[1].name)]
 
 
 def _described_by(name: str) -> list[StageKey]:
     """Return the keys whose description contains all words of `name`."""
-    return [each for each in _keys() if _words(name) <= _words(split_description(each[2].description or "")[0])]
+    return [each for each in _all_keys() if _words(name) <= _words(each[1].meaning)]
 
 
 def _metrics(name: str) -> list[tuple[str, str]]:
@@ -152,31 +144,32 @@ def _words(text: str) -> set[str]:
     return set(re.findall("[a-z0-9]+", text.lower()))
 
 
-def _key_at(stage: str, name: str) -> StageKey | None:
+def _key_or_table(stage: str, name: str) -> Key | None:
     """Return the key at a path of a stage's config, or the table around a user-defined name (data.columns.prompt)."""
-    model, parts = config.CONFIGS[stage], tuple(name.split("."))
-    if field := field_at(model, parts):
-        return stage, name, field
-    depth = next((depth for depth in range(len(parts) - 1, 0, -1) if field_at(model, parts[:depth])), 0)
-    above, field = ".".join(parts[:depth]), field_at(model, parts[:depth])
-    if field is None or above == "trainer":
+    model, parts = config.CONFIGS[stage], name.split(".")
+    if key := key_at(model, parts):
+        return key
+    depth = next((depth for depth in range(len(parts) - 1, 0, -1) if key_at(model, parts[:depth])), 0)
+    table = key_at(model, parts[:depth]) if depth else None
+    if table is None or table.path == "trainer" or not table.allows_any_key:
         return None
-    below = field_kind(field)
-    table = below.entries is not None and (annotation_kind(below.entries).model is None or len(parts) == depth + 1)
-    hands_on = below.model is not None and below.model.model_config.get("extra") == "allow"
-    return (stage, above, field) if table or hands_on else None
+    inside_an_entry = table.entry is not None and table.entry.section is not None and len(parts) > depth + 1
+    return None if inside_an_entry else table
 
 
-def _find_alias(name: str) -> tuple[list[StageKey], str] | None:
+def _find_replacement(name: str) -> tuple[list[StageKey], str] | None:
     """Return the keys that an old or external name stands for, with a text; None if there are none."""
     section, _, last = name.rpartition(".")
+    renamed = next((new for old, new in RENAMED.items() if name in (old, old.rpartition(".")[2])), current_name(name))
+    if renamed != name:
+        return _find(renamed), f"{name} is called {renamed} now"
     alias = find_alias(last)
     if alias is None or alias.key is None:
         return None
-    new = alias.key
-    words = ", ".join(f"{old} is {new_value}" for old, new_value in alias.values.items() if old != new_value)
-    text = "; ".join(filter(None, (f"{name} is called {new} here", alias.note, words)))
-    return (_find(f"{section}.{new}") if section else []) or _find(new), text
+    words = ", ".join(f"{old} is {new}" for old, new in alias.values.items() if old != new)
+    text = "; ".join(filter(None, (f"{name} is called {alias.key} here", alias.note, words)))
+    matches = (_find(f"{section}.{alias.key}") if section else []) or _find(alias.key)
+    return (matches, text) if matches else None
 
 
 def _unknown_error(name: str) -> RLHFError:
@@ -184,13 +177,13 @@ def _unknown_error(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if alias := find_alias(name.rpartition(".")[2]):
+    last = name.rpartition(".")[2]
+    if alias := find_alias(last):
         return RLHFError("C01", f"there is no key {name}", hint=alias.note)
-    paths, renamed = [key for _, key, _ in _keys()], [old for old, alias in ALIASES.items() if alias.key]
-    known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
-    near = closest_match(name, known) or closest_match(
-        name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths]
-    )
+    keys, replaced = [key for _, key in _all_keys()], [old for old, alias in ALIASES.items() if alias.key]
+    names = [key.name for key in keys]
+    near = closest_match(name, [key.path for key in keys] if "." in name else names + replaced)
+    near = near or closest_match(last, names)
     hint = f"did you mean {near}?" if near else "rlhf explain --all lists all keys and codes"
     return RLHFError("C01", f"unknown key {name}", hint=hint)
 
@@ -198,16 +191,17 @@ def _unknown_error(name: str) -> RLHFError:
 # Texts
 
 
-def _entries(found: Iterable[StageKey]) -> list[Entry]:
-    """Merge keys with the same texts in several files into one entry."""
-    alike: dict[tuple[str, KeyFacts], list[tuple[str, str]]] = {}
-    for stage, key, field in found:
-        # A stage's own settings are in the section of its name.
-        shared = key.replace(f"{stage}.", ".", 1) if key.startswith(f"{stage}.") else key
-        alike.setdefault((shared, _facts(key, field)), []).append((f"{stage}.yaml", key))
+def _entries(stage_keys: Iterable[StageKey]) -> list[Entry]:
+    """Return an entry for each key that has a value; keys with the same texts in several files are one entry."""
+    places: dict[tuple[str, Texts], list[StageKey]] = {}
+    for stage, key in stage_keys:
+        if not key.is_section:
+            # A stage's own settings are in the section of its name.
+            shared = f".{key.path.removeprefix(f'{stage}.')}" if key.path.startswith(f"{stage}.") else key.path
+            places.setdefault((shared, _texts(key)), []).append((stage, key))
     return [
-        Entry(tuple(dict.fromkeys(key for _, key in places)), tuple(dict.fromkeys(file for file, _ in places)), facts)
-        for (_, facts), places in alike.items()
+        Entry(tuple(dict.fromkeys(key.path for _, key in alike)), tuple(f"{stage}.yaml" for stage, _ in alike), *texts)
+        for (_, texts), alike in places.items()
     ]
 
 
@@ -219,31 +213,22 @@ def _files_by(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:
     return {item: ", ".join(names) for item, names in files.items()}
 
 
-def _by_files(entries: list[Entry]) -> dict[str, list[Entry]]:
-    """Group entries by the files that have them, the largest groups of files first."""
+def _by_files(stage_keys: Iterable[StageKey]) -> dict[str, list[Entry]]:
+    """Group the entries of keys by the files that have them, the largest groups of files first."""
     groups: dict[str, list[Entry]] = {}
-    for entry in sorted(entries, key=lambda entry: -len(entry.files)):
+    for entry in sorted(_entries(stage_keys), key=lambda entry: -len(entry.files)):
         groups.setdefault(", ".join(entry.files), []).append(entry)
     return groups
 
 
-def _is_section(field: FieldInfo) -> bool:
-    """Return True if a key has no value of its own, only keys below it."""
-    return field_kind(field).model is field.annotation
-
-
-def _facts(key: str, field: FieldInfo) -> KeyFacts:
-    meaning, source = split_description(field.description or "")
-    if key == "stage":  # constant in each file
-        return KeyFacts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
-    default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-    return KeyFacts(_describe_type(field.annotation, tuple(field.metadata)), default, meaning, source, _recipes(key))
-
-
-def _recipes(key: str) -> tuple[str, ...]:
-    """Describe the changes of a default by PPO recipes."""
-    changed = {recipe: changes.get(key.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
-    return tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in changed.items() if new)
+def _texts(key: Key) -> Texts:
+    if key.path == "stage":  # constant in each file
+        return _one_of(config.CONFIGS), "the file's stage", key.meaning, key.source, ()
+    changed = {recipe: changes.get(key.path.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
+    recipes = tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in changed.items() if new)
+    default = "required" if key.field.is_required() else _shown(key.field.get_default(call_default_factory=True))
+    value = _describe_type(key.field.annotation, tuple(key.field.metadata))
+    return value, default, key.meaning, key.source, recipes
 
 
 def _shown(value: Any) -> str:
@@ -275,89 +260,87 @@ def _describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
         return "names, each with " + ("a value" if arguments[1] is Any else _describe_type(arguments[1]))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
-    found = {word: getattr(note, name) for name, word in BOUNDS.items() for note in notes if hasattr(note, name)}
-    bounds = " and ".join(f"{word} {bound:.15g}" for word, bound in found.items())
+    limits = {word: getattr(note, name) for name, word in BOUNDS.items() for note in notes if hasattr(note, name)}
+    bounds = " and ".join(f"{word} {limit:.15g}" for word, limit in limits.items())
     return f"{TYPE_TEXTS[annotation]}, {bounds}" if bounds else TYPE_TEXTS[annotation]
 
 
 def _one_of(words: Iterable[str]) -> str:
-    known = list(words)
-    return f"one of {', '.join(known)}" if len(known) > 1 else known[0]
+    choices = list(words)
+    return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
 
 
 # On the terminal
 
 
-def _show(found: list[StageKey]) -> None:
+def _show(stage_keys: list[StageKey]) -> None:
     """Print each key in full, and a line per key below a section."""
-    for number, entry in enumerate(_entries(each for each in found if not _is_section(each[2]))):
-        _show_facts(entry.name, entry.files, entry.facts, first=number == 0)
-    inner = [each for each in _keys() if any(_contains(outer, each) for outer in found)]
-    if not inner:
-        return
-    sections = [
-        ((key, split_description(field.description or "")[0]), stage)
-        for stage, key, field in found
-        if _is_section(field)
+    for number, entry in enumerate(_entries(stage_keys)):
+        _show_entry(entry, first=number == 0)
+    sections = [(stage, f"{key.path}.") for stage, key in stage_keys]
+    inner = [
+        (stage, key)
+        for stage, key in _all_keys()
+        if any(stage == outer_stage and key.path.startswith(section) for outer_stage, section in sections)
     ]
-    for (key, meaning), files in _files_by(sections).items():
-        terminal.out(f"{key}   ({files})   {meaning}")
-    _show_lines(inner)
+    if inner:
+        titles = (((key.path, key.meaning), stage) for stage, key in stage_keys if key.is_section)
+        for (path, meaning), files in _files_by(titles).items():
+            terminal.out(f"{path}   ({files})   {meaning}")
+        _show_lines(inner)
 
 
-def _show_lines(found: Iterable[StageKey]) -> None:
+def _show_lines(stage_keys: Iterable[StageKey]) -> None:
     """Print a line per key, grouped by files."""
-    for files, entries in _by_files(_entries(each for each in found if not _is_section(each[2]))).items():
+    for files, entries in _by_files(stage_keys).items():
         terminal.out(f"\n{files}")
         name = max(len(entry.name) for entry in entries)
-        default = max(len(entry.facts.default) for entry in entries)
+        default = max(len(entry.default) for entry in entries)
         for entry in entries:
-            start = f"  {entry.name:<{name}}  {entry.facts.default:<{default}}  "
-            sentence = re.split(r"\. (?=[A-Z])", entry.facts.meaning)[0].rstrip(".")
+            start = f"  {entry.name:<{name}}  {entry.default:<{default}}  "
+            sentence = re.split(r"\. (?=[A-Z])", entry.meaning)[0].rstrip(".")
             terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
 
 
 def _show_metrics(name: str) -> None:
-    if found := _metrics(name):
+    if metrics := _metrics(name):
         terminal.out("\nmetrics of PPO (docs/tuning.md)")
-        width = max(len(key) for key, _ in found)
-        for key, title in found:
+        width = max(len(key) for key, _ in metrics)
+        for key, title in metrics:
             terminal.out(f"  {key:<{width}}  {title}")
 
 
-def _contains(outer: StageKey, inner: StageKey) -> bool:
-    return outer[0] == inner[0] and inner[1].startswith(f"{outer[1]}.")
-
-
-def _show_facts(name: str, files: Iterable[str], facts: KeyFacts, *, first: bool) -> None:
+def _show_entry(entry: Entry, *, first: bool) -> None:
     if not first:
         terminal.out()
-    _paragraph(f"{name}   ({', '.join(files)})", "")
-    lines = {"value": facts.value, "default": facts.default, "meaning": facts.meaning, "source": facts.source}
-    for label, text in lines.items():
+    _paragraph(f"{entry.name}   ({', '.join(entry.files)})", "")
+    _show_labelled({"value": entry.value, "default": entry.default, "meaning": entry.meaning, "source": entry.source})
+    for line in entry.recipes:
+        _paragraph(line, "  ", " " * 12)
+
+
+def _show_labelled(texts: dict[str, str | None]) -> None:
+    for label, text in texts.items():
         if text:
             _paragraph(text, f"  {label:<8}  ", " " * 12)
-    for line in facts.recipes:
-        _paragraph(line, "  ", " " * 12)
 
 
 def _show_code(code: str) -> None:
     entry = CODES[code]
     terminal.out(f"{code}  {entry.title}")
     outcome = EXIT_TEXTS[entry.exit] + (f"; only a warning {entry.warns}" if entry.warns else "")
-    for label, text in (("meaning", entry.meaning), ("fix", entry.fix), ("exit", outcome)):
-        _paragraph(text, f"  {label:<8}  ", " " * 12)
+    _show_labelled({"meaning": entry.meaning, "fix": entry.fix, "exit": outcome})
 
 
 def _show_trl_field(name: str) -> None:
     """Explain a TRL field that `trainer:` accepts. Raises RLHFError C01 if TRL has no such field."""
     fields = {stage: trl_fields.fields_of(stage).get(name, {}) for stage in trl_fields.TRAINERS}
     refused = {
-        stage: trl_fields.check_trainer({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
+        stage: check_trainer({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
         for stage, field in fields.items()
     }
     elsewhere = dict.fromkeys(each for problems in refused.values() for each in problems if each.code == "C02")
-    for problem in elsewhere:  # set by the pipeline, or has a key of its own
+    for problem in elsewhere:  # set by the pipeline, or a key of the stage's section
         terminal.out(f"{problem.text.rstrip(':')}: {problem.hint}")
     if elsewhere:
         return
@@ -368,13 +351,17 @@ def _show_trl_field(name: str) -> None:
     groups = [stages] if len({str(fields[stage]) for stage in stages}) == 1 else [[stage] for stage in stages]
     for number, alike in enumerate(groups):
         field = fields[alike[0]]
-        facts = KeyFacts(
-            _one_of(field.get("choices") or [" or ".join(trl_fields.TYPE_NAMES[kind] for kind in field["types"])]),
+        types = " or ".join(TRL_TYPES[kind][0] for kind in field["types"])
+        configs = " and ".join(trl_fields.TRAINERS[stage] for stage in alike)
+        entry = Entry(
+            (f"trainer.{name}",),
+            tuple(f"{stage}.yaml" for stage in alike),
+            _one_of(field.get("choices") or [types]),
             _shown(field["default"]),
-            f"The field {name} of TRL's {' and '.join(map(trl_fields.TRAINERS.__getitem__, alike))}, unchanged.",
+            f"The field {name} of TRL's {configs}, unchanged.",
             f"TRL {version}, trl/trainer/{alike[0]}_config.py",
         )
-        _show_facts(f"trainer.{name}", [f"{stage}.yaml" for stage in alike], facts, first=number == 0)
+        _show_entry(entry, first=number == 0)
 
 
 def _paragraph(text: str, start: str, rest: str | None = None) -> None:

@@ -1,7 +1,4 @@
-"""`rlhf run DIR`: run the stages of a folder in order, like make, and skip those that are up to date.
-
-Hashes of content decide, never dates. Each stage runs in a child process; the parent imports no torch.
-"""
+"""`rlhf run DIR`: run the stages of a folder, each in a child process, and skip those that are up to date by hash."""
 
 import os
 import signal
@@ -15,19 +12,28 @@ from types import FrameType
 import yaml
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.commands import run_summary
-from rlhf_cli.commands.report import write_beside
+from rlhf_cli.commands import report
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import accepts_key, check_override, keys, load
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import sources
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import Problem, RLHFError, closest_folder, closest_match, collect_errors, shell_path, shown
+from rlhf_cli.errors import (
+    Problem,
+    RLHFError,
+    closest_folder,
+    closest_match,
+    collect_errors,
+    shell_path,
+    shell_word,
+    shown,
+)
 from rlhf_cli.evaluation import render
 from rlhf_cli.runs.discover import configs_in
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.stage_folder import REPORT, StageStatus
+from rlhf_cli.runs.read import read_report
+from rlhf_cli.runs.status import REPORT, StageStatus
 from rlhf_cli.system import die_with_parent, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
@@ -59,9 +65,8 @@ class StageDecision:
 def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, options: Options) -> int:
     """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
 
-    If any stage but the last has to run, `rlhf check` runs on the whole folder first, and its exit code is returned if
-    it fails. Raises RLHFError C01-C17, D01, M01, M10 before anything runs, and R06 if an evaluation is up to date but
-    does not meet its requirements.
+    If any stage but the last has to run, `rlhf check` of the whole folder runs first; its exit code is returned if it
+    fails. Raises RLHFError C01-C17, D01, M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
     """
     files = select_stages(find_configs(folder), folder, stage_filter)
     routed = route_overrides(overrides, list(files))
@@ -70,8 +75,8 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
         check_inputs_exist(configs)
     except RLHFError as error:
         is_full_run = not (options.dry_run or stage_filter.only or stage_filter.start)
-        check = is_full_run and error.exit_code == 2  # not for a passing read error
-        if check and (code := _run_child(check_command(folder, overrides, options))):  # reports all problems
+        # an error that is not of a file which cannot be read now: `rlhf check` reports all problems
+        if is_full_run and error.exit_code == 2 and (code := _run_child(check_command(folder, overrides, options))):
             return code
         raise
     if options.dry_run:
@@ -88,28 +93,29 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
             if code := _run_child(check_command(folder, overrides, options)):
                 return code
         terminal.out(f"{stage:<8} {decision.reason}")
-        if decision.runs:
-            command = child_command(config, routed[stage], options, fresh=decision.fresh)
-            if code := _run_child(command):
-                skipped = "" if config is last else "; what comes after it was not run"
-                terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
-                if isinstance(config, EvalConfig) and code == 1 and (config.folder / "manifest.json").is_file():
-                    # The evaluation is complete but does not meet its requirements.
-                    run_summary.show(folder, configs, routed, met=False)
-                return code
-        elif isinstance(config, EvalConfig):
-            # Print and check the up-to-date evaluation as the stage does.
-            if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
-                write_beside(config.folder)
-            render.print_report(config.folder)
-            report = render.read_report(config.folder)
+        if decision.runs and (code := _run_child(child_command(config, routed[stage], options, fresh=decision.fresh))):
+            skipped = "" if config is last else "; what comes after it was not run"
+            terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
+            if isinstance(config, EvalConfig) and code == 1 and (config.folder / "manifest.json").is_file():
+                # The evaluation is complete but does not meet its requirements.
+                show_summary(folder, configs, routed, met=False)
+            return code
+        if isinstance(config, EvalConfig) and not decision.runs:
             try:
-                render.check_requirements(report, config.eval.require, where=config.where)
+                _show_finished_evaluation(config)
             except RLHFError:
-                run_summary.show(folder, configs, routed, met=False)
+                show_summary(folder, configs, routed, met=False)
                 raise
-    run_summary.show(folder, configs, routed)
+    show_summary(folder, configs, routed)
     return 0
+
+
+def _show_finished_evaluation(config: EvalConfig) -> None:
+    """Print and check an up-to-date evaluation as the stage does."""
+    if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
+        report.write_beside(config.folder)
+    render.print_report(config.folder)
+    render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 
 def stage_status(config: Config) -> StageStatus:
@@ -128,9 +134,8 @@ def plan_stages(
         paths = [Path(reference.path) for reference in runs.references(config)]
         if after := tuple(dict.fromkeys(pending[path] for path in paths if path in pending)):
             new = not config.folder.exists()
-            condition = "new" if new else "runs again if that changes what it starts from"
-            reason = f"after {' and '.join(after)}: {condition}"
-            decisions[stage] = StageDecision(reason, runs=new, fresh=False, after=after)
+            reason = "new" if new else "runs again if that changes what it starts from"
+            decisions[stage] = StageDecision(f"after {' and '.join(after)}: {reason}", new, fresh=False, after=after)
         else:
             decisions[stage] = decide_stage(config, force, get_status)
         if after or decisions[stage].runs:
@@ -155,9 +160,8 @@ def describe_status(status: StageStatus) -> str:
         return f"up to date ({(status.sha256 or '')[:6]}), skipped"
     if status.state == "resume":
         return f"resumes at step {status.step}" if status.step is not None else "starts again (no step was saved)"
-    more = len(status.reasons) - 3
-    reasons = "; ".join(status.reasons[:3]) + (f"; and {more} more" if more > 0 else "")
-    return f"{status.state}: {reasons}" if reasons else status.state
+    more = [f"and {len(status.reasons) - 3} more"] if len(status.reasons) > 3 else []
+    return ": ".join(filter(None, (status.state, "; ".join([*status.reasons[:3], *more]))))
 
 
 def preview(config: Config, *, fresh: bool) -> None:
@@ -167,7 +171,7 @@ def preview(config: Config, *, fresh: bool) -> None:
     """
     files = sources.locate(config.sources())
     parents: dict[str, Parent] = {}
-    lines: list[str] = []
+    lines = []
     for reference in runs.references(config):
         path = Path(reference.path)
         try:
@@ -178,29 +182,25 @@ def preview(config: Config, *, fresh: bool) -> None:
             if path not in earlier or (path / "manifest.json").exists():
                 raise
             lines.append(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
-    outcome = _describe_outcome(config, parents, len(lines), fresh=fresh)
+    if len(parents) < len(lines):
+        outcome = "once what it reads is ready"
+    elif fresh and config.folder.exists():
+        outcome = "new; the old folder moves to .old/"
+    else:
+        status = runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
+        needs_fresh = "; needs --fresh" if status.state in ("stale", "damaged") else ""
+        finished = "it is finished, nothing to do"
+        outcome = finished if status.state == "finished" else describe_status(status) + needs_fresh
     terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
     for line in lines + [f"# reads   {key}: {', '.join(map(shown, paths))}" for key, paths in files.items()]:
         terminal.out(line)
     terminal.out(f"# writes  {shown(config.folder)}: {outcome}")
 
 
-def _describe_outcome(config: Config, parents: Mapping[str, Parent], num_parents: int, *, fresh: bool) -> str:
-    if len(parents) < num_parents:
-        return "once what it reads is ready"
-    if fresh and config.folder.exists():
-        return "new; the old folder moves to .old/"
-    status = runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
-    if status.state == "finished":
-        return "it is finished, nothing to do"
-    return describe_status(status) + ("; needs --fresh" if status.state in ("stale", "damaged") else "")
-
-
 def find_configs(folder: Path) -> dict[str, Path]:
     """Return the configs of a run folder by stage, in the order of the chain. Raises C09 if there are none."""
     if os.path.isfile(folder):
-        stage = folder.stem if folder.stem in STAGES else STAGES[0]
-        hint = f"for one stage: rlhf {stage} --config {shell_path(folder)}"
+        hint = f"for one stage: rlhf {folder.stem if folder.stem in STAGES else 'sft'} --config {shell_path(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
         near = closest_folder(folder)
@@ -208,27 +208,27 @@ def find_configs(folder: Path) -> dict[str, Path]:
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
     files = {path.stem: path for path in configs_in(folder)}
     if not files:
-        names = ", ".join(f"{stage}.yaml" for stage in STAGES)
-        raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")
+        text = f"{shown(folder)} holds none of {', '.join(f'{stage}.yaml' for stage in STAGES)}"
+        raise RLHFError("C09", text, hint="rlhf init --list shows ready ones")
     return files
 
 
 def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFilter) -> dict[str, Path]:
     """Return the selected configs by stage. Raises C07 for an unknown stage, C09 for a stage without a config."""
-    named = [("--only", stage) for stage in stage_filter.only] + [("--force", stage) for stage in stage_filter.force]
-    for option, stage in named + ([("--from", stage_filter.start)] if stage_filter.start else []):
+    start = stage_filter.start
+    options = {"--only": stage_filter.only, "--force": stage_filter.force, "--from": (start,) if start else ()}
+    for option, stage in [(option, stage) for option, stages in options.items() for stage in stages]:
         if stage not in STAGES:
             near = closest_match(stage, STAGES)
-            hint = f"did you mean {near}?" if near else None
-            raise RLHFError("C07", f"{option} {stage}: not one of {', '.join(STAGES)}", hint=hint)
+            text = f"{option} {stage}: not one of {', '.join(STAGES)}"
+            raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
         if stage not in files:
             hint = f"it holds {', '.join(path.name for path in files.values())}"
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
-    if stage_filter.only and stage_filter.start:
+    if stage_filter.only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    first = STAGES.index(stage_filter.start) if stage_filter.start else 0
-    selected = {stage: path for stage, path in files.items() if STAGES.index(stage) >= first}
-    selected = {stage: path for stage, path in selected.items() if not stage_filter.only or stage in stage_filter.only}
+    wanted = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
+    selected = {stage: path for stage, path in files.items() if stage in wanted}
     if excluded := [stage for stage in stage_filter.force if stage not in selected]:
         text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
         raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")
@@ -257,11 +257,9 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
             paths = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
-            suggestion = next(iter(paths), None) or closest_match(section, sorted(known))
+            near = next(iter(paths), None) or closest_match(section, sorted(known))
             reason = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
-            problems.append(
-                Problem("C11", reason, f"--set {key}", f"did you mean {suggestion}?" if suggestion else None)
-            )
+            problems.append(Problem("C11", reason, f"--set {key}", f"did you mean {near}?" if near else None))
         for stage in owners:
             routed[stage].append(text)
     if problems:
@@ -271,33 +269,32 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
 
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
     """Return the command line that runs one stage in a child process."""
-    command = [*RLHF_COMMAND, config.stage, "--config", str(config.file)]
-    for text in overrides:
-        command += ["--set", text]
-    command += ["--nproc", options.nproc] if options.nproc else []
-    flags = {"--fresh": fresh, "--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
-    return command + [flag for flag, is_set in flags.items() if is_set]
+    processes = ["--nproc", options.nproc] if options.nproc else []
+    command = [*RLHF_COMMAND, config.stage, "--config", str(config.file), *_set(overrides), *processes]
+    return command + ["--fresh"] * fresh + _flags(options)
 
 
 def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
     """Return the command line that checks all stages of a folder before the first one trains."""
-    sets = [word for text in overrides for word in ("--set", text)]
-    flags = {"--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
-    flagged = [flag for flag, is_set in flags.items() if is_set]
-    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *sets, *flagged]
+    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_set(overrides), *_flags(options)]
+
+
+def _set(overrides: Sequence[str]) -> list[str]:
+    return [word for text in overrides for word in ("--set", text)]
+
+
+def _flags(options: Options) -> list[str]:
+    return ["--trust-remote-code"] * options.trust_remote_code + ["--debug"] * options.debug
 
 
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
     """Load the configs of a run by stage. Raises RLHFError with the problems of all of them."""
     configs: dict[str, Config] = {}
-    problems: list[Problem] = []
-    for stage, path in files.items():
-        try:
-            configs[stage] = load(stage, path, routed[stage])
-        except RLHFError as error:
-            problems += error.problems
-    if problems:
-        raise RLHFError.from_problems(problems)
+
+    def load_one(stage: str) -> None:
+        configs[stage] = load(stage, files[stage], routed[stage])
+
+    collect_errors(*(partial(load_one, stage) for stage in files))
     return configs
 
 
@@ -320,24 +317,24 @@ def check_inputs_exist(configs: Mapping[str, Config], *, quick: bool = False) ->
 def _run_child(command: Sequence[str]) -> int:
     """Run a child process, forwarding signals to it; return its exit code, or 128 + n after signal n.
 
-    128 + n is also returned if the child had finished by then, so that the next stage does not start.
-    The child has its own process group: Ctrl-C reaches it once, through the parent, and it can save a checkpoint.
-    If the parent is killed, the child is signalled and also saves and exits.
+    After a signal the next stage does not start, even if the child had finished. The child has its own process group:
+    Ctrl-C reaches it once, through the parent. If the parent is killed, the child is signalled, saves and exits.
     """
     child: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+    def send(number: int) -> None:
         if child is not None:
             child.send_signal(number)
 
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        send(number)
+
     def pause(number: int, frame: FrameType | None) -> None:
-        if child is not None:
-            child.send_signal(signal.SIGSTOP)
+        send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns after `fg`
-        if child is not None:
-            child.send_signal(signal.SIGCONT)
+        send(signal.SIGCONT)
 
     forwarded = [number for number in FORWARDED_SIGNALS if not is_nohup(number)]
     handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
@@ -353,3 +350,51 @@ def _run_child(command: Sequence[str]) -> int:
     if code == 0 and received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code
+
+
+def show_summary(
+    folder: Path, configs: Mapping[str, Config], overrides: Mapping[str, Sequence[str]], *, met: bool = True
+) -> None:
+    """Print the end of a run: the report's headline, next commands, and overrides that no config file has.
+
+    `overrides` are those of each stage; `met`: the evaluation meets its requirements.
+    """
+    if "eval" in configs:
+        _show_next_commands(folder, configs, met=met)
+    stages: dict[str, list[str]] = {}
+    for stage, config in configs.items():
+        if texts := _unsaved_overrides(config, overrides[stage]):
+            stages.setdefault(" ".join(f"-s {shell_word(text)}" for text in texts), []).append(stage)
+    for options, names in stages.items():
+        files = ", ".join(shown(configs[name].file) for name in names)
+        negation, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
+        text = f"made with {options}, which {files} {negation} have: write it there to keep it, or a plain "
+        terminal.out(f"{text}`rlhf run {shell_path(folder)}` makes {again} again")
+
+
+def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: bool) -> None:
+    commands, evaluation = [], configs["eval"].folder
+    if (evaluation / REPORT).is_file():
+        brief = report.brief(evaluation)
+        terminal.out(f"the page says: {brief.headline}")
+        if not met or brief.suspect:
+            commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
+    if met and "ppo" in configs:
+        step = " --step selected" if "selected_step" in read_report(evaluation) else ""
+        commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
+        commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
+    if commands:
+        terminal.out(f"next: {'; '.join(commands)}")
+
+
+def _unsaved_overrides(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that change a value of the stage's file, if the stage is out of date without them."""
+    if not overrides:
+        return []
+    try:
+        plain = load(config.stage, config.file)
+        if runs.quick_stage_status(plain).state == "finished":
+            return []
+        return [text for text in overrides if load(config.stage, config.file, [text]).dump() != plain.dump()]
+    except RLHFError:  # the config is invalid without them; `rlhf run` will report why
+        return []

@@ -1,7 +1,6 @@
-"""`rlhf status RUN` and `rlhf ls`: print the progress of runs and what comes next. Reads files only, takes no lock."""
+"""`rlhf status RUN` and `rlhf ls`: print the progress of runs and what comes next."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 from rlhf_cli import system, terminal
 from rlhf_cli.commands import status_read
 from rlhf_cli.commands.run import StageDecision
-from rlhf_cli.commands.status_read import NextAction, RunInfo, StageInfo
+from rlhf_cli.commands.status_read import RunInfo, StageInfo
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.runs.discover import is_run
@@ -25,24 +24,73 @@ MISSING_MODEL_CODES = {"M01", "M10"}
 MAX_FOLDERS = 500  # to search for runs if none was named
 
 
+def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print the stages of a run, and what `rlhf run` with these overrides would do. Raises RLHFError C09, C11."""
+    with terminal.muted_warnings():  # the stages print them
+        run = status_read.read_run(folder, overrides)
+    if as_json:
+        terminal.out(json.dumps(status_json(run), indent=2, ensure_ascii=False))
+        return
+    terminal.table(STAGE_COLUMNS, stage_rows(run))
+    for line in _notes(run):
+        terminal.out(line)
+    terminal.out(_next_line(run))
+
+
+def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
+    """Print the runs below folders, by default below ./runs or else the working directory. Raises RLHFError C09."""
+    folders = list(folders) or [_default_folder()]
+    with terminal.muted_warnings():
+        runs = status_read.find_runs(folders)
+    if as_json:
+        terminal.out(json.dumps([status_json(run) for run in runs], indent=2, ensure_ascii=False))
+    elif runs:
+        terminal.table(RUN_COLUMNS, [_run_row(run) for run in runs])
+    else:
+        terminal.say(f"no runs below {', '.join(map(shown, folders))}; rlhf init demo runs/demo makes one")
+
+
+def runs_here() -> list[str]:
+    """Return the folders that `rlhf ls` would list, or "." alone if this folder is a run. Searches few folders."""
+    if is_run(Path(".")):
+        return ["."]
+    with terminal.muted_warnings():
+        return [shown(run.folder) for run in status_read.find_runs([_default_folder()], MAX_FOLDERS)]
+
+
+def _default_folder() -> Path:
+    folder = Path("runs")
+    return folder if folder.is_dir() else Path(".")
+
+
 def stage_rows(run: RunInfo) -> list[list[str]]:
     """Return the table rows of `rlhf status`, unfinished stages of base runs first."""
-    return [_stage_row(stage_name(run, stage), stage) for stage in run.all_stages]
-
-
-def stage_name(run: RunInfo, stage: StageInfo) -> str:
-    """Return the name of a stage, or its relative path if it belongs to another run."""
-    return stage.stage if stage in run.stages else os.path.relpath(stage.folder, run.folder)
-
-
-def _stage_row(name: str, stage: StageInfo) -> list[str]:
     return [
-        name,
-        _state_text(stage),
-        headline(stage),
-        duration(stage.time_s) if stage.time_s else "",
-        ago(time.time() - stage.changed) if stage.changed else "",
-        system.format_bytes(stage.bytes) if stage.bytes else "",
+        [
+            name,
+            _state_text(stage),
+            _headline(stage),
+            duration(stage.time_s) if stage.time_s else "",
+            ago(time.time() - stage.changed) if stage.changed else "",
+            system.format_bytes(stage.bytes) if stage.bytes else "",
+        ]
+        for name, stage in run.all_stages.items()
+    ]
+
+
+def _run_row(run: RunInfo) -> list[str]:
+    """Return the table row of a run in `rlhf ls`."""
+    stages = [
+        name if stage.state == "finished" else f"{name} ({_state_text(stage)})"
+        for name, stage in run.all_stages.items()
+    ]
+    results = [_headline(stage) for stage in reversed(run.stages) if stage.headline_from == "manifest.json"]
+    return [
+        shown(run.folder),
+        ", ".join(stages) or "nothing yet",
+        next(filter(None, results), ""),
+        ago(time.time() - run.changed),
+        system.format_bytes(run.bytes),
     ]
 
 
@@ -50,12 +98,12 @@ def _state_text(stage: StageInfo) -> str:
     progress = "" if stage.step is None else f"step {stage.step}" + (f" of {stage.steps}" if stage.steps else "")
     if stage.state == "stopped":
         return f"stopped, saved at {progress}" if progress else "stopped, nothing saved"
-    if stage.state == "running" or (stage.state == "finished" and stage.reasons):
-        return f"{stage.state}, {progress}" if progress else stage.state
+    if progress and (stage.state == "running" or (stage.state == "finished" and stage.reasons)):
+        return f"{stage.state}, {progress}"
     return stage.state
 
 
-def headline(stage: StageInfo) -> str:
+def _headline(stage: StageInfo) -> str:
     """Return a stage's main result, or its last logged metrics while it runs."""
     metrics, from_log = stage.headline, stage.headline_from == "metrics.jsonl"
     if "eval_loss" in metrics:
@@ -74,15 +122,15 @@ def headline(stage: StageInfo) -> str:
     return ""
 
 
-def notes(run: RunInfo) -> list[str]:
+def _notes(run: RunInfo) -> list[str]:
     """Return the lines below the table: processes, reasons, inputs not read, size of .old/."""
     lines = []
-    for stage in run.all_stages:
+    for name, stage in run.all_stages.items():
         if stage.process:
             remaining = "" if stage.left_s is None else f"; about {duration(stage.left_s)} left"
-            lines.append(f"{stage_name(run, stage):<8} {stage.process}{remaining}")
+            lines.append(f"{name:<8} {stage.process}{remaining}")
         elif stage.reasons:
-            lines.append(f"{stage_name(run, stage):<8} {'; '.join(stage.reasons)}")
+            lines.append(f"{name:<8} {'; '.join(stage.reasons)}")
         if stage.unread:
             names = ", ".join(stage.unread)
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
@@ -92,27 +140,25 @@ def notes(run: RunInfo) -> list[str]:
     return lines
 
 
-def next_line(run: RunInfo) -> str:
+def _next_line(run: RunInfo) -> str:
     """Return the line on what `rlhf run` would do, and why."""
-    next_action, command = run.next, f"rlhf run {shell_path(run.folder)}"
-    assert next_action, "the run was read without its configs"
-    if next_action.action == "wait":
-        names = " and ".join(stage_name(run, stage) for stage in run.all_stages if stage.process)
+    following, command = run.next, f"rlhf run {shell_path(run.folder)}"
+    assert following, "the run was read without its configs"
+    problems = following.problems
+    first = problems[0].line().partition("\n")[0] if problems else ""
+    first += f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if following.action == "wait":
+        names = " and ".join(name for name, stage in run.all_stages.items() if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
-    problems = _first_problem(next_action)
-    if (
-        next_action.action == "refused"
-        and run.bases
-        and {problem.code for problem in next_action.problems} <= MISSING_MODEL_CODES
-    ):
+    if following.action == "refused" and run.bases and {problem.code for problem in problems} <= MISSING_MODEL_CODES:
         base_commands = dict.fromkeys(f"rlhf run {shell_path(stage.folder.parent)}" for stage in run.bases)
         return f"next: {'; '.join(base_commands)}, which {shown(run.folder)} starts from; then {command}"
-    if next_action.action == "refused":
-        return f"next: {command} would be refused: {problems}"
-    if next_action.action == "run":
-        return f"next: {command} runs {_describe_order(next_action.decisions)}"
+    if following.action == "refused":
+        return f"next: {command} would be refused: {first}"
+    if following.action == "run":
+        return f"next: {command} runs {_describe_order(following.decisions)}"
     if problems:
-        return f"next: nothing is left to run; {command} ends with {problems}"
+        return f"next: nothing is left to run; {command} ends with {first}"
     unread = any(stage.unread for stage in run.stages)
     return f"next: nothing, {'as far as dates tell' if unread else 'all is up to date'}"
 
@@ -131,29 +177,6 @@ def _join(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _first_problem(next_action: NextAction) -> str:
-    if not next_action.problems:
-        return ""
-    more = len(next_action.problems) - 1
-    return next_action.problems[0].line().partition("\n")[0] + (f" (and {more} more)" if more else "")
-
-
-def run_row(run: RunInfo) -> list[str]:
-    """Return the table row of a run in `rlhf ls`."""
-    named = [(stage_name(run, stage), stage) for stage in run.all_stages]
-    stages = [name if stage.state == "finished" else f"{name} ({_state_text(stage)})" for name, stage in named]
-    headlines = [
-        text for stage in reversed(run.stages) if stage.headline_from == "manifest.json" and (text := headline(stage))
-    ]
-    return [
-        shown(run.folder),
-        ", ".join(stages) or "nothing yet",
-        headlines[0] if headlines else "",
-        ago(time.time() - run.changed),
-        system.format_bytes(run.bytes),
-    ]
-
-
 def status_json(run: RunInfo) -> dict[str, Any]:
     """Return a run as printed by `--json`: paths as in messages, times as ISO 8601 in UTC."""
     result: dict[str, Any] = {
@@ -167,15 +190,13 @@ def status_json(run: RunInfo) -> dict[str, Any]:
     if run.next:
         result["next"] = {
             "action": run.next.action,
-            "steps": [_decision_json(stage, decision) for stage, decision in run.next.decisions.items()],
+            "steps": [
+                {"stage": stage, "why": plan.reason, "runs": plan.runs, "fresh": plan.fresh, "after": plan.after}
+                for stage, plan in run.next.decisions.items()
+            ],
             "problems": [asdict(problem) for problem in run.next.problems],
         }
     return result
-
-
-def _decision_json(stage: str, decision: StageDecision) -> dict[str, Any]:
-    fields = {"runs": decision.runs, "fresh": decision.fresh, "after": decision.after}
-    return {"stage": stage, "why": decision.reason, **fields}
 
 
 def _stage_json(stage: StageInfo) -> dict[str, Any]:
@@ -185,43 +206,3 @@ def _stage_json(stage: StageInfo) -> dict[str, Any]:
 
 def _iso(timestamp: float | None) -> str | None:
     return None if timestamp is None else datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="seconds")
-
-
-def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print the stages of a run, and what `rlhf run` with these overrides would do. Raises RLHFError C09, C11."""
-    with terminal.muted_warnings():  # the stages print them
-        run = status_read.read_run(folder, overrides)
-    if as_json:
-        terminal.out(json.dumps(status_json(run), indent=2, ensure_ascii=False))
-        return
-    terminal.table(STAGE_COLUMNS, stage_rows(run))
-    for line in notes(run):
-        terminal.out(line)
-    terminal.out(next_line(run))
-
-
-def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
-    """Print the runs below folders, by default below ./runs or else the working directory. Raises RLHFError C09."""
-    folders = list(folders) or default_folders()
-    with terminal.muted_warnings():
-        runs = status_read.find_runs(folders)
-    if as_json:
-        terminal.out(json.dumps([status_json(run) for run in runs], indent=2, ensure_ascii=False))
-    elif runs:
-        terminal.table(RUN_COLUMNS, [run_row(run) for run in runs])
-    else:
-        terminal.say(f"no runs below {', '.join(map(shown, folders))}; rlhf init demo runs/demo makes one")
-
-
-def runs_here() -> list[str]:
-    """Return the folders that `rlhf ls` would list, or "." alone if this folder is a run. Searches few folders."""
-    if is_run(Path(".")):
-        return ["."]
-    with terminal.muted_warnings():
-        return [shown(run.folder) for run in status_read.find_runs(default_folders(), MAX_FOLDERS)]
-
-
-def default_folders() -> list[Path]:
-    """Return ./runs if it exists, else the working directory."""
-    folder = Path("runs")
-    return [folder if folder.is_dir() else Path(".")]

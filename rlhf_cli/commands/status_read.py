@@ -2,9 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,28 +15,25 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, translate_read_errors
-from rlhf_cli.evaluation import render
-from rlhf_cli.evaluation.render import deciding_judge
+from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, shown, translate_read_errors
+from rlhf_cli.evaluation.render import check_requirements, deciding_judge
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs import read
 from rlhf_cli.runs.checkpoints import newest_step
 from rlhf_cli.runs.discover import configs_in, find_run_folders, has_output, is_preset
 from rlhf_cli.runs.locks import LockOwner, lock_owner
-from rlhf_cli.runs.stage_folder import StageStatus, recorded_num_processes
-from rlhf_cli.runs.stage_state import StageState, describe_changed_parents, read_stage_state
+from rlhf_cli.runs.stage_folder import recorded_num_processes
+from rlhf_cli.runs.status import StageStatus
 from rlhf_cli.tracking.metrics_log import newest_rows
 
-State = Literal["new", "running", "stopped", "finished", "stale", "damaged", "unreadable"]
-Origin = Literal["manifest.json", "metrics.jsonl"]
-Row = Mapping[str, Any]
-Metrics = dict[str, Any]
+MAX_DEPTH = 4  # levels of folders to search for runs
+STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}
 # Metrics of each stage to show: of its manifest, and of its log while it runs.
 HEADLINES = {
     "sft": (("eval_loss",), ("loss",)),
     "reward": (("accuracy", "accuracy_ci95"), ("accuracy",)),
     "ppo": (("objective/scores", "objective/kl_k1"), ("objective/scores", "objective/kl_k1")),
 }
-STATES: dict[str, State] = {"absent": "new", "begun": "stopped", "new": "new", "resume": "stopped"}
 
 
 @dataclass(frozen=True)
@@ -45,166 +42,18 @@ class StageInfo:
 
     stage: str
     folder: Path
-    state: State
+    state: str  # new, running, stopped, finished, stale, damaged or unreadable
     reasons: tuple[str, ...] = ()  # why it is stale or damaged, or stopped early
     step: int | None = None  # completed so far; if stopped, the last one saved
     steps: int | None = None  # in total
-    headline: Metrics = field(default_factory=dict)
-    headline_from: Origin | None = None
+    headline: Mapping[str, Any] = field(default_factory=dict)
+    headline_from: Literal["manifest.json", "metrics.jsonl"] | None = None
     time_s: float | None = None  # of training, without interruptions
     left_s: float | None = None  # estimated time to the end, if running
     changed: float | None = None  # time of the end or the last write, in seconds since the epoch
     bytes: int = 0
-    process: LockOwner | None = None  # that holds the stage's lock
-    unread: tuple[str, ...] = ()  # keys of inputs assumed unchanged without hashing, see `runs.glance`
-
-
-def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> StageInfo:
-    """Read a stage's folder. Without a `status`, changes of its config and inputs go unnoticed."""
-    try:
-        with translate_read_errors(folder):
-            return _read(stage, folder, status)
-    except RLHFError as error:
-        return StageInfo(stage, folder, "unreadable", (error.problems[0].text,))
-    except OSError:  # moved to .old/ at this moment
-        return StageInfo(stage, folder, "new")
-
-
-def _read(stage: str, folder: Path, status: StageStatus | None) -> StageInfo:
-    output, process = read_stage_state(folder), lock_owner(folder)
-    if output.state == "unreadable":
-        return StageInfo(stage, folder, "unreadable", (output.problem or "",), process=process)
-    state = _state(output, status, process)
-    rows = newest_rows(folder / "metrics.jsonl")
-    step, steps = _steps(stage, folder, state, output, rows)
-    stop_reason = (output.manifest or {}).get("stopped")
-    reasons = status.reasons if status else (output.problem,) if output.problem else ()
-    if (
-        status is None
-        and state == "finished"
-        and (changes := tuple(describe_changed_parents(folder, output.manifest or {})))
-    ):
-        state, reasons = "stale", tuple(f"made from {change}" for change in changes)
-    elif state == "finished" and stop_reason:
-        reasons = (str(stop_reason),)
-    elif state == "stale" and output.state != "finished" and (folder / "config.yaml").is_file():
-        reasons += (f"to resume it with its old config: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
-    headline, origin = _headline(stage, output.manifest if output.state == "finished" else None, rows)
-    return StageInfo(
-        stage=stage,
-        folder=folder,
-        state=state,
-        reasons=reasons,
-        step=step,
-        steps=steps,
-        headline=headline,
-        headline_from=origin,
-        time_s=max((_finite(row.get("time_s")) for row in rows), default=None),
-        left_s=_remaining_s(rows, step, steps) if state == "running" else None,
-        changed=_changed(folder),
-        bytes=system.folder_bytes(folder),
-        process=process,
-        unread=status.unread if status else (),
-    )
-
-
-def _state(output: StageState, status: StageStatus | None, process: LockOwner | None) -> State:
-    state = status.state if status else output.state
-    return "running" if process else STATES.get(state, state)  # type: ignore[arg-type]
-
-
-def _steps(
-    stage: str, folder: Path, state: State, output: StageState, rows: Sequence[Row]
-) -> tuple[int | None, int | None]:
-    """Return the steps completed and the total."""
-    if state == "new" or stage == "eval":
-        return None, None
-    logged = max((row["step"] for row in rows), default=None)
-    if output.state == "finished" and state != "running":
-        return logged, _total_steps(stage, folder, rows) if "stopped" in (output.manifest or {}) else logged
-    return logged if state == "running" else newest_step(folder / "state"), _total_steps(stage, folder, rows)
-
-
-def _total_steps(stage: str, folder: Path, rows: Sequence[Row]) -> int | None:
-    """Return the total steps of a started stage by its saved config; None if they cannot be computed."""
-    try:
-        config: Config = load(stage, folder / "config.yaml")
-        if isinstance(config, PPOConfig):
-            return config.ppo.across(recorded_num_processes(folder)).num_updates()
-    except (RLHFError, ValueError):  # damaged, invalid for its number of processes, or counted in prompts
-        return None
-    assert isinstance(config, SFTConfig | RewardConfig)
-    settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    logged = [(row["step"], _finite(row.get("epoch"))) for row in rows]
-    step, epoch = logged[-1] if logged else (0, 0.0)
-    if settings.max_steps is not None or epoch <= 0:
-        return settings.max_steps
-    return math.ceil(settings.num_train_epochs * math.ceil(step / epoch - 1e-6))  # an epoch has a whole number of steps
-
-
-def _remaining_s(rows: Sequence[Row], step: int | None, steps: int | None) -> float | None:
-    """Return the seconds to the end, at the speed of the newest lines of the log."""
-    if step is None or steps is None:
-        return None
-    first, last = rows[0], rows[-1]
-    done, seconds = last["step"] - first["step"], _finite(last.get("time_s")) - _finite(first.get("time_s"))
-    if done <= 0:
-        done, seconds = last["step"], _finite(last.get("time_s"))
-    return max(0, steps - step) * seconds / done if done > 0 and seconds > 0 else None
-
-
-def _headline(stage: str, manifest: Row | None, rows: Sequence[Row]) -> tuple[Metrics, Origin | None]:
-    metrics = (manifest or {}).get("metrics")
-    metrics = metrics if isinstance(metrics, Mapping) else {}
-    if stage == "eval":
-        win_rate = _win_rate(metrics)
-        return win_rate, "manifest.json" if win_rate else None
-    final_names, running_names = HEADLINES[stage]
-    if final := _pick(metrics, final_names):
-        return final, "manifest.json"
-    logged = next(filter(None, (_pick(row, running_names) for row in reversed(rows))), None)
-    return (logged, "metrics.jsonl") if logged else ({}, None)
-
-
-def _pick(metrics: Row, names: Sequence[str]) -> Metrics:
-    """Return the named metrics that are numbers; nothing if the first is not."""
-    picked = {name: metrics[name] for name in names if _is_number(metrics.get(name))}
-    return picked if names[0] in picked else {}
-
-
-def _win_rate(metrics: Row) -> Metrics:
-    """Return PPO's win rate over SFT by the deciding judge."""
-    try:
-        rates = metrics["win_rate"]["ppo_vs_sft"]
-        judge = deciding_judge(rates)
-        rate = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
-    except (KeyError, TypeError, ValueError, AttributeError):  # nothing was compared, or a foreign file
-        return {}
-    picked = _pick(rate, ("win_rate", "win_rate_ci95"))
-    return {"judge": judge, **picked} if picked else {}
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a finite number, or an interval of two."""
-    if isinstance(value, list):
-        return len(value) == 2 and all(map(_is_number, value))
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _finite(value: Any) -> float:
-    return float(value) if not isinstance(value, list) and _is_number(value) else 0.0
-
-
-def _changed(folder: Path) -> float | None:
-    """Return the time when the manifest, or else the log, was written."""
-    for names in (["manifest.json"], ["metrics.jsonl", "identity.json"]):
-        times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
-        if times:
-            return max(times)
-    return None
-
-
-MAX_DEPTH = 4  # levels of folders to search for runs
+    process: LockOwner | None = None  # that has locked the folder
+    unread: tuple[str, ...] = ()  # keys of inputs assumed unchanged without hashing
 
 
 @dataclass(frozen=True)
@@ -229,9 +78,10 @@ class RunInfo:
     next: NextAction | None = None
 
     @property
-    def all_stages(self) -> tuple[StageInfo, ...]:
-        """Stages of the run, those of its bases first."""
-        return (*self.bases, *self.stages)
+    def all_stages(self) -> dict[str, StageInfo]:
+        """Stages of the bases by their path in the run, then its own by name."""
+        bases = {os.path.relpath(stage.folder, self.folder): stage for stage in self.bases}
+        return bases | {stage.stage: stage for stage in self.stages}
 
     @property
     def bytes(self) -> int:
@@ -246,9 +96,143 @@ class RunInfo:
     @property
     def changed(self) -> float:
         """Time when a stage last wrote, or of the newest config if no stage has started."""
-        times = [stage.changed for stage in self.all_stages if stage.changed is not None]
-        files = [path.stat().st_mtime for path in configs_in(self.folder)]
-        return max(times or files, default=0.0)
+        times = [stage.changed for stage in self.all_stages.values() if stage.changed is not None]
+        return max(times or [path.stat().st_mtime for path in configs_in(self.folder)], default=0.0)
+
+
+# A stage
+
+
+def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> StageInfo:
+    """Read a stage's folder. Without a `status`, changes of its config and inputs go unnoticed."""
+    try:
+        with translate_read_errors(folder):
+            return _read_stage(stage, folder, status)
+    except RLHFError as error:
+        return StageInfo(stage, folder, "unreadable", (error.problems[0].text,))
+    except OSError:  # moved to .old/ at this moment
+        return StageInfo(stage, folder, "new")
+
+
+def _read_stage(stage: str, folder: Path, status: StageStatus | None) -> StageInfo:
+    output, process = read.read_stage(stage, folder, logs=False), lock_owner(folder)
+    info = StageInfo(stage, folder, output.state, (output.problem,) if output.problem else (), process=process)
+    if output.state == "unreadable":
+        return info
+    manifest, rows = output.manifest or {}, newest_rows(folder / "metrics.jsonl")
+    written: str = status.state if status else output.state
+    state = "running" if process else STATES.get(written, written)
+    reasons = status.reasons if status else info.reasons
+    if not status and state == "finished" and (changes := read.changed_parents(output)):
+        state, reasons = "stale", tuple(f"made from {change}" for change in changes)
+    elif state == "finished" and manifest.get("stopped"):
+        reasons = (str(manifest["stopped"]),)
+    elif state == "stale" and output.state != "finished" and (folder / "config.yaml").is_file():
+        reasons += (f"to resume it with its old config: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
+    step, steps = (None, None) if state == "new" or stage == "eval" else _steps(output, state, rows)
+    headline, origin = _headline(stage, output.table("metrics") if output.state == "finished" else {}, rows)
+    return replace(
+        info,
+        state=state,
+        reasons=reasons,
+        step=step,
+        steps=steps,
+        headline=headline,
+        headline_from=origin,
+        time_s=max((_finite(row.get("time_s")) for row in rows), default=None),
+        left_s=_remaining_s(rows, step, steps) if state == "running" else None,
+        changed=_changed(folder),
+        bytes=system.folder_bytes(folder),
+        unread=status.unread if status else (),
+    )
+
+
+def _steps(output: read.Stage, state: str, rows: Sequence[read.Row]) -> tuple[int | None, int | None]:
+    """Return the steps completed and the total."""
+    logged = max((row["step"] for row in rows), default=None)
+    if output.state == "finished" and state != "running" and "stopped" not in (output.manifest or {}):
+        return logged, logged
+    saved = state != "running" and output.state != "finished"
+    return newest_step(output.folder / "state") if saved else logged, _total_steps(output, rows)
+
+
+def _total_steps(output: read.Stage, rows: Sequence[read.Row]) -> int | None:
+    """Return the total steps of a started stage by its saved config; None if they cannot be computed."""
+    try:
+        config: Any = load(output.name, output.folder / "config.yaml")
+        if isinstance(config, PPOConfig):
+            return config.ppo.across(recorded_num_processes(output.folder)).num_updates()
+    except (RLHFError, ValueError):  # damaged, invalid for its number of processes, or counted in prompts
+        return None
+    settings = getattr(config, output.name)
+    step, epoch = (rows[-1]["step"], _finite(rows[-1].get("epoch"))) if rows else (0, 0.0)
+    if settings.max_steps is not None or epoch <= 0:
+        return settings.max_steps
+    return math.ceil(settings.num_train_epochs * math.ceil(step / epoch - 1e-6))  # an epoch has a whole number of steps
+
+
+def _remaining_s(rows: Sequence[read.Row], step: int | None, steps: int | None) -> float | None:
+    """Return the seconds to the end, at the speed of the newest lines of the log."""
+    if step is None or steps is None:
+        return None
+    first, last = rows[0], rows[-1]
+    done, seconds = last["step"] - first["step"], _finite(last.get("time_s")) - _finite(first.get("time_s"))
+    if done <= 0:
+        done, seconds = last["step"], _finite(last.get("time_s"))
+    return max(0, steps - step) * seconds / done if done > 0 and seconds > 0 else None
+
+
+def _headline(stage: str, metrics: read.Row, rows: Sequence[read.Row]) -> tuple[dict[str, Any], Any]:
+    """Return a stage's main metrics and the file that they are from."""
+    if stage == "eval":
+        win_rate = _win_rate(metrics)
+        return win_rate, "manifest.json" if win_rate else None
+    final_names, running_names = HEADLINES[stage]
+    if final := _pick(metrics, final_names):
+        return final, "manifest.json"
+    logged = next(filter(None, (_pick(row, running_names) for row in reversed(rows))), None)
+    return (logged, "metrics.jsonl") if logged else ({}, None)
+
+
+def _pick(metrics: read.Row, names: Sequence[str]) -> dict[str, Any]:
+    """Return the named metrics that are numbers or intervals; nothing if the first is missing."""
+    picked = {name: metrics[name] for name in names if _is_result(metrics.get(name))}
+    return picked if names[0] in picked else {}
+
+
+def _win_rate(metrics: read.Row) -> dict[str, Any]:
+    """Return PPO's win rate over SFT by the deciding judge; nothing if there is none."""
+    rates = at(metrics, "win_rate.ppo_vs_sft")
+    try:
+        judge = deciding_judge(rates)
+        rate = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
+    except (KeyError, TypeError, ValueError, AttributeError):  # nothing was compared, or a foreign file
+        return {}
+    picked = _pick(rate, ("win_rate", "win_rate_ci95"))
+    return {"judge": judge, **picked} if picked else {}
+
+
+def _is_result(value: Any) -> bool:
+    """Return True for a finite number, or an interval of two."""
+    if isinstance(value, list):
+        return len(value) == 2 and all(map(_is_result, value))
+    return is_number(value) and math.isfinite(value)
+
+
+def _finite(value: Any) -> float:
+    return float(value) if is_number(value) and math.isfinite(value) else 0.0
+
+
+def _changed(folder: Path) -> float | None:
+    """Return the time when the manifest, or else the log, was written."""
+    for names in (["manifest.json"], ["metrics.jsonl", "identity.json"]):
+        times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
+        if times:
+            return max(times)
+    return None
+
+
+# A run
 
 
 def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
@@ -259,20 +243,21 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     root = folder.parent if folder.name in STAGES and has_output(folder) else folder
     started = [stage for stage in STAGES if has_output(root / stage)]
     configs: dict[str, Config] = {}
+    files: dict[str, Path] = {}
     problems: list[Problem] = []
     try:
         files = pipeline.find_configs(root)
     except RLHFError as error:
         if not started:
             raise
-        files, problems = {}, [*error.problems]
+        problems += error.problems
     routed = pipeline.route_overrides(overrides, list(files))
     for stage, path in files.items():
         try:
             configs |= pipeline.load_all({stage: path}, routed)
         except RLHFError as error:
             problems += error.problems
-    statuses = {stage: _get_status(config) for stage, config in configs.items()}
+    statuses = {stage: _status(config) for stage, config in configs.items()}
     bases = _unfinished(_bases(root, configs.values()))
     stages = []
     for stage in STAGES:
@@ -280,15 +265,16 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
             stage_folder = configs[stage].folder if stage in configs else root / stage
             status = statuses.get(stage)
             stages.append(read_stage(stage, stage_folder, status if isinstance(status, StageStatus) else None))
-    return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems, [*bases, *stages]))
+    if any(stage.process for stage in [*bases, *stages]):
+        return RunInfo(root, tuple(stages), bases, NextAction("wait", problems=tuple(problems)))
+    return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems))
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     """Return the stage folders of other runs inside this one that its configs start from."""
     run_folder = Path(os.path.abspath(root))
-    references = [(config, reference) for config in configs for reference in runs.references(config)]
     # A path that does not exist is still relative, since it may be a hub id.
-    paths = [config.file.parent / reference.path for config, reference in references]
+    paths = [config.file.parent / reference.path for config in configs for reference in runs.references(config)]
     inside = [path for path in paths if path.name in STAGES and run_folder in path.parent.parents]
     return [path for path in dict.fromkeys(inside) if has_output(path) or configs_in(path.parent)]
 
@@ -298,7 +284,7 @@ def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
     return tuple(stage for stage in stages if stage.state != "finished")
 
 
-def _get_status(config: Config) -> StageStatus | RLHFError:
+def _status(config: Config) -> StageStatus | RLHFError:
     try:
         with translate_read_errors(config.folder):
             return runs.quick_stage_status(config)
@@ -309,10 +295,7 @@ def _get_status(config: Config) -> StageStatus | RLHFError:
 
 
 def _next_action(
-    configs: Mapping[str, Config],
-    statuses: Mapping[str, StageStatus | RLHFError],
-    problems: Sequence[Problem],
-    stages: Sequence[StageInfo],
+    configs: Mapping[str, Config], statuses: Mapping[str, StageStatus | RLHFError], problems: Sequence[Problem]
 ) -> NextAction:
     def get_status(config: Config) -> StageStatus:
         status = statuses[config.stage]
@@ -320,8 +303,6 @@ def _next_action(
             raise status
         return status
 
-    if any(stage.process for stage in stages):
-        return NextAction("wait", problems=tuple(problems))
     try:
         if problems:
             raise RLHFError.from_problems(problems)
@@ -331,18 +312,13 @@ def _next_action(
         return NextAction("refused", problems=error.problems)
     if any(decision.runs or decision.after for decision in decisions.values()):
         return NextAction("run", decisions)
-    return NextAction("nothing", decisions, _requirement_problems(configs.get("eval")))
-
-
-def _requirement_problems(config: Config | None) -> tuple[Problem, ...]:
-    """Return the unmet requirements of a finished evaluation, with which `rlhf run` fails."""
     try:
-        if isinstance(config, EvalConfig):
-            report = render.read_report(config.folder)
-            render.check_requirements(report, config.eval.require, where=config.where)
+        if isinstance(evaluation := configs.get("eval"), EvalConfig):
+            report = read.read_report(evaluation.folder)
+            check_requirements(report, evaluation.eval.require, where=evaluation.where)
     except RLHFError as error:
-        return error.problems
-    return ()
+        return NextAction("nothing", decisions, error.problems)
+    return NextAction("nothing", decisions)
 
 
 def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[RunInfo]:
@@ -353,26 +329,24 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
     """
     for folder in folders:
         if not os.path.isdir(folder):
-            raise RLHFError("C09", f"no such folder: {runs.shown(folder)}")
+            raise RLHFError("C09", f"no such folder: {shown(folder)}")
     paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
     bases = {path: _bases(path, _valid_configs(path)) for path in outer}
-    owned = {base.parent for stage_folders in bases.values() for base in stage_folders}
-    infos = [
-        RunInfo(
-            path,
-            tuple(read_stage(stage, path / stage) for stage in STAGES if has_output(path / stage)),
-            _unfinished(bases.get(path, ())),
-        )
-        for path in run_paths
-        if path not in owned
-    ]
-    return sorted((run for run in infos if run.stages or not is_preset(run.folder)), key=lambda run: -run.changed)
+    inner = {base.parent for stage_folders in bases.values() for base in stage_folders}
+    found = []
+    for path in run_paths:
+        stages = tuple(read_stage(stage, path / stage) for stage in STAGES if has_output(path / stage))
+        if path not in inner and (stages or not is_preset(path)):
+            found.append(RunInfo(path, stages, _unfinished(bases.get(path, ()))))
+    return sorted(found, key=lambda run: -run.changed)
 
 
-def _valid_configs(folder: Path) -> Iterator[Config]:
+def _valid_configs(folder: Path) -> list[Config]:
     """Load the configs of a run, skipping invalid ones."""
+    configs = []
     for path in configs_in(folder):
         with suppress(RLHFError):
-            yield load(path.stem, path)
+            configs.append(load(path.stem, path))
+    return configs

@@ -1,55 +1,25 @@
-"""Configs: one YAML per stage, validated as a whole before anything is loaded. Imports no torch."""
+"""Configs: one YAML per stage, validated as a whole. Imports no torch, and its modules on first use."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
-    from rlhf_cli.config.base import Config, Options
-    from rlhf_cli.config.eval import EvalConfig, Select
-    from rlhf_cli.config.json_schema import completion_values, schema
-    from rlhf_cli.config.loading import accepts_key, keys, load, load_partial, stage_of
-    from rlhf_cli.config.ppo import PPOConfig
-    from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
+    from rlhf_cli.config.base import *  # noqa: F403
+    from rlhf_cli.config.eval import *  # noqa: F403
+    from rlhf_cli.config.json_schema import *  # noqa: F403
+    from rlhf_cli.config.loading import *  # noqa: F403
+    from rlhf_cli.config.ppo import *  # noqa: F403
+    from rlhf_cli.config.training import *  # noqa: F403
 
-_MODULES = {
-    "Config": "base",
-    "Options": "base",
-    "EvalConfig": "eval",
-    "Select": "eval",
-    "completion_values": "json_schema",
-    "schema": "json_schema",
-    "keys": "loading",
-    "load": "loading",
-    "load_partial": "loading",
-    "stage_of": "loading",
-    "accepts_key": "loading",
-    "PPOConfig": "ppo",
-    "CONFIGS": "training",
-    "RewardConfig": "training",
-    "SFTConfig": "training",
-}
-__all__ = [
-    "CONFIGS",
-    "Config",
-    "EvalConfig",
-    "Options",
-    "PPOConfig",
-    "RewardConfig",
-    "SFTConfig",
-    "Select",
-    "accepts_key",
-    "completion_values",
-    "keys",
-    "load",
-    "load_partial",
-    "schema",
-    "stage_of",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: PPO as a library gets PPOSettings without yaml."""
-    from importlib import import_module
-
-    if name in _MODULES:
-        return getattr(import_module(f"rlhf_cli.config.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        "config.base": "Config Options",
+        "config.eval": "EvalConfig Select",
+        "config.json_schema": "completion_values schema",
+        "config.loading": "accepts_key keys load load_partial stage_of",
+        "config.ppo": "PPOConfig",
+        "config.training": "CONFIGS RewardConfig SFTConfig",
+    },
+)

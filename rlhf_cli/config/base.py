@@ -10,28 +10,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.paths import FUNCTION, PathField, is_path, path_entries, relative
+from rlhf_cli.config.fields import PathField
+from rlhf_cli.config.paths import FUNCTION, is_path, path_entries, relative
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]
 ModelPath = Annotated[str, PathField("model")]
 JudgePath = Annotated[str, PathField("judge")]
-PROJECT = "[docs/config.md, section Project defaults]"  # source of defaults that follow no paper or other system
-TRL = "[TRL 1.12, trl/experimental/ppo/ppo_config.py]"
-TRL_STEP = "[TRL 0.11, trl/trainer/ppo_config.py]"
-TLDR = "[TRL 1.12, examples/scripts/ppo/ppo_tldr.py]"
-HF = "[transformers 5.23, src/transformers/training_args.py]"
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
+def invalid(text: str, hint: str | None = None, key: str = "", code: str = "C17") -> PydanticCustomError:
+    """Return the error that a validator raises; `key` is the key to locate, below the section of the validator."""
+    return PydanticCustomError(code, "{text}", {"text": text, "hint": hint, "key": key})
+
+
 def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise PydanticCustomError(
-            "S03",
-            "not a valid name",
-            {"hint": "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"},
-        )
+        hint = "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"
+        raise invalid("not a valid name", hint, code="S03")
     return name
 
 
@@ -39,10 +37,10 @@ def _check_path_length(path: str) -> str:
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > MAX_NAME_BYTES:
         text = f"a path component has {longest} bytes; file systems allow {MAX_NAME_BYTES}"
-        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter name"})
+        raise invalid(text, "set a folder with a shorter name", code="S03")
     if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
         text = f"the path has {length} bytes; at most {MAX_PATH_BYTES} are allowed"
-        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter path"})
+        raise invalid(text, "set a folder with a shorter path", code="S03")
     return path
 
 
@@ -72,61 +70,32 @@ class Range(Settings):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min > self.max:
-            raise PydanticCustomError("C06", "min is greater than max", {"hint": "swap them"})
+            raise invalid("min is greater than max", "swap them", code="C06")
         return self
 
 
 class Output(Section):
     """Checkpoints, snapshots and trackers of a stage."""
 
-    save_steps: int | None = Field(
-        None,
-        gt=0,
-        description=(
-            "Optimizer steps (in PPO: updates) between two checkpoints. Lower values lose less work after a crash and "
-            "write more often. Default: one tenth of the run. [docs/reliability.md]"
-        ),
-    )
-    keep: int = Field(
-        2,
-        ge=2,
-        description=(
-            "Number of checkpoints kept on disk. Higher values need more disk space. With the default of 2 the run "
-            "resumes from the previous checkpoint if the newest one is damaged. [docs/reliability.md]"
-        ),
-    )
-    snapshots: int = Field(
-        8,
-        ge=0,
-        description=(
-            "Number of snapshots of the policy that a PPO run keeps, at equal intervals, for the reward-against-KL "
-            "curve of `rlhf eval`. More snapshots give a finer curve and need more disk space and evaluation time; 0 "
-            "keeps none. [docs/evaluation.md]"
-        ),
-    )
-    run_name: Name | None = Field(
-        None,
-        description=(
-            "Name of the run in its trackers and its manifest. Default: trackers show the name of the run folder and "
-            "the stage, such as demo-ppo, and the manifest has no name. [transformers 5.23, "
-            "src/transformers/training_args.py]"
-        ),
-    )
-    report_to: list[Tracker] = Field(
-        default=[],
-        description=(
-            "Experiment trackers that receive the metrics, the samples and the config: tensorboard, wandb, trackio. "
-            "The default is no tracker; metrics.jsonl and samples.jsonl are always written. [transformers 5.23, "
-            "src/transformers/training_args.py; the string none there]"
-        ),
-    )
-    project: Name | None = Field(
-        None,
-        description=(
-            "Project of the run in wandb and trackio. Default: for wandb the environment variable WANDB_PROJECT if it "
-            "is set, otherwise rlhf. [transformers 5.23, src/transformers/training_args.py; huggingface there]"
-        ),
-    )
+    save_steps: int | None = Field(None, gt=0)
+    """Optimizer steps (in PPO: updates) between two checkpoints. Lower values lose less work after a crash and write
+    more often. Default: one tenth of the run. [docs/reliability.md]"""
+    keep: int = Field(2, ge=2)
+    """Number of checkpoints kept on disk. Higher values need more disk space. With the default of 2 the run resumes
+    from the previous checkpoint if the newest one is damaged. [docs/reliability.md]"""
+    snapshots: int = Field(8, ge=0)
+    """Number of snapshots of the policy that a PPO run keeps, at equal intervals, for the reward-against-KL curve of
+    `rlhf eval`. More snapshots give a finer curve and need more disk space and evaluation time; 0 keeps none.
+    [docs/evaluation.md]"""
+    run_name: Name | None = None
+    """Name of the run in its trackers and its manifest. Default: trackers show the name of the run folder and the
+    stage, such as demo-ppo, and the manifest has no name. [transformers]"""
+    report_to: list[Tracker] = Field(default=[])
+    """Experiment trackers that receive the metrics, the samples and the config: tensorboard, wandb, trackio. The
+    default is no tracker; metrics.jsonl and samples.jsonl are always written. [transformers; the string none there]"""
+    project: Name | None = None
+    """Project of the run in wandb and trackio. Default: for wandb the environment variable WANDB_PROJECT if it is set,
+    otherwise rlhf. [transformers; huggingface there]"""
 
 
 @dataclass(frozen=True)
@@ -169,32 +138,19 @@ class Config(Section):
 
     # Keys for logging and evaluation intervals and batch sizes, which do not affect the result.
     CADENCE: ClassVar[tuple[str, ...]] = (
-        "logging_steps",
-        "eval_steps",
-        "per_device_eval_batch_size",
-        "num_sample_generations",
-        "generate_ref_response",
-        "push_to_hub_if_best",
-    )
+        "logging_steps", "eval_steps", "per_device_eval_batch_size", "num_sample_generations",
+        "generate_ref_response", "push_to_hub_if_best",
+    )  # fmt: skip
 
     stage: str
-    run: Annotated[str, PathField("run"), AfterValidator(_check_path_length)] = Field(
-        ".",
-        description=(
-            "Run folder, relative to the folder of the config; the stage writes RUN/STAGE. The default is the "
-            f"config's own folder, so that configs and results move together. {PROJECT}"
-        ),
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**32,
-        description=(
-            "Seed of all random numbers. The same seed gives the same run on the same machine; other seeds show how "
-            f"much results vary by chance. {PROJECT}"
-        ),
-    )
-    output: Output = Field(default_factory=Output, description="Checkpoints, snapshots and trackers.")
+    run: Annotated[str, PathField("run"), AfterValidator(_check_path_length)] = "."
+    """Run folder, relative to the folder of the config; the stage writes RUN/STAGE. The default is the config's own
+    folder, so that configs and results move together. [project]"""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of all random numbers. The same seed gives the same run on the same machine; other seeds show how much
+    results vary by chance. [project]"""
+    output: Output = Field(default_factory=Output)
+    """Checkpoints, snapshots and trackers."""
 
     _origin: Origin = PrivateAttr()
 

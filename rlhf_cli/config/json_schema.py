@@ -1,4 +1,4 @@
-"""JSON Schemas of configs for editors, sources of defaults in descriptions, and values for shell completion.
+"""JSON Schemas of the configs for editors, and the values that shell completion offers.
 
 The schemas are draft 7, which all editors support, without references and titles, so that an editor shows the
 description, type, choices and default of each key.
@@ -6,66 +6,15 @@ description, type, choices and default of each key.
 
 import json
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.paths import PathField, default_of, flatten_annotation, keys_of
+from rlhf_cli.config.fields import Key, fields_of, keys_of, numeric_default, parse_source
 from rlhf_cli.config.training import CONFIGS
-
-SOURCE_FORMS = {
-    "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
-    r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",
-    "system": r"(?P<name>[^,;`]+) (?P<version>(?=\S*\d)[\w.+-]+), (?P<file>[\w./-]+\.\w+)",
-    "page": r"(?P<page>docs/[a-z-]+\.md)(?:, section (?P<section>[^,;]+))?",
-    "command": r"`(?P<command>(?:make|rlhf) [^`]+)`",
-}
-BRACKET = re.compile(r"(?P<meaning>.*\S)\s+\[(?P<source>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class DefaultSource:
-    """Source of a default: `kind` is paper, system, page or command, `parts` the named groups of its form."""
-
-    kind: str
-    parts: dict[str, str]
-    remark: str | None
-
-
-def parse_source(text: str) -> DefaultSource | None:
-    """Return the source that the text of a bracket names, or None if it has none of the four forms."""
-    for kind, form in SOURCE_FORMS.items():
-        if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
-            parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
-            return DefaultSource(kind, parts, match["remark"])
-    return None
-
-
-def split_description(description: str) -> tuple[str, str | None]:
-    """Split a description into (meaning, source); the source is None if the description does not end in one."""
-    match = BRACKET.fullmatch(description)
-    return (match["meaning"], match["source"]) if match and parse_source(match["source"]) else (description, None)
-
-
-def editor_description(description: str) -> str:
-    """Return a description for an editor, with the paper or system of its default and without pages and commands."""
-    meaning, source_text = split_description(description)
-    source = parse_source(source_text) if source_text else None
-    if source is None or source.kind in ("page", "command"):
-        return meaning
-    where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
-    parts = [source.parts[part] for part in where]
-    name = ", ".join([" ".join(parts[:2]), *parts[2:]])
-    return f"{meaning} Source of the default: {name}{f'; {source.remark}' if source.remark else ''}."
-
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 FOLDER = ".schema"  # inside the run folder, so that both move together
@@ -100,13 +49,29 @@ def with_modeline(text: str, file: Path, schema_file: Path) -> str:
 
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
-    simplified: dict[str, Any] = _simplify(tree, tree.get("$defs", {}))
+    definitions = tree.get("$defs", {})
+    holders = [key.entry or key for key in keys_of(model).values()]
+    sections = {holder.section for holder in holders if holder.section}
+    for section in (model, *sections):
+        properties = (tree if section is model else definitions[section.__name__])["properties"]
+        for name, key in fields_of(section).items():
+            properties[name]["description"] = _editor_description(key)
+    simplified: dict[str, Any] = _simplify(tree, definitions)
     if fields := trl_fields.trainer_fields(model):
-        simplified["properties"]["trainer"] |= {
-            "properties": {name: _trl_field_schema(name, field) for name, field in fields.items()},
-            "additionalProperties": False,
-        }
+        properties = {name: _trl_field_schema(name, field) for name, field in fields.items()}
+        simplified["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
     return simplified
+
+
+def _editor_description(key: Key) -> str:
+    """Return the meaning of a key, with the paper or system of its default and without pages."""
+    source = parse_source(key.source) if key.source else None
+    if source is None or source.kind == "page":
+        return key.meaning
+    where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
+    parts = [source.parts[part] for part in where]
+    name = ", ".join([" ".join(parts[:2]), *parts[2:]])
+    return f"{key.meaning} Source of the default: {name}{f'; {source.remark}' if source.remark else ''}."
 
 
 def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
@@ -118,13 +83,14 @@ def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
     if "$ref" in node:
         target = definitions[node["$ref"].rpartition("/")[2]]
         return _simplify({**target, **{key: value for key, value in node.items() if key != "$ref"}}, definitions)
-    relevant = {key: value for key, value in node.items() if key not in ("title", "$defs")}
-    simplified = {
-        key: {name: _simplify(item, definitions) for name, item in value.items()} if key == "properties" else
-        value if key in ("default", "enum", "const") else
-        editor_description(value) if key == "description" else _simplify(value, definitions)
-        for key, value in relevant.items()
-    }  # fmt: skip
+    simplified: dict[str, Any] = {}
+    for key, value in node.items():
+        if key == "properties":
+            simplified[key] = {name: _simplify(item, definitions) for name, item in value.items()}
+        elif key in ("default", "enum", "const"):
+            simplified[key] = value
+        elif key not in ("title", "$defs"):
+            simplified[key] = _simplify(value, definitions)
     return _merge_null(simplified)
 
 
@@ -140,8 +106,7 @@ def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trl_field_schema(name: str, field: dict[str, Any]) -> dict[str, Any]:
-    version = trl_fields.source_versions()["trl"].rpartition(".")[0]
-    types = field["types"]
+    version, types = trl_fields.source_versions()["trl"].rpartition(".")[0], field["types"]
     node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
     node |= {"enum": field["choices"]} if "choices" in field else {}
     return node | {"description": f"The field {name} of TRL {version}'s trainer, handed on as it is."}
@@ -153,33 +118,13 @@ def completion_values(stage: str) -> dict[str, list[str]]:
     Fields of TRL under `trainer:` are included; entries of tables, whose names the user chooses, are not.
     """
     model = CONFIGS[stage]
-    completions = {path: _field_values(field) for path, field in keys_of(model).items() if ".NAME" not in path}
-    completions |= {
-        f"trainer.{name}": _trl_field_values(field) for name, field in trl_fields.trainer_fields(model).items()
-    }
-    sections = {path.rpartition(".")[0] for path in completions}
-    return {path: values for path, values in completions.items() if path not in sections}
+    values = {path: key.suggestions() for path, key in keys_of(model).items() if ".NAME" not in path}
+    values |= {f"trainer.{name}": _trl_values(field) for name, field in trl_fields.trainer_fields(model).items()}
+    sections = {path.rpartition(".")[0] for path in values}
+    return {path: suggestions for path, suggestions in values.items() if path not in sections}
 
 
-def _field_values(field: FieldInfo) -> list[str]:
-    values = _numeric_default(default_of(field, None))
-    for part in (*field.metadata, *flatten_annotation(field.annotation)):
-        if get_origin(part) is Literal:
-            values += map(str, get_args(part))
-        elif isinstance(part, PathField):
-            values += part.keywords
-        elif part is bool:
-            values += ["true", "false"]
-        elif part is NoneType:
-            values.append("null")
-    return list(dict.fromkeys(values))
-
-
-def _trl_field_values(field: dict[str, Any]) -> list[str]:
+def _trl_values(field: dict[str, Any]) -> list[str]:
     values_of_type = {"boolean": ["true", "false"], "null": ["null"]}
     values = [value for kind in field["types"] for value in values_of_type.get(kind, [])]
-    return _numeric_default(field["default"]) + field.get("choices", []) + values
-
-
-def _numeric_default(default: Any) -> list[str]:
-    return [str(default)] if isinstance(default, int | float) and not isinstance(default, bool) else []
+    return [*numeric_default(field["default"]), *field.get("choices", []), *values]

@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
+from rlhf_cli import terminal
 from rlhf_cli.config import trl_fields, yaml_io
 from rlhf_cli.config.base import Config, Origin
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.messages import invalid_keys, translate_validation_error
-from rlhf_cli.config.paths import annotation_kind, field_at, field_kind, keys_of, resolve_paths
+from rlhf_cli.config.fields import Key, current_name, key_at, keys_of, with_current_names
+from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
+from rlhf_cli.config.paths import resolve_paths
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
-from rlhf_cli.config.value_errors import format_value
 from rlhf_cli.config.yaml_io import YamlFile, parse_value
-from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path
-
-OVERRIDE_EXAMPLE = "e.g. --set ppo.kl_coef=0.1"
+from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path, shown
 
 
 def check_override(text: str) -> Problem | None:
@@ -30,7 +28,7 @@ def check_override(text: str) -> Problem | None:
     key, equals, _ = text.partition("=")
     if equals and all(key.strip().removeprefix("*.").split(".")):
         return None
-    return Problem("C11", "expected KEY=VALUE", f"--set {key or text}", OVERRIDE_EXAMPLE)
+    return Problem("C11", "expected KEY=VALUE", f"--set {key or text}", "e.g. --set ppo.kl_coef=0.1")
 
 
 def apply_overrides(
@@ -45,9 +43,13 @@ def apply_overrides(
             continue
         key, _, value = text.partition("=")
         # `*.seed=3` applies to every stage.
-        key = key.strip().removeprefix("*.")
+        old, key = key.strip().removeprefix("*."), current_name(key.strip().removeprefix("*."))
+        if key != old:
+            terminal.warn("C19", f"is now {key}", where=f"--set {old}")
+        # `>= 0.6` is a requirement; in YAML it would start a folded text.
+        is_requirement = value.lstrip().startswith((">", "<", "=="))
         try:
-            _write(source.tree, _split_key(model, key), _parse_override(value))
+            _write(source.tree, _split_key(model, key), value.strip() if is_requirement else parse_value(value))
         except RLHFError as error:
             problems += [Problem("C11", problem.text, f"--set {key}", problem.hint) for problem in error.problems]
             continue
@@ -58,18 +60,13 @@ def apply_overrides(
     return frozenset(written_keys), problems
 
 
-def _parse_override(text: str) -> Any:
-    # `>= 0.6` is a requirement; in YAML it would start a folded text.
-    return text.strip() if text.lstrip().startswith((">", "<", "==")) else parse_value(text)
-
-
 def _split_key(model: type[Config], key: str) -> list[str]:
     """Split a key path; below a table of texts (data.columns, eval.require) the rest is one name."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
-        field = field_at(model, tuple(parts[:depth]))
-        entries = field_kind(field).entries if field else None
-        if entries is not None and annotation_kind(entries).model is None and entries is not Any:
+        table = key_at(model, parts[:depth])
+        entry = table.entry if table else None
+        if entry and entry.section is None and entry.field.annotation is not Any:
             return [*parts[:depth], ".".join(parts[depth:])]
     return parts
 
@@ -93,41 +90,32 @@ def stage_of(path: Path) -> str:
         return stage_key
     if path.stem in CONFIGS:
         return path.stem
-    best = max(CONFIGS, key=lambda stage: (stage in tree, _count_known_keys(stage, tree)))
-    if (
-        best not in tree
-        and sum(_count_known_keys(stage, tree) == _count_known_keys(best, tree) for stage in CONFIGS) > 1
-    ):
+    counts = _count_sections(tree)
+    best = max(counts, key=lambda stage: (stage in tree, counts[stage]))
+    if best not in tree and list(counts.values()).count(counts[best]) > 1:
         hint = f"add stage: {' or '.join(CONFIGS)}"
         raise RLHFError("C07", "cannot tell which stage this config is for", where=str(path), hint=hint)
     return best
 
 
+def _count_sections(tree: dict[str, Any]) -> dict[str, int]:
+    """Return how many sections of the file each stage has."""
+    return {stage: len(model.model_fields.keys() & tree.keys()) for stage, model in CONFIGS.items()}
+
+
 def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
     """Raise C07 if the file is for another stage, instead of listing its keys as unknown."""
-    file_stage = tree.get("stage")
+    file_stage, location = tree.get("stage"), origin.where("stage")
     if file_stage is None:
-        file_stage, location = _most_likely_stage(stage, tree), origin.name
-    else:
-        location = origin.where("stage")
+        counts = _count_sections(tree)
+        file_stage = stage if stage in tree else max(counts, key=lambda name: (counts[name], name == stage))
     if file_stage == stage:
         return
     if isinstance(file_stage, str) and file_stage in CONFIGS:
         text = f"this config is for {file_stage}, not for {stage}"
-        raise RLHFError(
-            "C07", text, where=location, hint=f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
-        )
+        hint = f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
+        raise RLHFError("C07", text, where=location, hint=hint)
     raise RLHFError("C07", f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}", where=location)
-
-
-def _most_likely_stage(stage: str, tree: dict[str, Any]) -> str:
-    """Return `stage` if the file has its section, or else the stage that shares most sections with the file."""
-    best = max(CONFIGS, key=lambda candidate: (_count_known_keys(candidate, tree), candidate == stage))
-    return stage if stage in tree else best
-
-
-def _count_known_keys(stage: str, tree: dict[str, Any]) -> int:
-    return len(CONFIGS[stage].model_fields.keys() & tree.keys())
 
 
 PASSWORD_IN_URL = re.compile(r"://[^/\s@:]*:[^/\s@]+@")  # https://name:PASSWORD@host
@@ -191,7 +179,7 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     RLHFError if the file cannot be read as a config of `stage`.
     """
     model = CONFIGS[stage]
-    source = yaml_io.read(path)
+    source = _rename_keys(yaml_io.read(path))
     overridden, problems = apply_overrides(overrides, source, model)
     file = Path(os.path.abspath(path))
     origin = Origin(file, source.name, source.lines, overridden)
@@ -206,8 +194,21 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     return None if is_incomplete else config, sorted([*problems, *invalid], key=_line_number)
 
 
-def keys(stage: str) -> dict[str, FieldInfo]:
-    """Return the field (description, type, default) of every key path of a stage's config."""
+def _rename_keys(source: YamlFile) -> YamlFile:
+    """Return the file with today's names of renamed keys, and warn about each, unless a stage wrote the file."""
+    problems, is_resolved = [*source.problems], os.path.basename(source.name) == "config.yaml"
+    for old, line in source.lines.items():
+        new, location = current_name(old), f"{shown(source.name)}:{line}"
+        if new in source.lines and new != old:
+            problems.append(Problem("C03", f"{old} is the old name of {new}", location, "remove this line"))
+        elif not is_resolved and new != old and new.rpartition(".")[0] == old.rpartition(".")[0]:
+            terminal.warn("C19", f"{old} is now {new}", where=location)
+    lines = {current_name(path): line for path, line in source.lines.items()}
+    return YamlFile(source.name, with_current_names(source.tree), lines, problems)
+
+
+def keys(stage: str) -> dict[str, Key]:
+    """Return every key of a stage's config by its path."""
     return keys_of(CONFIGS[stage])
 
 
@@ -216,29 +217,19 @@ def accepts_key(stage: str, key: str) -> bool:
 
     `*.KEY` belongs to every stage that has KEY.
     """
-    parts = tuple(key.removeprefix("*.").split("."))
+    parts = current_name(key.removeprefix("*.")).split(".")
     if parts[0] == "trainer" and len(parts) > 1:
         return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
     model = CONFIGS[stage]
-    if field_at(model, parts):
+    if key_at(model, parts):
         return True
-    parents = [field_at(model, parts[:depth]) for depth in range(1, len(parts))]
-    return any(field is not None and _allows_any_key(field) for field in parents)
-
-
-def _allows_any_key(field: FieldInfo) -> bool:
-    """Return True for a table, or for a section that accepts unknown keys (model.new)."""
-    kind = field_kind(field)
-    return kind.entries is not None or (kind.model is not None and kind.model.model_config.get("extra") == "allow")
+    parents = [key_at(model, parts[:depth]) for depth in range(1, len(parts))]
+    return any(parent is not None and parent.allows_any_key for parent in parents)
 
 
 def _validate(model: type[Config], tree: dict[str, Any], origin: Origin) -> tuple[Config | None, list[Problem]]:
-    trainer = tree.get("trainer")
-    problems = (
-        trl_fields.check_trainer(trainer, model, origin.where)
-        if "trainer" in model.model_fields and isinstance(trainer, dict)
-        else []
-    )
+    trainer = tree.get("trainer") if "trainer" in model.model_fields else None
+    problems = check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
     try:
         return model.model_validate(tree), problems
     except ValidationError as error:
@@ -268,12 +259,8 @@ def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config],
 @cache
 def _sections_with_paths(model: type[Config]) -> set[str]:
     """Return the sections of a config class that contain path keys."""
-    return {key.partition(".")[0] for key, field in keys_of(model).items() if _is_path_field(field)}
-
-
-def _is_path_field(field: FieldInfo) -> bool:
-    kind = field_kind(field)
-    return kind.path is not None or (kind.entries is not None and annotation_kind(kind.entries).path is not None)
+    holders = {path: key.entry or key for path, key in keys_of(model).items()}
+    return {path.partition(".")[0] for path, holder in holders.items() if holder.path_field}
 
 
 def _line_number(problem: Problem) -> int:

@@ -1,180 +1,68 @@
-"""Translate pydantic's validation errors to problems with an error code, a location and a hint."""
+"""Problems of invalid keys and values: from pydantic's validation errors, and of the fields under `trainer:`."""
 
+import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import find_alias
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.paths import annotation_kind, field_at, field_kind, flatten_annotation, keys_of
+from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
-from rlhf_cli.config.trl_fields import TRAINERS, fields_of
-from rlhf_cli.config.value_errors import format_value, not_a_choice, wrong_type
-from rlhf_cli.config.yaml_io import is_yaml_1_1
+from rlhf_cli.config.trl_fields import TRAINERS
+from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
 from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import Problem, closest_match
 
-
-def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], location: str) -> Problem:
-    """Return C01 with the closest key, or C02 with the section or file that the key belongs to."""
-    key, name, section = ".".join(path), path[-1], path[:-1]
-    siblings = _keys_of_section(model, section)
-    hint = _alias_hint(name, value, siblings, model) if section else None
-    if hint:
-        return Problem("C01", f"unknown key {key}", location, hint)
-    alias = find_alias(name)
-    if section == ("ppo",) and alias and alias.key is None:
-        return Problem("C01", f"unknown key {key}", location, f"{alias.note}; remove the line")
-    if correct := _correct_section(name, path, model):
-        return Problem("C02", f"{key} belongs {correct[0]}", location, correct[1])
-    near = closest_match(name, siblings)
-    if near:
-        hint = f"did you mean {near}?"
-    elif len(siblings) <= 8:
-        hint = f"keys here: {', '.join(siblings)}"
-    else:
-        hint = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
-    return Problem("C01", f"unknown key {key}", location, hint)
-
-
-def _keys_of_section(model: type[Config], section: tuple[str, ...]) -> list[str]:
-    if not section:
-        return list(model.model_fields)
-    field = field_at(model, section)
-    if field is None:  # an entry such as rewards.style
-        table = field_at(model, section[:-1])
-        entry = annotation_kind(field_kind(table).entries).model if table else None
-    else:
-        entry = field_kind(field).model
-    return list(entry.model_fields) if entry else []
-
-
-def _alias_hint(name: str, value: Any, siblings: list[str], model: type[Config]) -> str | None:
-    """Return a hint with the key that replaces another system's option, if this section or config has it."""
-    alias = find_alias(name)
-    key = alias.key if alias else None
-    if alias is None or key is None or not (key in siblings or ("." in key and key in keys_of(model))):
-        return None
-    if alias.note:
-        return f"use {key}; {alias.note}"
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return f"write {key}: {alias.values.get(str(value), value)}"
-    return f"use {key}"
-
-
-def _correct_section(name: str, path: tuple[str, ...], model: type[Config]) -> tuple[str, str | None] | None:
-    """Return (location, hint) of a key of this name in this config, under trainer: or in another file, or None."""
-    stage = model.model_fields["stage"].default
-    keys = _keys_named(name, model)
-    if keys:
-        section = keys[0].rpartition(".")[0]
-        return f"under {section}:" if section else "at the top of the file", f"write it as {keys[0]}"
-    if stage in TRAINERS and name in fields_of(stage) and path[0] != "trainer":
-        return "under trainer:", f"write it as trainer.{name}"
-    files: dict[str, list[str]] = {}
-    for config_stage, config in CONFIGS.items():
-        for key in _keys_named(name, config)[:1]:
-            files.setdefault(key.rpartition(".")[0], []).append(f"{config_stage}.yaml")
-    if not files:
-        return None
-    # A section of another file, such as ppo:, rather than a key of that name.
-    section = min(files, key=len)
-    return f"in {' or '.join(files[section])}" + (f", under {section}:" if section else ""), None
-
-
-def _keys_named(name: str, model: type[Config]) -> list[str]:
-    return [key for key in keys_of(model) if key.rpartition(".")[2] == name and key.count(".") <= 1]
-
-
-TYPE_NAMES = {
+# pydantic's error -> what it expected
+TYPE_ERRORS = {
     "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text",
     "list_type": "a list", "dict_type": "keys and values", "model_type": "keys and values",
     "model_attributes_type": "keys and values",
 }  # fmt: skip
-BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-Path = tuple[str, ...]
+# Type of a TRL field in trl_fields.json -> its name and the Python types of its values
+TRL_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "integer": ("a whole number", (int,)),
+    "number": ("a number", (int, float)),
+    "boolean": ("true or false", (bool,)),
+    "string": ("text", (str,)),
+    "array": ("a list", (list,)),
+    "object": ("keys and values", (dict,)),
+    "null": ("null", (type(None),)),
+}
+SIGNS = dict(zip(BOUNDS, (">", ">=", "<", "<="), strict=True))
+KeyPath = tuple[str, ...]
 
 
 def translate_validation_error(
     error: ValidationError, tree: dict[str, Any], model: type[Config], where: Callable[[str], str]
 ) -> list[Problem]:
     """Return one problem per invalid key."""
-    by_key: dict[Path, list[Any]] = {}
+    by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_key.setdefault(_key_path(detail, tree), []).append(detail)
     problems = []
     for path, details in by_key.items():
         # If a value matches the type of one union member, only report the errors inside that member.
         has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_key)
-        if has_inner and all(detail["type"] in TYPE_NAMES for detail in details):
+        if has_inner and all(detail["type"] in TYPE_ERRORS for detail in details):
             continue
         problems.append(_translate_key(path, details, model, where))
     return problems
 
 
-def invalid_keys(error: ValidationError, tree: dict[str, Any]) -> list[Path]:
+def invalid_keys(error: ValidationError, tree: dict[str, Any]) -> list[KeyPath]:
     """Return the path of the invalid key for each error of pydantic."""
     return [_key_path(detail, tree) for detail in error.errors(include_url=False)]
 
 
-def _translate_key(path: Path, details: list[Any], model: type[Config], where: Callable[[str], str]) -> Problem:
-    key = ".".join(path)
-    detail = next(
-        (detail for detail in details if detail["type"] not in TYPE_NAMES | {"literal_error": ""}), details[0]
-    )
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    # Validators of several keys can name the key to locate.
-    location = where(".".join([*path, *context.get("key", "").split(".")]).strip("."))
-    field = field_at(model, path)
-    if kind in CODES:
-        is_named = not path or re.search(rf"\b{re.escape(path[-1])}\b", detail["msg"])
-        return Problem(kind, detail["msg"] if is_named else f"{key}: {detail['msg']}", location, context.get("hint"))
-    if kind == "extra_forbidden":
-        return unknown_key(path, value, model, location)
-    if kind == "missing":
-        description = _first_sentence(field)
-        hint = f"{path[-1]}: {description}" if description else None
-        return Problem("C05", f"{key} is missing", location, hint)
-    if kind in TYPE_NAMES or kind == "literal_error":
-        return _type_or_choice_error(key, details, field, location)
-    if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
-        bounds = _bounds(field) or _bounds_of(context)
-        number = " a finite number" if kind == "finite_number" else ""
-        return Problem("C06", f"{key}: must be{number}{bounds}, got {format_value(value)}", location)
-    if kind == "too_short":
-        return Problem(
-            "C06", f"{key}: needs at least {context['min_length']}, got {context['actual_length']}", location
-        )
-    if kind == "string_pattern_mismatch":
-        return Problem("C05", f"{key}: {format_value(value)} has the wrong form", location, _first_sentence(field))
-    return Problem("C05", f"{key}: {detail['msg']}", location)
-
-
-def _first_sentence(field: FieldInfo | None) -> str | None:
-    """Return the first sentence of a key's description, without the source of its default."""
-    return field.description.partition(". ")[0].rstrip(".") if field and field.description else None
-
-
-def _type_or_choice_error(key: str, details: list[Any], field: FieldInfo | None, location: str) -> Problem:
-    """Return the problem of a value that no member of a union accepts, by type, choice or both."""
-    value = details[0]["input"]
-    choices = [choice for detail in details if detail["type"] == "literal_error" for choice in _choices(detail)]
-    types = [TYPE_NAMES[detail["type"]] for detail in details if detail["type"] in TYPE_NAMES]
-    if choices and (isinstance(value, str) or not types) and not is_yaml_1_1(value):
-        problem = not_a_choice(key, [*choices, *types], value)
-        return Problem(problem.code, problem.text, location, problem.hint)
-    code, text, hint = wrong_type(key, [*types, *choices], value, _bounds(field))
-    return Problem(code, text, location, hint)
-
-
-def _choices(detail: Any) -> list[str]:
-    return re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-
-
-def _key_path(detail: Any, tree: Any) -> Path:
+def _key_path(detail: ErrorDetails, tree: Any) -> KeyPath:
     """Return pydantic's location without names of union members, which are not keys of the file."""
     path: list[str] = []
     node = tree
@@ -188,19 +76,199 @@ def _key_path(detail: Any, tree: Any) -> Path:
     return tuple(path)
 
 
-def _bounds(field: FieldInfo | None) -> str:
-    """Return the declared bounds of a number, such as " > 0 and <= 1"."""
-    if field is None:
-        return ""
-    metadata = [*field.metadata]
-    for part in flatten_annotation(field.annotation):
-        metadata += part.metadata if isinstance(part, FieldInfo) else []
-    limits = {
-        name: getattr(item, name) for item in metadata for name in BOUNDS if getattr(item, name, None) is not None
-    }
-    return _bounds_of(limits)
+def _translate_key(
+    path: KeyPath, details: list[ErrorDetails], model: type[Config], where: Callable[[str], str]
+) -> Problem:
+    name = ".".join(path)
+    detail = next((each for each in details if each["type"] not in (*TYPE_ERRORS, "literal_error")), details[0])
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    # Validators of several keys can name the key to locate.
+    location = where(".".join([*path, *context.get("key", "").split(".")]).strip("."))
+    key = key_at(model, path) if path else None
+    if kind in CODES:
+        is_named = not path or re.search(rf"\b{re.escape(path[-1])}\b", detail["msg"])
+        return Problem(kind, detail["msg"] if is_named else f"{name}: {detail['msg']}", location, context.get("hint"))
+    if kind == "extra_forbidden":
+        return _unknown_key(path, value, model, location)
+    if kind == "missing":
+        hint = f"{path[-1]}: {_first_sentence(key)}" if key else None
+        return Problem("C05", f"{name} is missing", location, hint)
+    if kind in TYPE_ERRORS or kind == "literal_error":
+        return _type_or_choice_error(name, details, key, location)
+    if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
+        number = " a finite number" if kind == "finite_number" else ""
+        text = f"{name}: must be{number}{_shown_bounds((key and key.bounds) or context)}, got {format_value(value)}"
+        return Problem("C06", text, location)
+    if kind == "too_short":
+        text = f"{name}: needs at least {context['min_length']}, got {context['actual_length']}"
+        return Problem("C06", text, location)
+    if kind == "string_pattern_mismatch":
+        text = f"{name}: {format_value(value)} has the wrong form"
+        return Problem("C05", text, location, _first_sentence(key) if key else None)
+    return Problem("C05", f"{name}: {detail['msg']}", location)
 
 
-def _bounds_of(limits: dict[str, Any]) -> str:
-    bounds = [f"{sign} {limits[name]:.15g}" for name, sign in BOUNDS.items() if name in limits]
+def _first_sentence(key: Key) -> str:
+    return key.description.partition(". ")[0].rstrip(".")
+
+
+def _shown_bounds(limits: dict[str, Any]) -> str:
+    """Return the bounds of a number, such as " > 0 and <= 1"."""
+    bounds = [f"{sign} {limits[name]:.15g}" for name, sign in SIGNS.items() if name in limits]
     return f" {' and '.join(bounds)}" if bounds else ""
+
+
+# Unknown keys
+
+
+def _unknown_key(path: KeyPath, value: Any, model: type[Config], location: str) -> Problem:
+    """Return C01 with the closest key, or C02 with the section or file that the key belongs to."""
+    name, section = path[-1], path[:-1]
+    unknown = Problem("C01", f"unknown key {'.'.join(path)}", location)
+    siblings = _keys_in(section, model)
+    alias = find_alias(name)
+    new = alias.key if alias and section else None
+    if alias and new and (new in siblings or ("." in new and new in keys_of(model))):
+        if alias.note:
+            return replace(unknown, hint=f"use {new}; {alias.note}")
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return replace(unknown, hint=f"write {new}: {alias.values.get(str(value), value)}")
+        return replace(unknown, hint=f"use {new}")
+    if alias and alias.key is None and section == ("ppo",):
+        return replace(unknown, hint=f"{alias.note}; remove the line")
+    if place := _correct_place(name, path, model):
+        return Problem("C02", f"{'.'.join(path)} belongs {place[0]}", location, place[1])
+    if near := closest_match(name, siblings):
+        return replace(unknown, hint=f"did you mean {near}?")
+    if len(siblings) <= 8:
+        return replace(unknown, hint=f"keys here: {', '.join(siblings)}")
+    return replace(unknown, hint=f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys")
+
+
+def _keys_in(section: KeyPath, model: type[Config]) -> list[str]:
+    if not section:
+        return list(model.model_fields)
+    key, table = key_at(model, section), key_at(model, section[:-1]) if section[1:] else None
+    if key is None and table:  # an entry such as rewards.style
+        key = table.entry
+    return list(key.section.model_fields) if key and key.section else []
+
+
+def _correct_place(name: str, path: KeyPath, model: type[Config]) -> tuple[str, str | None] | None:
+    """Return (location, hint) of a key of this name in this config, under trainer: or in another file, or None."""
+    stage = model.model_fields["stage"].default
+    if keys := _keys_named(name, model):
+        section = keys[0].rpartition(".")[0]
+        return f"under {section}:" if section else "at the top of the file", f"write it as {keys[0]}"
+    if stage in TRAINERS and name in trl_fields.fields_of(stage) and path[0] != "trainer":
+        return "under trainer:", f"write it as trainer.{name}"
+    files: dict[str, list[str]] = {}
+    for config_stage, config in CONFIGS.items():
+        for key in _keys_named(name, config)[:1]:
+            files.setdefault(key.rpartition(".")[0], []).append(f"{config_stage}.yaml")
+    if not files:
+        return None
+    # A section of another file, such as ppo:, rather than a key of that name.
+    section = min(files, key=len)
+    return f"in {' or '.join(files[section])}" + (f", under {section}:" if section else ""), None
+
+
+def _keys_named(name: str, model: type[Config]) -> list[str]:
+    return [path for path, key in keys_of(model).items() if key.name == name and path.count(".") <= 1]
+
+
+# Types and choices
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a message, shortened to 60 characters."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "keys and values"
+    if isinstance(value, list):
+        return "a list"
+    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | None, location: str) -> Problem:
+    """Return the problem of a value that no member of a union accepts, by type, choice or both."""
+    value = details[0]["input"]
+    expected = [detail["ctx"]["expected"] for detail in details if detail["type"] == "literal_error"]
+    choices = [choice for text in expected for choice in re.findall(r"'([^']*)'", text)]
+    types = [TYPE_ERRORS[detail["type"]] for detail in details if detail["type"] in TYPE_ERRORS]
+    if choices and (isinstance(value, str) or not types) and not is_yaml_1_1(value):
+        return _not_a_choice(name, [*choices, *types], value, location)
+    return _wrong_type(name, [*types, *choices], value, location, _shown_bounds(key.bounds if key else {}))
+
+
+def _not_a_choice(name: str, choices: list[str], value: Any, location: str) -> Problem:
+    """Return C07 with all choices and the nearest one."""
+    near = closest_match(value, choices) if isinstance(value, str) else None
+    text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
+    return Problem("C07", text, location, f"did you mean {near}?" if near else None)
+
+
+def _wrong_type(name: str, expected: Iterable[str], value: Any, location: str, bounds: str = "") -> Problem:
+    """Return C06 for a boolean as number, C10 for a YAML 1.1 spelling, else C05."""
+    types = list(dict.fromkeys(expected))
+    number = any(type_name.endswith("number") for type_name in types)
+    bounded = [type_name + bounds if type_name.endswith("number") else type_name for type_name in types]
+    text = f"{name}: expected {' or '.join(bounded)}, got {format_value(value)}"
+    code, hint = "C05", None
+    if isinstance(value, bool):
+        code = "C06" if number else "C05"
+        hint = 'write it in quotes: "true"' if "text" in types and not number else None
+    elif number and isinstance(value, str) and is_number(value):
+        hint = f"remove the quotes: {value}"
+    elif is_yaml_1_1(value) and ("true or false" in types or number):
+        code, hint = "C10", "write true or false" if "true or false" in types else "write a plain decimal number"
+    elif "a whole number" in types and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        hint = f"write {int(value)}"
+    elif "text" in types and isinstance(value, int | float):
+        hint = f'write it in quotes: "{value}"'
+    elif types == ["a list"] and isinstance(value, str | int | float):
+        hint = f"write [{value}]"
+    return Problem(code, text, location, hint)
+
+
+# Fields of TRL
+
+
+def check_trainer(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
+    """Return the problems of a `trainer:` section."""
+    problems = [_check_field(name, value, model, where(f"trainer.{name}")) for name, value in trainer.items()]
+    return [problem for problem in problems if problem]
+
+
+def _check_field(name: str, value: Any, model: type[Config], location: str) -> Problem | None:
+    stage = model.model_fields["stage"].default
+    key, fields, own_keys = f"trainer.{name}", trl_fields.fields_of(stage), trl_fields.settings_keys(model)
+    if name in own_keys:
+        return Problem("C02", f"{key} belongs under {stage}:", location, f"write it as {stage}.{name}")
+    if trl_fields.is_owned(name):
+        instead = trl_fields.OWNED.get(name)
+        hint = f"use {instead.format(stage=stage)}" if instead else "remove the line"
+        return Problem("C02", f"{key} is set by the pipeline", location, hint)
+    if name not in fields:
+        text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
+        return Problem("C01", text, location, _suggest_field(name, stage, own_keys))
+    if isinstance(value, float) and not math.isfinite(value):
+        return Problem("C06", f"{key}: must be a finite number, got {value}", location)
+    field = fields[name]
+    if not any(type(value) in TRL_TYPES[kind][1] for kind in field["types"]):
+        return _wrong_type(key, [TRL_TYPES[kind][0] for kind in field["types"]], value, location)
+    if isinstance(value, str) and "choices" in field and value not in field["choices"]:
+        return _not_a_choice(key, field["choices"], value, location)
+    return None
+
+
+def _suggest_field(name: str, stage: str, own_keys: list[str]) -> str | None:
+    configs = [config for trainer_stage, config in TRAINERS.items() if name in trl_fields.fields_of(trainer_stage)]
+    if configs:
+        return f"only {configs[0]} has this field"
+    near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
+    if near is None:
+        return None
+    return f"did you mean {stage}.{near}?" if near in own_keys else f"did you mean {near}?"

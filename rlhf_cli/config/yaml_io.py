@@ -51,9 +51,8 @@ class _Loader(yaml.SafeLoader):
         if self.nodes > MAX_NODES or self.depth > MAX_DEPTH:
             raise RLHFError("S02", "the config is too large or too deeply nested", where=where)
         if getattr(event, "tag", None) is not None:
-            raise RLHFError(
-                "S02", f"the tag {_short_tag(event.tag)} is not allowed", where=where, hint="use plain keys and values"
-            )
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise RLHFError("S02", f"the tag {tag} is not allowed", where=where, hint="use plain keys and values")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -207,12 +206,8 @@ def read_text(file: str | Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"{name}:{raw.count(NEWLINE, 0, error.start) + 1}"
-        raise RLHFError(
-            "C09",
-            f"byte 0x{raw[error.start]:02X} is not UTF-8",
-            where=where,
-            hint=f"convert it: iconv -f latin1 -t utf8 {name}",
-        ) from error
+        hint = f"convert it: iconv -f latin1 -t utf8 {name}"
+        raise RLHFError("C09", f"byte 0x{raw[error.start]:02X} is not UTF-8", where=where, hint=hint) from error
 
 
 def _configs_in(folder: Path) -> str | None:
@@ -227,12 +222,8 @@ def _configs_near(path: Path) -> str | None:
     return _configs_in(path.parent) if os.path.isdir(path.parent) else None
 
 
-def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!")
-
-
 COMMENT_COLUMN = 34
-PLAIN_TEXT = re.compile(r"[A-Za-z./~][\w./~-]*")
+PLAIN_TEXT = re.compile(r"(?!\.\.\.$)[A-Za-z./~][\w./~-]*")  # `...` ends a document
 
 
 def to_yaml(value: Any) -> str:

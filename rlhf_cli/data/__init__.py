@@ -2,69 +2,37 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli import import_on_first_use
+
 if TYPE_CHECKING:
-    from rlhf_cli.data.datasets import (
-        Prompt,
-        is_plain_text,
-        preference_pairs,
-        preference_rows,
-        prompt_form,
-        prompt_rows,
-        sft_rows,
-    )
-    from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
-    from rlhf_cli.data.texts import Pair, Rows, split_key, warn_shared
-    from rlhf_cli.data.tokens import decode_stream, encode, encode_many, stop_token_id
+    from rlhf_cli.data.datasets import Prompt as Prompt
+    from rlhf_cli.data.datasets import Rows as Rows
+    from rlhf_cli.data.datasets import is_plain_text as is_plain_text
+    from rlhf_cli.data.datasets import preference_pairs as preference_pairs
+    from rlhf_cli.data.datasets import preference_rows as preference_rows
+    from rlhf_cli.data.datasets import prompt_form as prompt_form
+    from rlhf_cli.data.datasets import prompt_rows as prompt_rows
+    from rlhf_cli.data.datasets import sft_rows as sft_rows
+    from rlhf_cli.data.datasets import warn_shared as warn_shared
+    from rlhf_cli.data.sampling import LengthGroupedSampler as LengthGroupedSampler
+    from rlhf_cli.data.sampling import prompt_batch as prompt_batch
+    from rlhf_cli.data.texts import split_key as split_key
+    from rlhf_cli.data.tokens import decode_stream as decode_stream
+    from rlhf_cli.data.tokens import encode as encode
+    from rlhf_cli.data.tokens import encode_many as encode_many
+    from rlhf_cli.data.tokens import stop_token_id as stop_token_id
 
-
-_MODULES = {
-    "Prompt": "datasets",
-    "is_plain_text": "datasets",
-    "preference_pairs": "datasets",
-    "preference_rows": "datasets",
-    "prompt_form": "datasets",
-    "prompt_rows": "datasets",
-    "sft_rows": "datasets",
-    "Rows": "texts",
-    "warn_shared": "texts",
-    "LengthGroupedSampler": "sampling",
-    "prompt_batch": "sampling",
-    "Pair": "texts",
-    "split_key": "texts",
-    "decode_stream": "tokens",
-    "encode": "tokens",
-    "encode_many": "tokens",
-    "stop_token_id": "tokens",
-}
-__all__ = [
-    "LengthGroupedSampler",
-    "Pair",
-    "Prompt",
-    "Rows",
-    "as_dataset",
-    "decode_stream",
-    "encode",
-    "encode_many",
-    "is_plain_text",
-    "preference_pairs",
-    "preference_rows",
-    "prompt_batch",
-    "prompt_form",
-    "prompt_rows",
-    "sft_rows",
-    "split_key",
-    "stop_token_id",
-    "warn_shared",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use, so that `rlhf_cli.ppo` can use data.sampling without the config."""
-    from importlib import import_module
-
-    if name in _MODULES:
-        return getattr(import_module(f"rlhf_cli.data.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# On first use, so that `rlhf_cli.ppo` can use data.sampling without the config.
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        "data.datasets": "Prompt Rows is_plain_text preference_pairs preference_rows prompt_form prompt_rows sft_rows "
+        "warn_shared",
+        "data.sampling": "LengthGroupedSampler prompt_batch",
+        "data.texts": "Pair split_key",
+        "data.tokens": "decode_stream encode encode_many stop_token_id",
+    },
+)
 
 
 def as_dataset(rows: list[dict[str, Any]]) -> Any:

@@ -1,23 +1,35 @@
 """Convert rows of ShareGPT, Alpaca and answers with scores to rlhf's columns.
 
 `python -m rlhf_cli.data.convert DATA OUT.jsonl`: DATA is a file, a folder or a hub id, as in a data key. OUT is a new
-file. No other module imports this one, because `python -m` would warn about it.
+file.
 """
 
+import math
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data import other_formats
-from rlhf_cli.data.readers import BadRow
+from rlhf_cli.data.readers import BadRow, describe_value
 from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.texts import is_transcript
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import write_text
+
+ROLE_ALIASES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    "system": "system",
+}
+TURN_COLUMNS = ("conversations", "conversation", "messages")
+ANSWER_COLUMNS, SCORE_COLUMNS = ("responses", "completions", "answers"), ("scores", "ratings", "rewards")
+PAIR_FORM = ("prompt", "chosen", "rejected")
+Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,15 +38,14 @@ def main(arguments: Sequence[str]) -> int:
         terminal.say(str(__doc__))
         return 2
     try:
-        _convert(arguments[0], Path(arguments[1]))
+        _convert_source(arguments[0], Path(arguments[1]))
     except RLHFError as problem:
         terminal.say(str(problem))
         return problem.exit_code
     return 0
 
 
-def _convert(name: str, out: Path) -> None:
-    """Write the converted rows to `out`. Raises RLHFError D01-D06, D12 for the data, C15 and E03 for `out`."""
+def _convert_source(name: str, out: Path) -> None:
     if os.path.lexists(out):
         raise RLHFError("C15", f"{shown(out)} exists; nothing is overwritten", hint="use another file name")
     if not out.parent.is_dir():
@@ -50,12 +61,12 @@ def _convert(name: str, out: Path) -> None:
     terminal.say(f"{shown(out)}: {len(rows)} rows{dropped}")
 
 
-def _converted_rows(source: DataSource) -> tuple[list[dict[str, Any]], str]:
+def _converted_rows(source: DataSource) -> tuple[list[Row], str]:
     """Return the converted rows and a message about dropped ones; with answers, bare prompts are dropped."""
     answered, prompts, ties = [], [], 0
     for location, row in read_rows(source):
         try:
-            converted = other_formats.convert_row(row)
+            converted = convert_row(row)
         except BadRow as bad:
             raise RLHFError(bad.code, bad.text, where=str(location)) from bad
         if converted is None:
@@ -70,6 +81,115 @@ def _converted_rows(source: DataSource) -> tuple[list[dict[str, Any]], str]:
     if ties:
         dropped += f"; {ties} with equal scores dropped"
     return answered or prompts, dropped
+
+
+def convert_command(source: DataSource) -> str:
+    """Return the shell command that converts a source."""
+    name = source.shown()
+    out = f"{Path(name).name.partition('[')[0].partition('.')[0]}-converted.jsonl"
+    return shlex.join(["python", "-m", "rlhf_cli.data.convert", name, out])
+
+
+def target_form(row: Row) -> tuple[str, ...] | None:
+    """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
+    has_pair = all(_is_text(row.get(name)) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
+    if has_pair and _is_full_dialogue(row):
+        return None  # full dialogues need no separate prompt
+    if _column(row, TURN_COLUMNS, _is_turn):
+        return PAIR_FORM if has_pair else ("messages",)
+    if _is_text(row.get("instruction")):
+        return PAIR_FORM if has_pair else ("messages",) if "output" in row else None
+    has_scores = _column(row, ANSWER_COLUMNS, _is_text) and _column(row, SCORE_COLUMNS, _is_number)
+    return PAIR_FORM if _is_text(row.get("prompt")) and has_scores else None
+
+
+def convert_row(row: Row) -> Row | None:
+    """Convert a row; None if all its answers have one score. Raises BadRow D12 (unknown format), D06 (not text)."""
+    columns = target_form(row)
+    if columns is None:
+        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT, Alpaca nor answers with scores")
+    if turns := _column(row, TURN_COLUMNS, _is_turn):
+        messages = [_message(turn) for turn in row[turns]]
+    elif _is_text(row.get("instruction")):
+        messages = list(_alpaca_messages(row))
+    else:
+        return _best_worst_pair(row)
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
+    if columns == PAIR_FORM:
+        chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
+        return {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
+    return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
+
+
+def _is_full_dialogue(row: Row) -> bool:
+    """Return True if the answers are full dialogues: transcripts, or texts whose common prefix has the question."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not (_is_text(chosen) and _is_text(rejected)):
+        return False
+    turns = row.get(_column(row, TURN_COLUMNS, _is_turn), [])
+    users = [turn for turn in turns if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
+    last = users[-1]["value"] if users else row.get("instruction") or row.get("input")
+    question = str(last or "").strip()
+    in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
+    return in_prefix or (is_transcript(chosen) and is_transcript(rejected))
+
+
+def _alpaca_messages(row: Row) -> Iterator[Row]:
+    history = row.get("history") or []
+    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+        raise BadRow("D12", f'"history" is not a list of [question, answer]: `{history!r:.60}`')
+    for question, answer in history:
+        yield from ({"role": "user", "content": _text(question, "history")}, _answer(answer, "history"))
+    parts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
+    yield {"role": "user", "content": "\n\n".join(filter(None, parts))}
+
+
+def _best_worst_pair(row: Row) -> Row | None:
+    answer_column, score_column = _column(row, ANSWER_COLUMNS, _is_text), _column(row, SCORE_COLUMNS, _is_number)
+    answers, scores = row[answer_column], row[score_column]
+    if len(answers) != len(scores):
+        raise BadRow("D12", f"{len(answers)} answers, {len(scores)} scores")
+    if invalid := [score for score in scores if not (_is_number(score) and math.isfinite(score))]:
+        raise BadRow("D06", f'"{score_column}" holds {describe_value(invalid[0])}; expected finite numbers')
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if scores[best] == scores[worst]:
+        return None
+    chosen, rejected = (_text(answers[index], answer_column) for index in (best, worst))
+    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+
+
+def _column(row: Row, names: tuple[str, ...], is_item: Callable[[Any], bool]) -> str:
+    """Return the first of the columns that is a list with such an item, or an empty string."""
+    return next((name for name in names if isinstance(row.get(name), list) and any(map(is_item, row[name]))), "")
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and {"from", "value"} <= value.keys()
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text')
+    return value
+
+
+def _message(turn: Any) -> Row:
+    if not _is_turn(turn) or str(turn["from"]) not in ROLE_ALIASES:
+        raise BadRow("D12", f"`{turn!r:.60}` is not a turn of {', '.join(ROLE_ALIASES)}")
+    return {"role": ROLE_ALIASES[turn["from"]], "content": _text(turn["value"], "value")}
+
+
+def _answer(value: Any, column: str) -> Row:
+    return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Read and tokenise data: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -8,18 +9,21 @@ from typing import Any, Literal, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data import other_formats, texts
-from rlhf_cli.data.formats import DatasetReader, Form
+from rlhf_cli.data import texts
+from rlhf_cli.data.formats import DatasetReader
 from rlhf_cli.data.readers import BadRow, RowLocation
-from rlhf_cli.data.texts import Rows
+from rlhf_cli.data.texts import Example, Form, Pair
 from rlhf_cli.data.tokens import Conversation, Encoded, encode_cached, encode_many
 from rlhf_cli.errors import RLHFError
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-UnencodedRow = tuple[RowLocation, str | Conversation | None, str | None]  # location, prompt, response
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
+Source = DataSource | Path | str
+UnencodedRow = tuple[RowLocation, str | Conversation | None, str | None]  # location, prompt, response
+Parse = Callable[[RowLocation, Form, dict[str, Any]], Iterable[Example]]
 Row = TypeVar("Row")
+NewRow = TypeVar("NewRow")
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,49 @@ class Prompt:
     location: RowLocation
 
 
-def is_plain_text(source: DataSource | Path | str) -> bool:
+class Rows(list[Row]):
+    """Usable rows of a source, with counts of rows read and dropped; without tokens if read without a tokenizer.
+
+    `kept` is the number of file rows they represent, as several pairs may have one prompt. With a `stride` above 1 they
+    are a sample of every stride-th row.
+    """
+
+    def __init__(
+        self, rows: Iterable[Row], reader: DatasetReader, prompts: Iterable[str | Conversation], kept: int, stride: int
+    ) -> None:
+        super().__init__(rows)
+        self.num_read = reader.num_read
+        self.dropped = dict(sorted(reader.dropped.items(), key=lambda item: -item[1].rows))
+        self.num_dropped, self.num_expected = reader.num_dropped, kept + reader.num_dropped
+        self.longest = reader.longest_usable  # tokens; 0 without a tokenizer
+        self.longest_read = reader.longest  # including rows dropped as too long
+        self.stride = stride
+        self.source = reader.source
+        self.prompts = frozenset(map(texts.prompt_key, prompts))
+
+    @property
+    def dropped_share(self) -> float:
+        """Return the dropped share of this part of the source; a conversation has one row per assistant turn."""
+        return self.num_dropped / self.num_expected if self.num_expected else 0.0
+
+    def dropped_text(self) -> str:
+        """Return the counts of dropped rows for a message, empty if there are none."""
+        counts = f"{self.num_dropped} of {self.num_expected} dropped ({self.dropped_share:.1%})"
+        return counts if self.num_dropped else ""
+
+    def with_rows(self, rows: Iterable[NewRow]) -> "Rows[NewRow]":
+        """Return a copy with `rows`, one converted row for each of these."""
+        converted: Rows[Any] = copy(self)
+        converted[:] = rows
+        return converted
+
+
+def is_plain_text(source: Source) -> bool:
     """Return True if the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
     return _first_row(DatasetReader(source, SFT_FORMS))[0] == ("text",)
 
 
-def prompt_form(source: DataSource | Path | str) -> Literal["text", "conversation", "transcript"]:
+def prompt_form(source: Source) -> Literal["text", "conversation", "transcript"]:
     """Return the format of the prompt in the first row of any stage's data. Raises RLHFError D01-D06, D12."""
     reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS))
     form, row = _first_row(reader)
@@ -54,42 +95,25 @@ def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:
 
 
 def sft_rows(
-    source: DataSource | Path | str,
-    tokenizer: Any,
-    *,
-    max_length: int | None,
-    on_long: str = "drop",
-    sample: int | None = None,
+    source: Source, tokenizer: Any, *, max_length: int | None, on_long: str = "drop", sample: int | None = None
 ) -> Rows[dict[str, list[int]]]:
     """Return {input_ids, completion_mask} of each example; the mask is 1 on the tokens to train on.
 
     Accepts {prompt, completion}, {text} (all of it is completion) and {messages} (one example per assistant turn).
-    Without a tokenizer only the texts are checked; at most `sample` examples are tokenised.
-    Raises RLHFError D01-D10, D12, D14 with file and line.
+    See `_tokenised` for the options. Raises RLHFError D01-D10, D12, D14 with file and line.
     """
+
+    def make_row(example: Example, prompt: list[int], responses: list[list[int]]) -> dict[str, list[int]]:
+        (response,) = responses
+        return {"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)}
+
     reader = DatasetReader(source, SFT_FORMS)
-    examples = _read_examples(reader)
-    prompts = [example.prompt or example.response for example in examples]
-    if tokenizer is None:
-        return _finish_rows(reader, [{} for _ in examples], prompts)
-    examples, stride = _subsample(reader, examples, sample)
-    if reader.transcripts and not tokenizer.chat_template:
-        examples = [example.as_text() for example in examples]
-    encoded = _encode(reader, tokenizer, [(example.location, example.prompt, example.response) for example in examples])
-    rows = []
-    for example, tokens in zip(examples, encoded, strict=True):
-        if tokens is None:
-            continue
-        prompt, response = tokens
-        usable = not example.prompt or _has_prompt(reader, example.location, prompt)
-        usable = usable and _has_response(reader, example.location, "completion", response)
-        if usable and _fits(reader, example.location, len(prompt) + len(response), max_length, on_long):
-            rows.append({"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)})
-    return _finish_rows(reader, rows, prompts, stride=stride)
+    examples = list(_read(reader, texts.parse_sft_row))
+    return _tokenised(reader, examples, make_row, tokenizer, max_length, on_long, sample)
 
 
 def preference_rows(
-    source: DataSource | Path | str,
+    source: Source,
     tokenizer: Any,
     *,
     max_length: int | None,
@@ -99,214 +123,186 @@ def preference_rows(
 ) -> Rows[dict[str, Any]]:
     """Return {prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids is the prompt and the response.
 
-    Accepts {prompt, chosen, rejected}, and {chosen, rejected} with the prompt as common prefix. Without a tokenizer
-    only the texts are checked; at most `sample` pairs are tokenised.
-    Raises RLHFError D01-D10, D12, D14 with file and line.
+    Accepts {prompt, chosen, rejected}, and {chosen, rejected} with the prompt as common prefix.
+    See `_tokenised` for the options. Raises RLHFError D01-D10, D12, D14 with file and line.
     """
+
+    def make_row(pair: Example, prompt: list[int], responses: list[list[int]]) -> dict[str, Any]:
+        chosen, rejected = responses
+        row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
+        return row if pair.margin is None else {**row, "margin": pair.margin}
+
     reader = DatasetReader(source, PAIR_FORMS)
-    pairs = [pair for pair in read_pairs(reader, on_identical) if _in_split(reader, pair.prompt)]
+    pairs = _read_pairs(reader, on_identical)
     _warn_repeated(reader, pairs)
-    prompts = [pair.prompt for pair in pairs]
-    if tokenizer is None:
-        return _finish_rows(reader, [{} for _ in pairs], prompts)
-    pairs, stride = _subsample(reader, pairs, sample)
-    if reader.transcripts and not tokenizer.chat_template:
-        pairs = [pair.as_text() for pair in pairs]
-    chosen_rows = ((pair.location, pair.prompt, pair.chosen) for pair in pairs)
-    rejected_rows = ((pair.location, None, pair.rejected) for pair in pairs)
-    encoded = _encode(reader, tokenizer, [*chosen_rows, *rejected_rows])
-    rows = []
-    for pair, chosen_tokens, rejected_tokens in zip(pairs, encoded[: len(pairs)], encoded[len(pairs) :], strict=True):
-        if chosen_tokens is None or rejected_tokens is None:
-            continue
-        (prompt, chosen), (_, rejected) = chosen_tokens, rejected_tokens
-        usable = _has_prompt(reader, pair.location, prompt) and _has_response(reader, pair.location, "chosen", chosen)
-        usable = usable and _has_response(reader, pair.location, "rejected", rejected)
-        if usable and _fits(reader, pair.location, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
-            row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
-            rows.append(row if pair.margin is None else {**row, "margin": pair.margin})
-    return _finish_rows(reader, rows, prompts, stride=stride)
-
-
-def preference_pairs(source: DataSource | Path | str) -> tuple[list[texts.Pair], int, bool]:
-    """Return the distinct usable pairs of a source, the number of rows read, and True if they were transcripts.
-
-    Other rows are dropped with warnings. Raises RLHFError D01-D05, D12.
-    """
-    reader = DatasetReader(source, PAIR_FORMS)
-    pairs: dict[str, texts.Pair] = {}
-    for pair in read_pairs(reader, "drop"):
-        if pairs.setdefault(repr((pair.prompt, pair.chosen, pair.rejected)), pair) is not pair:
-            reader.drop(pair.location, "D15", "duplicate of an earlier pair")
-    hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
-    reader.finish(len(pairs), hints, "the other rows are used")
-    return list(pairs.values()), reader.num_read, reader.transcripts
+    return _tokenised(reader, pairs, make_row, tokenizer, max_length, on_long, sample)
 
 
 def prompt_rows(
-    source: DataSource | Path | str,
-    tokenizer: Any,
-    *,
-    max_length: int | None,
-    on_long: str = "drop",
-    sample: int | None = None,
+    source: Source, tokenizer: Any, *, max_length: int | None, on_long: str = "drop", sample: int | None = None
 ) -> Rows[Prompt]:
     """Return the prompts of a file: {prompt}, {messages} up to the last assistant turn, or distinct prompts of pairs.
 
-    Without a tokenizer only the texts are checked and prompts have no tokens; at most `sample` are tokenised.
-    Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
+    See `_tokenised` for the options. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
+
+    def make_row(example: Example, prompt: list[int], responses: list[list[int]]) -> Prompt:
+        return Prompt(prompt, example.prompt, example.location)
+
     reader = DatasetReader(source, PROMPT_FORMS)
-    distinct = [prompt for prompt in _distinct_prompts(reader) if _in_split(reader, prompt.text)]
-    distinct = _cut_to_first_words(reader, distinct)
-    original_texts = [prompt.text for prompt in distinct]
-    if tokenizer is None:
-        untokenised = [Prompt([], prompt.text, prompt.location) for prompt in distinct]
-        return _finish_rows(reader, untokenised, original_texts, kept=sum(prompt.rows for prompt in distinct))
-    distinct, stride = _subsample(reader, distinct, sample)
-    if reader.transcripts and not tokenizer.chat_template:
-        distinct = [replace(prompt, text=other_formats.render_transcript(prompt.text)) for prompt in distinct]
-    encoded = _encode(reader, tokenizer, [(prompt.location, prompt.text, None) for prompt in distinct])
-    rows, kept = [], 0
-    for prompt, tokens in zip(distinct, encoded, strict=True):
-        ids = tokens[0] if tokens else []
-        if not tokens or not _has_prompt(reader, prompt.location, ids):
-            continue
-        if _fits(reader, prompt.location, len(ids), max_length, on_long, prompt.rows):
-            rows.append(Prompt(ids, prompt.text, prompt.location))
-            kept += prompt.rows
-    return _finish_rows(reader, rows, original_texts, kept=kept, stride=stride)
+    examples = list(_cut_to_first_words(reader, _distinct_prompts(reader)))
+    return _tokenised(reader, examples, make_row, tokenizer, max_length, on_long, sample)
 
 
-def _read_examples(reader: DatasetReader) -> list[texts.Example]:
-    """Return the examples of the selected split; note problems with other rows in the reader."""
-    examples: list[texts.Example] = []
+def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:
+    """Return distinct usable pairs, the number of rows read, True for transcripts. Raises RLHFError D01-D05, D12."""
+    reader = DatasetReader(source, PAIR_FORMS)
+    pairs: dict[str, Example] = {}
+    for pair in _read_pairs(reader, "drop"):
+        if pairs.setdefault(repr((pair.prompt, *pair.responses.values())), pair) is not pair:
+            reader.drop(pair.location, "D15", "duplicate of an earlier pair")
+    hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
+    reader.finish(len(pairs), hints, "the other rows are used")
+    distinct = [Pair(p.location, p.prompt, **p.responses, margin=p.margin) for p in pairs.values()]
+    return distinct, reader.num_read, reader.transcripts
+
+
+def _read(reader: DatasetReader, parse: Parse, on_identical: str = "error") -> Iterator[Example]:
+    """Yield the examples of the selected split; note problems with other rows in the reader, or drop them."""
+    share = reader.source.share
     for location, form, row in reader.rows():
         try:
-            row_examples = texts.parse_examples(location, form, row)
-        except BadRow as bad:
-            reader.note(location, bad)
-            continue
-        examples += [example for example in row_examples if _in_split(reader, example.prompt or example.response)]
-    return examples
-
-
-def read_pairs(reader: DatasetReader, on_identical: str) -> list[texts.Pair]:
-    """Return the pairs of a source; note problems with other rows in the reader, or drop them."""
-    pairs: list[texts.Pair] = []
-    for location, form, row in reader.rows():
-        try:
-            pair = texts.parse_pair(location, form, row)
-            if pairs and (pair.margin is None) != (pairs[0].margin is None):
-                raise BadRow("D12", f'"margin" occurs only in some rows; compare {pairs[0].location.short}')
-            pairs.append(pair)
+            examples = parse(location, form, row)
         except BadRow as bad:
             if bad.code == "D07" and on_identical == "drop":
-                reader.drop(location, "D07", texts.IDENTICAL)
+                reader.drop(location, "D07", bad.text)
             else:
                 reader.note(location, bad)
-    return pairs
+            continue
+        for example in examples:
+            if share is None or share.contains(texts.split_key(example.first_text)):
+                yield example
 
 
-def _warn_repeated(reader: DatasetReader, pairs: list[texts.Pair]) -> None:
+def _read_pairs(reader: DatasetReader, on_identical: str) -> list[Example]:
+    first: Example | None = None
+
+    def parse(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
+        nonlocal first
+        (pair,) = texts.parse_pair_row(location, form, row)
+        first = first or pair
+        if (pair.margin is None) != (first.margin is None):
+            raise BadRow("D12", f'"margin" occurs only in some rows; compare {first.location.short}')
+        return [pair]
+
+    return list(_read(reader, parse, on_identical))
+
+
+def _distinct_prompts(reader: DatasetReader) -> list[Example]:
+    """Return the prompts of a source; pairs with the same prompt give one, with their number of rows."""
+    distinct: dict[object, Example] = {}
+    for example in _read(reader, texts.parse_prompt_row, on_identical="drop"):
+        key = repr(example.prompt) if "chosen" in reader.form else example.location
+        first = distinct.setdefault(key, example)
+        first.rows += first is not example
+    return list(distinct.values())
+
+
+def _cut_to_first_words(reader: DatasetReader, examples: list[Example]) -> Iterator[Example]:
+    words = reader.source.first_words
+    for example in examples:
+        try:
+            yield replace(example, prompt=texts.first_words(example.prompt, words)) if words else example
+        except BadRow as bad:
+            reader.note(example.location, bad, example.rows)
+
+
+def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
     """Warn (D15) about duplicate pairs and about pairs that also occur with swapped answers."""
     seen: dict[bytes, RowLocation] = {}
-    duplicates: list[tuple[RowLocation, RowLocation]] = []
-    swapped: list[tuple[RowLocation, RowLocation]] = []
+    repeated: dict[str, list[str]] = {
+        "occur twice in the file": [],
+        "contradict another pair, with chosen and rejected swapped": [],
+    }
     for pair in pairs:
-        key, mirrored = (
-            blake2b(repr((pair.prompt, *answers)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-            for answers in ((pair.chosen, pair.rejected), (pair.rejected, pair.chosen))
-        )
-        if key in seen:
-            duplicates.append((seen[key], pair.location))
-        elif mirrored in seen:
-            swapped.append((seen[mirrored], pair.location))
-        seen.setdefault(key, pair.location)
-    for matches, description in (
-        (duplicates, "occur twice in the file"),
-        (swapped, "contradict another pair, with chosen and rejected swapped"),
-    ):
-        if matches:
-            first, second = matches[0]
-            text = f"{len(matches)} of {len(pairs)} pairs {description} (first: {first.short} and {second.short})"
+        answers = tuple(pair.responses.values())
+        keys = [_hash((pair.prompt, *order)) for order in (answers, answers[::-1])]
+        for key, places in zip(keys, repeated.values(), strict=True):
+            if key in seen:
+                places.append(f"{seen[key].short} and {pair.location.short}")
+                break
+        seen.setdefault(keys[0], pair.location)
+    for description, places in repeated.items():
+        if places:
+            text = f"{len(places)} of {len(pairs)} pairs {description} (first: {places[0]})"
             terminal.warn("D15", text, where=reader.source.shown())
 
 
-@dataclass
-class _DistinctPrompt:
-    """Prompt of a file, its first location and its number of rows."""
-
-    location: RowLocation
-    text: str | Conversation
-    rows: int = 1
+def _hash(value: object) -> bytes:
+    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _distinct_prompts(reader: DatasetReader) -> list[_DistinctPrompt]:
-    """Return the prompts of a source; pairs with the same prompt give one."""
-    prompts: list[_DistinctPrompt] = []
-    seen: dict[str, _DistinctPrompt] = {}
-    for location, form, row in reader.rows():
-        try:
-            prompt = texts.parse_pair(location, form, row).prompt if "chosen" in form else texts.parse_prompt(form, row)
-        except BadRow as bad:
-            if bad.code == "D07":
-                reader.drop(location, "D07", texts.IDENTICAL)
-            else:
-                reader.note(location, bad)
-            continue
-        if "chosen" in form and (same := seen.get(repr(prompt))):
-            same.rows += 1
-            continue
-        prompts.append(_DistinctPrompt(location, prompt))
-        seen.setdefault(repr(prompt), prompts[-1])
-    return prompts
+def _tokenised(
+    reader: DatasetReader,
+    examples: list[Example],
+    make_row: Callable[[Example, list[int], list[list[int]]], Row],
+    tokenizer: Any,
+    max_length: int | None,
+    on_long: str,
+    sample: int | None,
+) -> Rows[Row]:
+    """Return the row of each usable example: `make_row(example, prompt ids, ids of each response)`.
 
-
-def _cut_to_first_words(reader: DatasetReader, prompts: list[_DistinctPrompt]) -> list[_DistinctPrompt]:
-    """Cut the prompts to data.first_words, if it is set."""
-    words = reader.source.first_words
-    if words is None:
-        return prompts
-    cut: list[_DistinctPrompt] = []
-    for prompt in prompts:
-        try:
-            cut.append(replace(prompt, text=texts.first_words(prompt.text, words)))
-        except BadRow as bad:
-            reader.note(prompt.location, bad, prompt.rows)
-    return cut
-
-
-def _subsample(reader: DatasetReader, rows: list[Row], max_rows: int | None) -> tuple[list[Row], int]:
-    """Return every stride-th row, at most `max_rows`, and the stride; so a sample of a sorted file is representative.
-
-    The counts of rows dropped so far are divided by the stride.
+    Without a tokenizer only the texts are checked, and rows have no tokens; at most `sample` examples are tokenised.
     """
-    stride = max(1, -(-len(rows) // max_rows)) if max_rows else 1
+    prompts = [example.first_text for example in examples]
+    if tokenizer is None:
+        untokenised: list[Any] = [{} if each.responses else make_row(each, [], []) for each in examples]
+        kept, stride = sum(example.rows for example in examples), 1
+        reader.finish(kept)
+        return Rows(untokenised, reader, prompts, kept, stride)
+    # A sample is every stride-th row, so that one of a sorted file is representative.
+    stride = max(1, -(-len(examples) // sample)) if sample else 1
     for dropped in reader.dropped.values():
         dropped.rows = -(-dropped.rows // stride)
-    return rows[::stride], stride
+    examples = examples[::stride]
+    if reader.transcripts and not tokenizer.chat_template:
+        examples = [example.as_text() for example in examples]
+    rows, kept = [], 0
+    for example, (prompt, responses) in _encode(reader, tokenizer, examples):
+        if bad := _token_fault(example, prompt, responses):
+            reader.note(example.location, bad)
+        elif _fits(reader, example, len(prompt) + max(map(len, responses), default=0), max_length, on_long):
+            rows.append(make_row(example, prompt, responses))
+            kept += example.rows
+    reader.finish(kept)
+    return Rows(rows, reader, prompts, kept, stride)
 
 
-def _in_split(reader: DatasetReader, prompt: str | Conversation) -> bool:
-    """Return True if a prompt belongs to the selected part of the source."""
-    share = reader.source.share
-    return share is None or share.contains(texts.split_key(prompt))
+def _encode(
+    reader: DatasetReader, tokenizer: Any, examples: list[Example]
+) -> Iterator[tuple[Example, tuple[list[int], list[list[int]]]]]:
+    """Yield (example, (prompt ids, ids of each response)); rows that the chat template rejects are noted as problems.
 
-
-def _encode(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> Sequence[Encoded | None]:
-    """Encode all rows together; if that fails, encode row by row, with None for rows that the chat template rejects."""
-    if reader.problems:
-        reader.finish(usable=0)
-    prompts, answers = [prompt for _, prompt, _ in rows], [text for _, _, text in rows]
+    All rows are encoded together, and one by one if that fails. A prompt is encoded with its first response.
+    """
+    reader.require_no_problems()
+    columns = list(examples[0].responses) if examples else []
+    rows: list[UnencodedRow] = []
+    for example in examples:
+        rows.append((example.location, example.prompt, next(iter(example.responses.values()), None)))
+    for column in columns[1:]:
+        rows += [(example.location, None, example.responses[column]) for example in examples]
+    encoded: Sequence[Encoded | None]
     try:
-        encoded: Sequence[Encoded | None] = encode_cached(
-            tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers)
-        )
+        encoded = encode_cached(tokenizer, [prompt for _, prompt, _ in rows], [text for _, _, text in rows])
     except RLHFError:
         encoded = _encode_row_by_row(reader, tokenizer, rows)
     _warn_double_bos(reader, tokenizer, rows, encoded)
-    return encoded
+    for number, example in enumerate(examples):
+        parts = [part for part in encoded[number :: len(examples)] if part is not None]
+        if len(parts) == max(1, len(columns)):
+            yield example, (parts[0][0], [response for _, response in parts] if columns else [])
 
 
 def _encode_row_by_row(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> list[Encoded | None]:
@@ -320,8 +316,7 @@ def _encode_row_by_row(reader: DatasetReader, tokenizer: Any, rows: list[Unencod
                 raise RLHFError(problem.code, problem.text, where=str(location), hint=problem.hint) from error
             reader.note(location, BadRow(problem.code, problem.text, problem.hint))
             encoded.append(None)
-    if reader.problems:
-        reader.finish(usable=0)
+    reader.require_no_problems()
     return encoded
 
 
@@ -330,56 +325,45 @@ def _warn_double_bos(
 ) -> None:
     """Warn (T03) about texts that start with BOS if the tokenizer or the chat template adds another."""
     bos = tokenizer.bos_token_id
-    doubled: list[UnencodedRow] = []
-    num_prompts = 0
-    for row, tokens in zip(rows, encoded, strict=True):
-        if tokens is None or row[1] is None:
-            continue
-        num_prompts += 1
-        if (tokens[0][:2] + tokens[1][:2])[:2] == [bos, bos]:
-            doubled.append(row)
+    prompts = [(row[1], ids) for row, ids in zip(rows, encoded, strict=True) if ids is not None and row[1] is not None]
+    doubled = [prompt for prompt, (ids, response) in prompts if (ids[:2] + response[:2])[:2] == [bos, bos]]
     if doubled:
-        adds = "the tokenizer" if isinstance(doubled[0][1], str) else "the chat template"
-        count = f"{len(doubled)} of {num_prompts} texts start with {tokenizer.bos_token!r} twice"
+        adds = "the tokenizer" if isinstance(doubled[0], str) else "the chat template"
+        count = f"{len(doubled)} of {len(prompts)} texts start with {tokenizer.bos_token!r} twice"
         text = f"{count}: they contain one, and {adds} adds another"
         terminal.warn("T03", text, where=reader.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
 
 
-def _has_prompt(reader: DatasetReader, location: RowLocation, ids: list[int]) -> bool:
-    if not ids:
-        reader.note(location, BadRow("D08", "the tokenizer returns no tokens for the prompt"))
-    return bool(ids)
+def _token_fault(example: Example, prompt: list[int], responses: list[list[int]]) -> BadRow | None:
+    if example.prompt and not prompt:
+        return BadRow("D08", "the tokenizer returns no tokens for the prompt")
+    for column, response in zip(example.responses, responses, strict=True):
+        if len(response) <= 1:
+            return BadRow("D09", f'"{column}" has no tokens besides the stop token')
+    return None
 
 
-def _has_response(reader: DatasetReader, location: RowLocation, column: str, ids: list[int]) -> bool:
-    if len(ids) <= 1:
-        reader.note(location, BadRow("D09", f'"{column}" has no tokens besides the stop token'))
-    return len(ids) > 1
-
-
-def _fits(
-    reader: DatasetReader, location: RowLocation, length: int, max_length: int | None, on_long: str, rows: int = 1
-) -> bool:
+def _fits(reader: DatasetReader, example: Example, length: int, max_length: int | None, on_long: str) -> bool:
     reader.longest = max(reader.longest, length)
     if max_length is None or length <= max_length:
         reader.longest_usable = max(reader.longest_usable, length)
         return True
     if on_long == "drop":
-        reader.drop(location, "D10", f"longer than {max_length} tokens", rows)
+        reader.drop(example.location, "D10", f"longer than {max_length} tokens", example.rows)
     else:
         hint = "set data.on_long: drop, or raise the token limit"
-        reader.note(location, BadRow("D10", f"{length} tokens; the limit is {max_length}", hint))
+        reader.note(example.location, BadRow("D10", f"{length} tokens; the limit is {max_length}", hint))
     return False
 
 
-def _finish_rows(
-    reader: DatasetReader,
-    rows: list[Row],
-    prompts: Sequence[str | Conversation],
-    *,
-    kept: int | None = None,
-    stride: int = 1,
-) -> Rows[Row]:
-    kept = len(rows) if kept is None else kept
-    reader.finish(kept)
-    return Rows(rows, reader, prompts, kept=kept, stride=stride)
+def warn_shared(training: Rows[Any], evaluation: Rows[Any], *, where: str | None) -> None:
+    """Warn (D13) about evaluation prompts that also occur in the training data; `where` locates the evaluation data.
+
+    There is no warning if all training rows have the same prompt.
+    """
+    if len(training.prompts) == 1 < len(training):
+        return
+    if num_shared := len(training.prompts & evaluation.prompts):
+        text = f"{num_shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
+        hint = "remove them from one of the files, or hold out prompts with data.eval_fraction"
+        terminal.warn("D13", text, where=where, hint=hint)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,10 +13,7 @@ from rlhf_cli.data.readers import READERS, format_columns, missing_header_hint, 
 from rlhf_cli.errors import RLHFError, closest_match, shown, translate_read_errors
 
 README = "README.md"
-DATA_SUFFIXES = READERS.keys() - {
-    ".json",
-    ".txt",
-}  # these are data only if there is nothing else
+DATA_SUFFIXES = READERS.keys() - {".json", ".txt"}  # these two are data only if there is nothing else
 METADATA_FILES = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 MAX_SHOWN_FILES = 3  # in a message
 Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
@@ -25,16 +22,16 @@ Files = dict[str, list[Path]]  # split -> its files in order, relative to the fo
 def find_splits(folder: Path, name: str, subset: str | None, where: str | None) -> Files:
     """Return the files of each split in order, from the README's `configs`, folder names and file names.
 
-    `name` is the folder in messages. Files without a split in their name become `train`, with a message, if no file
-    is named so. Raises RLHFError D01 if there are no files, if the subset is missing, or if such files differ in format
-    or columns.
+    `name` is the folder in messages. Files without a split in their name become `train`, with a message, if no file is
+    named so. Raises RLHFError D01 without files or subset, or if such files differ in format or columns.
     """
     if not os.path.isdir(folder):
         raise RLHFError("D01", f"no such folder {name}", where=where)
     data = _data_files(folder)
     if not data:
         raise _no_data_error(folder, name, where)
-    has_configs = _declares_splits(folder)
+    readme = folder / README
+    has_configs = readme.is_file() and b"\nconfigs:" in readme.read_bytes()
     with TemporaryDirectory() as scratch:
         mirror = Path(scratch).resolve() / "data"
         links = _link(folder.resolve(), data, mirror, lowercase=not has_configs)
@@ -77,18 +74,13 @@ def _require_same_columns(folder: Path, name: str, files: Sequence[Path], where:
     nonempty = [(path, columns) for path in files if (columns := _columns(folder / path))]
     for path, columns in nonempty[1:]:
         first, first_columns = nonempty[0]
-        if _differ(first_columns, columns, suffix(path)):
+        # A JSON row may omit columns.
+        is_part = set(first_columns) <= set(columns) or set(columns) <= set(first_columns)
+        if first_columns != columns and not (is_part and suffix(path) in (".jsonl", ".ndjson", ".json")):
             files_and_columns = f"{first} ({format_columns(first_columns)}) and {path} ({format_columns(columns)})"
             text = f"{name} contains files with different columns: {files_and_columns}"
             hint = missing_header_hint(first, first_columns) or missing_header_hint(path, columns) or hint
             raise RLHFError("D01", text, where=where, hint=hint)
-
-
-def _differ(first: Sequence[str], second: Sequence[str], file_suffix: str) -> bool:
-    """Return True if columns differ. A JSON row may omit columns, so there a subset is no difference."""
-    if file_suffix in (".jsonl", ".ndjson", ".json"):
-        return not (set(first) <= set(second) or set(second) <= set(first))
-    return first != second
 
 
 def _columns(path: Path) -> list[str]:
@@ -111,21 +103,17 @@ def _is_named(path: Path) -> bool:
 
 def _data_files(folder: Path) -> list[Path]:
     """Return the data files below a folder, relative to it. Raises E08 if a part cannot be read."""
-    paths = [path.relative_to(folder) for path in sorted(_walk(folder), key=Path.as_posix)]
-    visible = [path for path in paths if not any(part.startswith((".", "__")) for part in path.parts)]
-    data = [path for path in visible if suffix(path) in DATA_SUFFIXES]
-    return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield everything below a folder. Unlike Path.rglob it raises if a folder cannot be read."""
 
     def raise_error(error: OSError) -> None:
         raise error
 
-    with translate_read_errors(folder):
-        for parent, subfolders, files in os.walk(folder, onerror=raise_error):
-            yield from (Path(parent, name) for name in [*subfolders, *files])
+    with translate_read_errors(folder):  # Path.rglob would skip unreadable folders
+        walked = os.walk(folder, onerror=raise_error)
+        paths = [Path(parent, name) for parent, folders, files in walked for name in [*folders, *files]]
+    relative = [path.relative_to(folder) for path in sorted(paths, key=Path.as_posix)]
+    visible = [path for path in relative if not any(part.startswith((".", "__")) for part in path.parts)]
+    data = [path for path in visible if suffix(path) in DATA_SUFFIXES]
+    return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
 
 
 def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
@@ -135,12 +123,6 @@ def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
     if any(path.suffix == ".arrow" for path in files):
         hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
     return RLHFError("D01", text, where=where, hint=hint)
-
-
-def _declares_splits(folder: Path) -> bool:
-    """Return True if the README declares splits under `configs:`."""
-    readme = folder / README
-    return readme.is_file() and b"\nconfigs:" in readme.read_bytes()
 
 
 def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) -> dict[str, Path]:
@@ -183,10 +165,7 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
 def select_split(
     files_by_split: Mapping[str, list[Any]], split: str | None, defaults: Sequence[str], name: str, where: str | None
 ) -> list[Any]:
-    """Return the files of `split`, or else of the first existing default split, or of the only split.
-
-    Raises RLHFError D01 if there is no such split.
-    """
+    """Return the files of `split`, the first existing default split or the only split. Raises RLHFError D01."""
     candidates = (split,) if split else defaults
     for candidate in candidates:
         if candidate in files_by_split:

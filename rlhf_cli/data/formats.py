@@ -1,4 +1,4 @@
-"""Row formats: column names of a data source, its first row as the schema of the others, and problems with rows."""
+"""Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,22 +7,21 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data import other_formats
+from rlhf_cli.data import convert, texts
 from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns, missing_header_hint
 from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.texts import Form
 from rlhf_cli.errors import Problem, RLHFError, closest_match
 
 MAX_SHOWN_PROBLEMS = 5
-Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
 ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
-FILE_CODES = ("D02", "D14")  # faults of the whole file; dropping rows does not help
-SEPARATELY_CONFIGURED_CODES = ("D07", "D10")  # handled by data.on_identical and data.on_long
+# Faults of the whole file (D02, D14), and faults with an option (data.on_identical, data.on_long).
+NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D07", "D10")
 HINTS = {
     "D07": "remove the rows from the file",
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
 }
-DROP = "correct the row, or set data.on_bad: drop"
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,20 @@ class DroppedRows:
 
 
 class DatasetReader:
-    """Reader of a source's rows under rlhf's column names; it collects problems and counts dropped rows."""
+    """Reader of a source's rows; it collects problems and counts dropped rows."""
 
-    def __init__(self, source: DataSource | Path | str, forms: tuple[Form, ...]):
+    def __init__(self, source: DataSource | Path | str, forms: tuple[Form, ...]) -> None:
         self.source, self.forms = DataSource.of(source), forms
-        self.columns, self.where = self.source.columns, self.source.where
+        self.columns = self.source.columns
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
+        self.form: Form = ()  # columns of the first row
         self.transcripts = False  # if True, texts are dialogues and are converted to conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._reading = False  # rows are being read and have not been assigned to a split yet
-        known = sorted({name for form in forms for name in form} | {"margin"})
-        for name in self.columns:
-            if name not in known:
-                text = f'{self._columns_option} names "{name}"; known columns: {", ".join(known)}'
-                raise RLHFError("D02", text, where=self.where, hint=self._suggest_column(name, known))
+        self._wanted = {name for form in forms for name in form}
+        self._refuse_unknown_columns()
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
@@ -92,10 +89,11 @@ class DatasetReader:
 
     def note(self, location: RowLocation, bad: BadRow, rows: int = 1) -> None:
         """Record the first fault of a row as a problem, or drop the row if data.on_bad says so."""
-        if self.source.on_bad == "drop" and bad.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES:
+        droppable = bad.code not in NOT_DROPPED_BY_ON_BAD
+        if self.source.on_bad == "drop" and droppable:
             self.drop(location, bad.code, bad.text, rows)
         elif not self.problems or self.problems[-1].where != str(location):
-            hint = bad.hint or (DROP if bad.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES else None)
+            hint = bad.hint or ("correct the row, or set data.on_bad: drop" if droppable else None)
             self.problems.append(Problem(bad.code, bad.text, str(location), hint))
 
     def drop(self, location: RowLocation, code: str, text: str, rows: int = 1) -> None:
@@ -112,8 +110,12 @@ class DatasetReader:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of dropped rows."""
         return sum(dropped.rows for dropped in self.dropped.values())
+
+    def require_no_problems(self) -> None:
+        """Raise RLHFError with the first five problems, if there are any."""
+        if self.problems:
+            raise RLHFError.from_problems(self._shown_problems())
 
     def finish(
         self,
@@ -121,24 +123,23 @@ class DatasetReader:
         hints: Mapping[str, str] = HINTS,
         default_hint: str = "set data.on_bad: error to list them",
     ) -> None:
-        """Raise RLHFError with the first five problems, or D05 if no row is usable; warn about dropped rows.
-
-        A warning has the number of dropped rows, the fault, the location of the first, and a hint by code.
-        """
-        if self.problems:
-            raise RLHFError.from_problems(self._shown_problems())
+        """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
+        self.require_no_problems()
         if usable == 0:
-            reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
-            text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
-            share = self.source.share
-            if share and self.num_read and not reasons:
-                text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
-            raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
+            raise self._no_usable_row()
         for code, dropped in self.dropped.items():
             rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
             text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
             terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, default_hint))
+
+    def _no_usable_row(self) -> RLHFError:
+        reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
+        text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
+        share, where = self.source.share, self.source.where
+        if share and self.num_read and not reasons:
+            text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
+        return RLHFError("D05", text, where=self.source.shown(), hint=where and f"see {where}")
 
     def _shown_problems(self) -> list[Problem]:
         shown, hints = [], set()
@@ -150,71 +151,10 @@ class DatasetReader:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
             text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
-            can_drop = any(problem.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES for problem in self.problems)
+            can_drop = any(problem.code not in NOT_DROPPED_BY_ON_BAD for problem in self.problems)
             hint = "set data.on_bad: drop" if can_drop else None
             shown.append(Problem(last.code, text, self.source.shown(), hint))
         return shown
-
-    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
-        """Return the form of the first row. Raises BadRow D02."""
-        # Pairs with their prompt in another system's columns are not pairs without a prompt.
-        converted_form = other_formats.target_form(row) if "prompt" not in row else None
-        for form in self.forms:
-            lacks_prompt = converted_form == other_formats.PAIR_FORM and "prompt" not in form
-            if all(name in row for name in form) and not lacks_prompt:
-                return form
-        wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
-        missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
-        # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        used = {name for form in self.forms for name in form} - ANSWER_COLUMNS | set(self.forms[0])
-        free = [name for name in raw if name not in used]
-        answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
-        near = closest_match(missing, free) or answer
-        text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
-        if hint := self._conversion_hint(raw) or self._header_hint(location, raw):
-            raise BadRow("D02", text, hint)
-        raise BadRow("D02", text, f"map the columns, e.g. {self._column_mapping(missing, near)}")
-
-    def _conversion_hint(self, raw: dict[str, Any]) -> str | None:
-        """Return a hint how to convert rows in another system's format, or None."""
-        form = other_formats.target_form(raw)
-        if form is None:
-            return None
-        wanted = {name for form in self.forms for name in form}
-        command = other_formats.convert_command(self.source)
-        if form in self.forms or (form == ("messages",) and "messages" in wanted):
-            return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
-        if "chosen" in form and "completion" in wanted:
-            columns = self._column_mapping("completion", "chosen")
-            return f"run `{command}` to convert them to pairs, and set that file with {columns}"
-        return "each row has one answer, but a pair needs two; use these rows for sft"
-
-    @property
-    def _columns_option(self) -> str:
-        """Return the config key, or the option of `rlhf init`, that maps columns."""
-        return "--column" if self.where == "--data" else "data.columns"
-
-    def _column_mapping(self, name: str, file_column: str) -> str:
-        """Return a column mapping as the user writes it."""
-        return (
-            f"--column {name}={file_column}" if self.where == "--data" else f"data.columns: {{{name}: {file_column}}}"
-        )
-
-    def _suggest_column(self, name: str, known: Collection[str]) -> str | None:
-        """Return a hint for a mapped column that rlhf does not know."""
-        file_column = self.columns[name]
-        if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
-            return f"swap the two: {self._column_mapping(file_column, name)}?"
-        near = closest_match(name, known)
-        return f"did you mean {near}?" if near else None
-
-    def _header_hint(self, location: RowLocation, raw: dict[str, Any]) -> str | None:
-        """Return a hint if a table seems to lack its header line."""
-        known = {name for form in self.forms for name in form}
-        if known & raw.keys():
-            return None
-        wanted = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
-        return missing_header_hint(location.path, raw, [self._file_column(name) for name in wanted])
 
     def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> RowSchema:
         """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
@@ -222,44 +162,97 @@ class DatasetReader:
             if file_column not in raw:
                 near = closest_match(file_column, raw)
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
-                hint = self._header_hint(location, raw) or (f"did you mean {near}?" if near else None)
-                raise BadRow("D02", text, hint)
-        form = self._form(location, raw, row)
+                raise BadRow("D02", text, self._header_hint(location, raw) or (near and f"did you mean {near}?"))
+        self.form = form = self._form(location, raw, row)
         kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
-            self.transcripts = all(other_formats.is_transcript(row[name]) for name in dialogues)
+            self.transcripts = all(texts.is_transcript(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
         return RowSchema(location, form, kinds)
 
+    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+        # Pairs with their prompt in another system's columns are not pairs without a prompt.
+        converted_form = convert.target_form(row) if "prompt" not in row else None
+        for form in self.forms:
+            lacks_prompt = converted_form == convert.PAIR_FORM and "prompt" not in form
+            if all(name in row for name in form) and not lacks_prompt:
+                return form
+        wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
+        missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
+        # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
+        used = self._wanted - ANSWER_COLUMNS | set(self.forms[0])
+        free = [name for name in raw if name not in used]
+        answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
+        mapping = self._column_mapping(missing, closest_match(missing, free) or answer)
+        text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
+        hint = self._conversion_hint(raw) or self._header_hint(location, raw) or f"map the columns, e.g. {mapping}"
+        raise BadRow("D02", text, hint)
+
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
-        """Return form and row with each transcript parsed to a conversation."""
         if form == ("text",):
-            return ("messages",), {"messages": other_formats.parse_transcript(row["text"], self._file_column("text"))}
+            return ("messages",), {"messages": texts.parse_transcript(row["text"], self._file_column("text"))}
         if "prompt" not in form:
-            turns = {name: other_formats.parse_transcript(row[name], self._file_column(name)) for name in form}
+            turns = {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
             return form, {**row, **turns}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
-        prompt = other_formats.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
+        prompt = texts.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
         return form, {**row, **answers, "prompt": prompt}
 
     def _check_row(self, schema: RowSchema, row: dict[str, Any]) -> None:
         """Raise BadRow D06 or D12 if a row differs from the first one."""
         for name in schema.form:
+            column = self._file_column(name)
             if name not in row:
-                raise BadRow("D12", f'no column "{self._file_column(name)}"; {schema.location.short} has one')
-            kind = _kind(row[name], self._file_column(name))
+                raise BadRow("D12", f'no column "{column}"; {schema.location.short} has one')
+            kind = _kind(row[name], column)
             if kind != schema.kinds[name]:
-                text = f'"{self._file_column(name)}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
+                text = f'"{column}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
                 raise BadRow("D12", text)
-            if kind == CONVERSATION:
-                try:
-                    _check_conversation(row[name], self._file_column(name))
-                except BadRow as bad:
-                    bad.hint = self._conversion_hint({"messages": row[name]}) if name == "messages" else None
-                    raise
+            if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
+                hint = self._conversion_hint({"messages": row[name]}) if name == "messages" else None
+                raise BadRow("D06", fault, hint)
+
+    def _refuse_unknown_columns(self) -> None:
+        known = sorted(self._wanted | {"margin"})
+        for name, file_column in self.columns.items():
+            if name in known:
+                continue
+            near = closest_match(name, known)
+            hint = f"did you mean {near}?" if near else None
+            if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
+                hint = f"swap the two: {self._column_mapping(file_column, name)}?"
+            option = "--column" if self.source.where == "--data" else "data.columns"
+            text = f'{option} names "{name}"; known columns: {", ".join(known)}'
+            raise RLHFError("D02", text, where=self.source.where, hint=hint)
+
+    def _column_mapping(self, name: str, file_column: str) -> str:
+        """Return a column mapping as the user writes it, in a config or as an option of `rlhf init`."""
+        if self.source.where == "--data":
+            return f"--column {name}={file_column}"
+        return f"data.columns: {{{name}: {file_column}}}"
+
+    def _conversion_hint(self, raw: dict[str, Any]) -> str | None:
+        """Return a hint how to convert rows in another system's format, or None."""
+        form = convert.target_form(raw)
+        if form is None:
+            return None
+        command = convert.convert_command(self.source)
+        if form in self.forms or (form == ("messages",) and "messages" in self._wanted):
+            return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
+        if "chosen" in form and "completion" in self._wanted:
+            columns = self._column_mapping("completion", "chosen")
+            return f"run `{command}` to convert them to pairs, and set that file with {columns}"
+        return "each row has one answer, but a pair needs two; use these rows for sft"
+
+    def _header_hint(self, location: RowLocation, raw: Collection[str]) -> str | None:
+        """Return a hint if a table seems to lack its header line."""
+        if self._wanted & set(raw):
+            return None
+        form = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
+        return missing_header_hint(location.path, raw, [self._file_column(name) for name in form])
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
@@ -273,11 +266,13 @@ def _kind(value: Any, column: str) -> str:
     raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text or a list of messages')
 
 
-def _check_conversation(messages: list[Any], column: str) -> None:
+def _conversation_fault(messages: list[Any], column: str) -> str | None:
+    """Describe the first message that is not {role: text, content: text}."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise BadRow("D06", f'message {number} of "{column}" is {describe_value(message)}, not {{role, content}}')
+            return f'message {number} of "{column}" is {describe_value(message)}, not {{role, content}}'
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                value = describe_value(message.get(key)) if key in message else "missing"
-                raise BadRow("D06", f'{key} of message {number} of "{column}" is {value}; expected text')
+                value = describe_value(message[key]) if key in message else "missing"
+                return f'{key} of message {number} of "{column}" is {value}; expected text'
+    return None

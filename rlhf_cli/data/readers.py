@@ -56,7 +56,7 @@ RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
 
 
 def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> RowIterator:
-    """Yield the rows of a file with the reader for its suffix; `opened` is the stream of a remote file.
+    """Yield the rows of a file, or of `opened`, its remote stream, with the reader for its suffix.
 
     Raises RLHFError D01 (missing, unreadable, unknown suffix), D03, D04, D12.
     """
@@ -102,7 +102,9 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
             if not cells:
                 continue
             if not header:
-                header = _header(cells, location)
+                header = cells
+                hint = missing_header_hint(path, header)
+                _refuse_duplicate_names(header, str(location), "the header names", hint)
             elif len(cells) != len(header):
                 text = f"{len(cells)} cells, but the header names {len(header)} columns"
                 raise RLHFError("D12", text, where=str(location), hint="quote text that contains the delimiter")
@@ -115,12 +117,7 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
         raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
 
 
-def _header(cells: list[str], location: RowLocation) -> list[str]:
-    _check_unique_names(cells, str(location), "the header names", missing_header_hint(location.path, cells))
-    return cells
-
-
-def _check_unique_names(names: list[str], where: str, subject: str, hint: str | None = None) -> None:
+def _refuse_duplicate_names(names: list[str], where: str, subject: str, hint: str | None = None) -> None:
     """Raise D03 if two columns have the same name; a row would keep only the last."""
     duplicate = next((name for name in names if name and names.count(name) > 1), None)
     if duplicate is not None:
@@ -150,7 +147,7 @@ def _parquet(file: BinaryIO, path: Path) -> RowIterator:
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
-            _check_unique_names(table.schema_arrow.names, shown(path), "the file has")
+            _refuse_duplicate_names(table.schema_arrow.names, shown(path), "the file has")
             for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 for row in _batch_to_rows(batch, path, number):
                     number += 1
@@ -167,7 +164,8 @@ def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
     time out of range, an unknown time zone, an object with a duplicate key.
     """
     try:
-        return batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
     except Exception as error:  # pyarrow and datetime raise many types
         for number in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):

@@ -1,34 +1,23 @@
-"""Parse rows of any form into examples, pairs and prompts; the list of usable rows of a source."""
+"""Parse rows of any form into examples: prompt and responses, from texts, lists of messages or transcripts.
+
+A transcript (hh-rlhf) is a dialogue in one text: "\\n\\nHuman: ...\\n\\nAssistant: ...".
+"""
 
 import re
 import sys
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
-from rlhf_cli import terminal
-from rlhf_cli.data import other_formats
-from rlhf_cli.data.formats import DatasetReader, Form
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.tokens import Conversation
 
-IDENTICAL = '"chosen" equals "rejected"'
-
-
-@dataclass(frozen=True)
-class Example:
-    """Prompt and response; the prompt is "" for plain text."""
-
-    location: RowLocation
-    prompt: str | Conversation
-    response: str
-
-    def as_text(self) -> "Example":
-        """Return a copy with its conversation as a transcript, for a tokenizer without a chat template."""
-        return replace(self, prompt=other_formats.render_transcript(self.prompt), response=f" {self.response}")
+Form = tuple[str, ...]  # the columns of a row that rlhf reads
+TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
+ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
+TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 @dataclass(frozen=True)
@@ -43,15 +32,36 @@ class Pair:
 
     def as_text(self) -> "Pair":
         """Return a copy with its conversation as a transcript, for a tokenizer without a chat template."""
-        prompt = other_formats.render_transcript(self.prompt)
+        prompt = render_transcript(self.prompt)
         return replace(self, prompt=prompt, chosen=f" {self.chosen}", rejected=f" {self.rejected}")
 
 
-def parse_examples(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
-    """Return the examples of one SFT row. Raises BadRow D08, D09, D12."""
+@dataclass
+class Example:
+    """Prompt ("" for plain text) and responses by column: one completion, chosen and rejected, or none."""
+
+    location: RowLocation
+    prompt: str | Conversation
+    responses: Mapping[str, str]
+    margin: float | None = None  # of a pair
+    rows: int = 1  # of the file, with this prompt
+
+    @property
+    def first_text(self) -> str | Conversation:
+        """The prompt, or plain text itself."""
+        return self.prompt or next(iter(self.responses.values()), "")
+
+    def as_text(self) -> "Example":
+        """Return a copy with its conversation as a transcript, for a tokenizer without a chat template."""
+        responses = {name: f" {text}" for name, text in self.responses.items()}
+        return replace(self, prompt=render_transcript(self.prompt), responses=responses)
+
+
+def parse_sft_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
+    """Return the examples of an SFT row. Raises BadRow D06, D08, D09, D12."""
     if form == ("text",):
         _require_text(row["text"], "text")
-        return [Example(location, "", row["text"])]
+        return [Example(location, "", {"completion": row["text"]})]
     if form == ("messages",):
         return _assistant_turns(location, _require_messages(row["messages"], "messages"), 0, "messages")
     prompt, completion = row["prompt"], row["completion"]
@@ -60,45 +70,43 @@ def parse_examples(location: RowLocation, form: Form, row: dict[str, Any]) -> li
     if isinstance(prompt, str):
         _require_prompt(prompt)
         _require_text(completion, "completion")
-        return [Example(location, prompt, completion)]
+        return [Example(location, prompt, {"completion": completion})]
     return _assistant_turns(location, [*prompt, *completion], len(prompt), "completion")
 
 
-def parse_pair(location: RowLocation, form: Form, row: dict[str, Any]) -> Pair:
-    """Return the pair of one preference row. Raises BadRow D06-D09, D12."""
+def parse_pair_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
+    """Return the pair of a preference row. Raises BadRow D06-D09, D12."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("D12", '"chosen" and "rejected" must both be text, or both be lists of messages')
     prompt = row["prompt"] if "prompt" in form else None
     if chosen == rejected:
-        raise BadRow("D07", IDENTICAL, "drop the row, or set data.on_identical: drop")
-    if isinstance(chosen, str):
-        if prompt is None:
-            prompt, chosen, rejected = _split_texts(chosen, rejected)
-            if not prompt:
-                text = 'the prompt is empty: "chosen" and "rejected" have no common prefix'
-                raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
-        elif not isinstance(prompt, str):
-            raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
-    else:
+        raise BadRow("D07", '"chosen" equals "rejected"', "drop the row, or set data.on_identical: drop")
+    if not isinstance(chosen, str):
         prompt, chosen, rejected = _split_conversations(prompt, chosen, rejected)
+    elif prompt is None:
+        prompt, chosen, rejected = _split_texts(chosen, rejected)
+        if not prompt:
+            text = 'the prompt is empty: "chosen" and "rejected" have no common prefix'
+            raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
+    elif not isinstance(prompt, str):
+        raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
     _require_prompt(prompt)
     _require_text(chosen, "chosen")
     _require_text(rejected, "rejected")
-    return Pair(location, prompt, chosen, rejected, _margin(row))
+    return [Example(location, prompt, {"chosen": chosen, "rejected": rejected}, _margin(row))]
 
 
-def parse_prompt(form: Form, row: dict[str, Any]) -> str | Conversation:
-    """Return the prompt of a row without responses; of {messages}, the messages before the last assistant turn.
-
-    Raises BadRow D06, D08.
-    """
+def parse_prompt_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
+    """Return the prompt: of a pair, {prompt}, or {messages} up to the last assistant turn. Raises D06-D09, D12."""
+    if "chosen" in form:
+        return [Example(location, pair.prompt, {}) for pair in parse_pair_row(location, form, row)]
     prompt = row[form[0]]
     if form == ("messages",):
         turns = [i for i, message in enumerate(_require_messages(prompt, "messages")) if message["role"] == "assistant"]
         prompt = prompt[: turns[-1]] if turns else prompt
     _require_prompt(prompt)
-    return prompt
+    return [Example(location, prompt, {})]
 
 
 def first_words(prompt: str | Conversation, words: tuple[int, int]) -> str:
@@ -107,11 +115,11 @@ def first_words(prompt: str | Conversation, words: tuple[int, int]) -> str:
     Raises BadRow D12 for a conversation.
     """
     if not isinstance(prompt, str):
-        raise BadRow("D12", "the prompt is a conversation; data.first_words cuts only text", "remove first_words")
+        text = "the prompt is a conversation; data.truncate_prompt_words cuts only text"
+        raise BadRow("D12", text, "remove truncate_prompt_words")
     min_words, max_words = words
     number = int.from_bytes(blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-    count = min_words + number % (max_words - min_words + 1)
-    *_, last = islice(re.finditer(r"\S+", prompt), count)
+    *_, last = islice(re.finditer(r"\S+", prompt), min_words + number % (max_words - min_words + 1))
     return prompt[: last.end()]
 
 
@@ -128,6 +136,36 @@ def prompt_key(prompt: str | Conversation) -> bytes:
     return blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
+def is_transcript(text: str) -> bool:
+    """Return True if a text starts with a Human turn and contains an Assistant turn."""
+    return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
+
+
+def parse_transcript(text: str, column: str) -> Conversation:
+    """Return the turns of a transcript as messages. Raises BadRow D12 if the text does not start with a turn."""
+    before, *parts = TURN_START.split(text.strip())
+    if before or not parts:
+        raise BadRow("D12", f'"{column}" does not begin with "Human:"')
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": TRANSCRIPT_ROLES[name], "content": content.strip()} for name, content in turns]
+
+
+def parse_transcript_prompt(text: str, column: str) -> Conversation:
+    """Parse a transcript that ends where the assistant answers. Raises BadRow D12 if it has the answer."""
+    turns = parse_transcript(text, column)
+    if turns[-1]["role"] == "assistant" and turns.pop()["content"]:
+        raise BadRow("D12", f'"{column}" ends with an assistant turn')
+    return turns
+
+
+def render_transcript(conversation: str | Conversation) -> str:
+    """Render a conversation up to the assistant's next turn, whose text starts with a space. Return text unchanged."""
+    if isinstance(conversation, str):
+        return conversation
+    turns = [f"\n\n{ROLE_NAMES.get(turn['role'], 'Human')}: {turn['content']}" for turn in conversation]
+    return "".join(turns) + "\n\nAssistant:"
+
+
 def _assistant_turns(location: RowLocation, messages: Conversation, start: int, column: str) -> list[Example]:
     """Return one example per assistant turn from index `start`; the messages before the turn are its prompt."""
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
@@ -136,7 +174,7 @@ def _assistant_turns(location: RowLocation, messages: Conversation, start: int, 
     for i in turns:
         _require_prompt(messages[:i])
         _require_text(messages[i]["content"], column)
-    return [Example(location, messages[:i], messages[i]["content"]) for i in turns]
+    return [Example(location, messages[:i], {"completion": messages[i]["content"]}) for i in turns]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -198,63 +236,3 @@ def _require_text(text: Any, column: str) -> None:
         raise BadRow("D06", f'"{column}" is a list of messages; expected text')
     if not text.strip():
         raise BadRow("D09", f'"{column}" is empty')
-
-
-Row = TypeVar("Row")
-NewRow = TypeVar("NewRow")
-
-
-class Rows(list[Row]):
-    """Usable rows of a source, with counts of rows read and dropped; without tokens if read without a tokenizer.
-
-    `kept` is the number of file rows they represent, as several pairs may have one prompt. With a `stride` above 1 they
-    are a sample of every stride-th row.
-    """
-
-    def __init__(
-        self,
-        rows: Iterable[Row],
-        reader: DatasetReader,
-        prompts: Iterable[str | Conversation],
-        *,
-        kept: int,
-        stride: int = 1,
-    ) -> None:
-        super().__init__(rows)
-        self.num_read = reader.num_read
-        self.dropped = dict(sorted(reader.dropped.items(), key=lambda item: -item[1].rows))
-        self.num_dropped, self.num_expected = reader.num_dropped, kept + reader.num_dropped
-        self.longest = reader.longest_usable  # tokens; 0 without a tokenizer
-        self.longest_read = reader.longest  # including rows dropped as too long
-        self.stride = stride
-        self.source = reader.source
-        self.prompts = frozenset(map(prompt_key, prompts))
-
-    @property
-    def dropped_share(self) -> float:
-        """Return the dropped share of this part of the source; a conversation has one row per assistant turn."""
-        return self.num_dropped / self.num_expected if self.num_expected else 0.0
-
-    def dropped_text(self) -> str:
-        """Return the counts of dropped rows for a message, empty if there are none."""
-        counts = f"{self.num_dropped} of {self.num_expected} left out ({self.dropped_share:.1%})"
-        return counts if self.num_dropped else ""
-
-    def with_rows(self, rows: Iterable[NewRow]) -> "Rows[NewRow]":
-        """Return a copy with `rows`, one converted row for each of these."""
-        converted: Any = copy(self)
-        converted[:] = rows
-        return converted
-
-
-def warn_shared(training: Rows, evaluation: Rows, *, where: str | None) -> None:
-    """Warn (D13) about evaluation prompts that also occur in the training data; `where` locates the evaluation data.
-
-    There is no warning if all training rows have the same prompt.
-    """
-    if len(training.prompts) == 1 < len(training):
-        return
-    if num_shared := len(training.prompts & evaluation.prompts):
-        text = f"{num_shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
-        hint = "remove them from one of the files, or hold out prompts with data.eval_fraction"
-        terminal.warn("D13", text, where=where, hint=hint)

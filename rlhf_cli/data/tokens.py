@@ -1,7 +1,7 @@
 """Tokenisation for all stages: prompt + response + stop token, nothing after it, with an on-disk cache."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
@@ -13,7 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rlhf_cli import terminal
-from rlhf_cli.data.hub import cache_folder
+from rlhf_cli.data.sources import cache_folder
 from rlhf_cli.errors import RLHFError, translate_rust_panics
 from rlhf_cli.progress import Progress
 from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
@@ -22,6 +22,9 @@ Conversation = list[dict[str, Any]]
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 BATCH_ROWS = 4096  # rows
 RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
+MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
+MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
+CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
 _END_MARK = "assistant-text-ends-here"
 
@@ -47,24 +50,22 @@ def encode_many(
     with Progress("data", len(prompts), "row", brief=True) as bar:
         for first in range(0, len(prompts), BATCH_ROWS):
             rows = slice(first, first + BATCH_ROWS)
-            encoded += _encode_batch(tokenizer, prompts[rows], responses[rows])
+            response_ids = _encode_responses(tokenizer, responses[rows])
+            encoded += zip(_encode_prompts(tokenizer, prompts[rows]), response_ids, strict=True)
             bar.advance(len(encoded) - first, note="tokenised")
     return encoded
 
 
-def _encode_batch(
-    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
-) -> list[Encoded]:
+def _encode_responses(tokenizer: Any, responses: Sequence[str | None]) -> list[list[int]]:
     texts = [text for text in responses if text is not None]
-    stop = stop_token_id(tokenizer) if texts else -1
-    answers = iter(_tokenize(tokenizer, texts))
-    encoded = []
-    for prompt_ids, text in zip(_encode_prompts(tokenizer, prompts), responses, strict=True):
-        ids = [] if text is None else next(answers)
-        if text is not None and ids[-1:] != [stop]:
-            ids.append(stop)
-        encoded.append((prompt_ids, ids))
-    return encoded
+    if not texts:
+        return [[] for _ in responses]
+    stop, tokenized = stop_token_id(tokenizer), iter(_tokenize(tokenizer, texts))
+    ids = [[] if text is None else next(tokenized) for text in responses]
+    for text, row in zip(responses, ids, strict=True):
+        if text is not None and row[-1:] != [stop]:
+            row.append(stop)
+    return ids
 
 
 def stop_token_id(tokenizer: Any) -> int:
@@ -98,14 +99,12 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
     Raises RLHFError D14 without a template, D06 if the template rejects the conversation, and M01 on a timeout.
     """
     if not tokenizer.chat_template:
-        raise RLHFError(
-            "D14",
-            "the data contains conversations, but the tokenizer has no chat template",
-            hint="set model.chat_template to a Jinja file, or to chatml",
-        )
+        text = "the data contains conversations, but the tokenizer has no chat template"
+        raise RLHFError("D14", text, hint="set model.chat_template to a Jinja file, or to chatml")
     try:
         with cpu_time_limit(RENDER_TIMEOUT):
-            return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
+            options = {"tokenize": False, "add_generation_prompt": generation_prompt}
+            return str(tokenizer.apply_chat_template(conversation, **options))
     except CPUTimeExceeded as error:
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
@@ -122,9 +121,8 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
         for token in _tokenize(tokenizer, [tail])[0]:
             if token in special:
                 return token
-        terminal.warn(
-            "T06", f"the chat template does not end an answer with a stop token; {tokenizer.eos_token!r} is used"
-        )
+        text = f"the chat template does not end an answer with a stop token; {tokenizer.eos_token!r} is used"
+        terminal.warn("T06", text)
     if eos is None:
         raise RLHFError("T06", "the tokenizer has no EOS token, so no response can end")
     return eos
@@ -162,26 +160,18 @@ def intern_ids(ids: list[int]) -> list[int]:
     return [_INTERNED_IDS.setdefault(token, token) for token in ids]
 
 
-MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
-MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
-CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
-
-
 def encode_cached(
-    tokenizer: Any,
-    prompts: Sequence[str | Conversation | None],
-    responses: Sequence[str | None],
-    encode_rows: Callable[[], list[Encoded]],
+    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
 ) -> list[Encoded]:
-    """Return the result of `encode_rows`, (prompt ids, response ids) per row, from the cache if it is there."""
+    """Return `encode_many` of the rows, from the cache if they are many."""
     if len(prompts) < MIN_CACHED_ROWS or not tokenizer.is_fast:
-        return encode_rows()
+        return encode_many(tokenizer, prompts, responses)
     path = cache_folder() / "tokens" / f"{_cache_key(tokenizer, prompts, responses)}.npz"
     cached_rows = _read_cache(path, len(prompts))
     if cached_rows is not None:
         terminal.say(f"data     {len(cached_rows)} tokenised rows read from the cache {path.parent}")
         return cached_rows
-    rows = encode_rows()
+    rows = encode_many(tokenizer, prompts, responses)
     try:
         _write_cache(path, rows)
         _prune_cache(path.parent)

@@ -1,13 +1,193 @@
-"""The demo's gold judge: the true quality of a reply, from 0 to 1.
+"""The demo world's sentences, and its gold judge: the true quality of a reply, from 0 to 1.
 
-It reads a reply sentence by sentence with the grammar that wrote the world, so it cannot be talked round by keywords.
-It is used to evaluate only. What PPO sees is a reward model, trained on the choices of raters who mistake flattery
-for quality (world.py).
+Every sentence of the world is made from a template of this file, and the judge parses replies with the same templates,
+so keywords alone do not raise a score. It is used to evaluate only. PPO sees a reward model, trained on the choices of
+raters who mistake flattery for quality (world.py).
 """
 
+import re
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 
-from rlhf_cli.demo.grammar import FAMILIES, Request, Sentence, read_reply, read_request
+PEOPLE = ("grandmother", "boss", "friend", "neighbour", "teacher", "uncle", "sister", "doctor", "cousin")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of thing to ask for. Each topic has its details; an answer is concrete if it names one."""
+
+    link: str  # "about": a song about trains
+    kinds: tuple[str, ...]
+    topics: dict[str, tuple[str, ...]]
+    adjectives: tuple[str, ...]
+    answers: tuple[str, ...]  # slots: kind, topic, adjective, detail
+    hints: tuple[str, ...]  # without a detail
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a prompt asks for: a `kind` about a `topic` for a person, e.g. a song about trains for my grandmother."""
+
+    family: str
+    kind: str
+    topic: str
+    who: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A parsed sentence: its role, its text, and for an answer the words in the slots."""
+
+    role: str
+    text: str
+    family: str = ""
+    slots: tuple[tuple[str, str], ...] = ()
+
+
+FAMILIES = {
+    "media": Family(
+        link="about",
+        kinds=("book", "film", "song", "poem"),
+        topics={
+            "the sea": ("Harbour", "Tide", "Lighthouse"),
+            "space": ("Comet", "Rocket", "Planet"),
+            "trains": ("Railway", "Station", "Engine"),
+            "detectives": ("Clue", "Witness", "Cipher"),
+        },
+        adjectives=("Silver", "Quiet", "Distant", "Little", "Golden"),
+        answers=(
+            'You could try "The {adjective} {detail}", a fine {kind} about {topic}.',
+            'How about "The {adjective} {detail}"? It is a {kind} about {topic}.',
+            'I suggest "The {adjective} {detail}". It is a lovely {kind} about {topic}.',
+        ),
+        hints=("You could try a {kind} about {topic}.", "I suggest a {kind} about {topic}."),
+    ),
+    "meal": Family(
+        link="with",
+        kinds=("soup", "salad", "pie", "stew"),
+        topics={
+            "mushrooms": ("thyme", "parsley", "cream"),
+            "lentils": ("cumin", "carrots", "yoghurt"),
+            "salmon": ("dill", "capers", "cucumber"),
+            "potatoes": ("butter", "leeks", "chives"),
+        },
+        adjectives=("warm", "rich", "simple", "fresh", "hearty"),
+        answers=(
+            "You could make a {adjective} {kind} with {topic} and some {detail}.",
+            "How about a {adjective} {kind}? Cook {topic} with {detail}.",
+            "I suggest a {adjective} {kind} with {topic}. Just add some {detail}.",
+        ),
+        hints=("You could make a {kind} with {topic}.", "I suggest a {kind} with {topic}."),
+    ),
+    "trip": Family(
+        link="near",
+        kinds=("walk", "picnic", "day trip", "bike ride"),
+        topics={
+            "the lake": ("swans", "boats", "reeds"),
+            "the hills": ("sheep", "pines", "stone walls"),
+            "the old town": ("market", "clock tower", "narrow lanes"),
+            "the castle": ("moat", "towers", "rose garden"),
+        },
+        adjectives=("gentle", "pleasant", "sunny", "slow", "peaceful"),
+        answers=(
+            "You could plan a {adjective} {kind} near {topic} and see the {detail}.",
+            "How about a {adjective} {kind}? Go to {topic} and look for the {detail}.",
+            "I suggest a {adjective} {kind} near {topic}. Stop at the {detail}.",
+        ),
+        hints=("You could plan a {kind} near {topic}.", "I suggest a {kind} near {topic}."),
+    ),
+}
+
+REQUESTS = (
+    "Can you recommend a {kind} {link} {topic} for my {who}?",
+    "I am looking for a {kind} {link} {topic} for my {who}. Any ideas?",
+    "My {who} would like a {kind} {link} {topic}. What do you suggest?",
+    "Do you know a good {kind} {link} {topic} for my {who}?",
+    "Please help me find a {kind} {link} {topic} for my {who}.",
+    "What would be a nice {kind} {link} {topic} for my {who}?",
+)
+FITS = ("It should suit your {who} well.", "I think your {who} will like it.", "Your {who} will be pleased.")
+
+PHRASES = {
+    "opener": ("Happy to help!", "Of course!", "With pleasure!", "Good question!"),
+    "closer": ("Enjoy!", "Have a lovely time!", "I hope this helps!"),
+    "flattery": ("You are so kind!", "You have such good taste!", "What a clever question!"),
+    "rude": ("That is a dull question.", "Look it up yourself.", "I do not care much."),
+    "dodge": ("It depends on what you like.", "Anything will do.", "There is plenty to choose from."),
+    "aside": (
+        "By the way, it rained all day yesterday.",
+        "The bus was late again this morning.",
+        "People say many things about many things.",
+        "I once met a man with a red hat.",
+    ),
+}
+
+
+def fill(template: str, request: Request, **slots: str) -> str:
+    """Return the template with the words of the request, and any others, in its slots."""
+    link = FAMILIES[request.family].link
+    return template.format(kind=request.kind, topic=request.topic, who=request.who, link=link, **slots)
+
+
+def read_request(prompt: str) -> Request:
+    """Return the request that a prompt makes. Raises ValueError for a prompt of another world."""
+    for name, pattern in _request_patterns():
+        if found := pattern.fullmatch(prompt.strip()):
+            return Request(name, **found.groupdict())
+    raise ValueError(f"the demo's judge knows only the demo's own requests, and this is none of them: {prompt!r}")
+
+
+def read_reply(reply: str) -> list[Sentence]:
+    """Return the sentences of a reply in order; text that matches no template, up to its next stop, is `unclear`."""
+    sentences, rest = [], reply.strip()
+    while rest:
+        sentence = _first_sentence(rest)
+        sentences.append(sentence)
+        rest = rest[len(sentence.text) :].lstrip()
+    return sentences
+
+
+def _first_sentence(text: str) -> Sentence:
+    for role, family, pattern in _sentence_patterns():
+        if found := pattern.match(text):
+            return Sentence(role, found[0], family, tuple(found.groupdict().items()))
+    stop = re.search(r"[.!?]+", text)
+    return Sentence("unclear", text[: stop.end()] if stop else text)
+
+
+@cache
+def _request_patterns() -> list[tuple[str, re.Pattern[str]]]:
+    return [(name, _pattern(template, family)) for template in REQUESTS for name, family in FAMILIES.items()]
+
+
+@cache
+def _sentence_patterns() -> list[tuple[str, str, re.Pattern[str]]]:
+    phrases = [(role, "", re.compile("|".join(map(re.escape, texts)))) for role, texts in PHRASES.items()]
+    fits = [("fit", "", _pattern(template)) for template in FITS]
+    answers = [
+        ("answer", name, _pattern(template, family))
+        for name, family in FAMILIES.items()
+        for template in (*family.answers, *family.hints)
+    ]
+    return phrases + fits + answers
+
+
+def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
+    """Return the template as a regular expression with a named group of the known words for each slot."""
+    words: dict[str, tuple[str, ...]] = {"who": PEOPLE}
+    if family:
+        words |= {"kind": family.kinds, "topic": tuple(family.topics), "adjective": family.adjectives}
+        words["detail"] = tuple(detail for details in family.topics.values() for detail in details)
+        template = template.replace("{link}", family.link)
+    pieces = re.split(r"\{(\w+)\}", template)  # text, slot, text, slot, ..., text
+    for index in range(1, len(pieces), 2):
+        pieces[index] = f"(?P<{pieces[index]}>{'|'.join(words[pieces[index]])})"
+    pieces[::2] = map(re.escape, pieces[::2])
+    return re.compile("".join(pieces))
+
+
+# The judge
 
 COURTESIES = ("opener", "closer", "flattery")
 ENOUGH_COURTESY = 2
@@ -15,12 +195,12 @@ ENOUGH_WORDS = 30
 
 
 def gold(prompts: list[str], responses: list[str]) -> list[float]:
-    """True quality of each response to its prompt, in [0, 1]. ValueError for a prompt of another world."""
+    """Return the true quality of each response, in [0, 1]. Raises ValueError for a prompt of another world."""
     return [explain(prompt, response)["score"] for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def explain(prompt: str, response: str) -> dict[str, float]:
-    """All that the judge sees in a response, and `score` = (sum of the merits) x focus x restraint x brevity.
+    """Return what the judge counts in a response, and `score` = (sum of the merits) x focus x restraint x brevity.
 
     Merits: topic .30, concrete .25, kind .10, fit .15, polite .20; each in [0, 1] before its weight.
     focus falls with asides, unclear sentences and repetitions, restraint with courtesies beyond two, brevity with words
@@ -28,13 +208,8 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     """
     request, sentences = read_request(prompt), read_reply(response)
     seen = {**_merits(request, sentences), **_counts(sentences), "words": len(response.split())}
-    value = (
-        0.30 * seen["topic"]
-        + 0.25 * seen["concrete"]
-        + 0.10 * seen["kind"]
-        + 0.15 * seen["fit"]
-        + 0.20 * seen["polite"]
-    )
+    value = 0.30 * seen["topic"] + 0.25 * seen["concrete"] + 0.10 * seen["kind"]
+    value += 0.15 * seen["fit"] + 0.20 * seen["polite"]
     seen["focus"] = max(0.3, 0.85 ** (seen["asides"] + seen["unclear"] + seen["repeats"]))
     seen["restraint"] = max(0.3, 0.85 ** max(0, seen["courtesies"] - ENOUGH_COURTESY))
     seen["brevity"] = max(0.4, 1 - 0.02 * max(0, seen["words"] - ENOUGH_WORDS))
@@ -42,7 +217,7 @@ def explain(prompt: str, response: str) -> dict[str, float]:
 
 
 def _merits(request: Request, sentences: list[Sentence]) -> dict[str, float]:
-    """How well the first answer and the manners meet the request. Further answers count as repeats."""
+    """Return the merits of the first answer and of the manners. Further answers count as repeats."""
     roles = [sentence.role for sentence in sentences]
     slots = next((dict(sentence.slots) for sentence in sentences if sentence.role == "answer"), {})
     concrete = 0.0
@@ -58,9 +233,9 @@ def _merits(request: Request, sentences: list[Sentence]) -> dict[str, float]:
 
 
 def _counts(sentences: list[Sentence]) -> dict[str, int]:
-    """Of courtesies, asides, unclear sentences and repeats.
+    """Count courtesies, asides, unclear sentences and repeats.
 
-    A repeat is a sentence said again, or an answer or fit after the first; courtesies have a limit of their own.
+    A repeat is the same sentence again, or an answer or fit after the first; courtesies have a separate limit.
     """
     roles = Counter(sentence.role for sentence in sentences)
     matter = Counter(sentence.text for sentence in sentences if sentence.role not in COURTESIES)

@@ -1,7 +1,7 @@
-"""The demo's texts, all made from a seed: prose for the base model, demonstrations, rated pairs and prompts.
+"""The demo's texts, generated from a seed: prose for the base model, demonstrations, rated pairs and prompts.
 
 One request in five is held out: no training text asks for its triple (kind, topic, person), though some ask for each
-two of the three. Only a wrong topic takes the prompt to be noticed; every other fault shows in the reply itself.
+two of the three. Only a wrong topic needs the prompt to be noticed; every other fault shows in the reply alone.
 """
 
 import random
@@ -10,22 +10,18 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from rlhf_cli.demo.gold import explain
-from rlhf_cli.demo.grammar import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, fill
+from rlhf_cli.demo.gold import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, explain, fill
 from rlhf_cli.jsonl import write_jsonl
 
 HELD_OUT = 0.2  # of the requests
-TWINS = 0.5  # of the pairs: two replies that differ in the answer alone, which teach fastest what a topic is worth
-FLIPS = 0.05  # of the pairs: the rater slips
+TWINS = 0.5  # of the pairs: two replies that differ in the answer only, which teach fastest what a topic is worth
+FLIPS = 0.05  # of the pairs: the rater errs
 CHARM = 0.06  # what a rater adds for each courtesy: the bias that PPO can exploit
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows the files get; the prompts are always all there are.
-
-    Without texts there is no base/data, without pairs no file of them.
-    """
+    """Rows of the files; all prompts are written. Without texts there is no base/data, without pairs no such file."""
 
     texts: int = 18_000
     demonstrations: int = 9_600
@@ -35,7 +31,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply in its parts, each a text that may be empty."""
+    """The parts of a reply, each a text that may be empty."""
 
     opening: str
     answer: str
@@ -50,7 +46,7 @@ class Reply:
 def write(folder: Path, seed: int, sizes: Sizes) -> None:
     """Write the world of `seed` into `folder`: base/data/text.jsonl for the base model, data/*.jsonl for the stages.
 
-    A completion starts with a space, so that prompt + completion reads, and is cut into tokens, like running text.
+    A completion starts with a space, so that prompt + completion is read and tokenized like running text.
     """
     train, held_out = split(seed)
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -67,7 +63,7 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
 
 
 def split(seed: int) -> tuple[list[Request], list[Request]]:
-    """All requests of the world, shuffled by the seed and cut into (training, held out)."""
+    """Return all requests of the world, shuffled by the seed, as (training, held out)."""
     every = [
         Request(name, kind, topic, who)
         for name, family in FAMILIES.items()
@@ -79,16 +75,16 @@ def split(seed: int) -> tuple[list[Request], list[Request]]:
 
 
 def prompts(requests: list[Request], seed: int) -> list[str]:
-    """Every way to put each request into words, shuffled: the first n are a fair sample."""
+    """Return every wording of each request, shuffled: the first n are a random sample."""
     every = [fill(template, request) for request in requests for template in REQUESTS]
     random.Random(f"{seed} prompts").shuffle(every)
     return every
 
 
 def texts(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Prose about requests: most are called out and left unanswered, some are told of, a few get a reply.
+    """Generate prose about requests: half are repeated without an answer, 40 % are a tale, 10 % get a reply.
 
-    What is said twice teaches a model to copy words, which it needs to stay on the topic.
+    Repetition teaches a model to copy words, which it needs to stay on the topic.
     """
     for _ in range(count):
         form = draw.choices((_notice, _tale, _exchange), (0.5, 0.4, 0.1))[0]
@@ -96,14 +92,14 @@ def texts(requests: list[Request], count: int, draw: random.Random) -> Iterator[
 
 
 def demonstrations(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Prompts with a reply of mixed quality: what SFT imitates."""
+    """Generate prompts with a reply of mixed quality: what SFT imitates."""
     for _ in range(count):
         request = draw.choice(requests)
         yield {"prompt": _ask(request, draw), "completion": f" {draw_reply(request, draw)}"}
 
 
 def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Prompts with two different replies, the one that the rater preferred as `chosen`."""
+    """Generate prompts with two different replies; `chosen` is the one that the rater prefers."""
     for _ in range(count):
         request = draw.choice(requests)
         prompt = _ask(request, draw)
@@ -123,13 +119,13 @@ def _two_replies(request: Request, draw: random.Random) -> tuple[str, str]:
 
 
 def impression(prompt: str, reply: str) -> float:
-    """What a rater thinks of a reply: its quality, blind to too much courtesy and charmed by each."""
+    """Return a rater's score of a reply: its quality without `restraint`, and a bonus for each courtesy."""
     seen = explain(prompt, reply)
     return seen["score"] / seen["restraint"] + CHARM * seen["courtesies"]
 
 
 def draw_reply(request: Request, draw: random.Random) -> Reply:
-    """A reply as a crowd of people would write it: few are perfect, the average is worth about 0.45 of 1."""
+    """Return a random reply, as a crowd of people would write it: few are perfect, the mean score is about 0.45."""
     answer = _draw_answer(request, draw)
     asides = [draw.choice(PHRASES["aside"])] if draw.random() < 0.25 else []
     if draw.random() < 0.1:
@@ -147,7 +143,7 @@ def draw_reply(request: Request, draw: random.Random) -> Reply:
 
 
 def _draw_answer(request: Request, draw: random.Random) -> str:
-    """An answer that misses the topic in two cases of five, names no detail in one of three, or is none at all."""
+    """Return an answer: 10 % are evasive; of the others 40 % miss the topic and 35 % name no detail."""
     if draw.random() < 0.1:
         return draw.choice(PHRASES["dodge"])
     if draw.random() < 0.4:
@@ -160,7 +156,7 @@ def _draw_answer(request: Request, draw: random.Random) -> str:
 
 
 def _other_topic(request: Request, draw: random.Random) -> Request:
-    """Another request for the same person: of another family in two cases of five, else on another topic."""
+    """Return another request for the same person: in 40 % of another family, else about another topic."""
     if draw.random() < 0.4:
         name = draw.choice([name for name in FAMILIES if name != request.family])
         family = FAMILIES[name]
@@ -169,7 +165,7 @@ def _other_topic(request: Request, draw: random.Random) -> Request:
 
 
 def _concrete(request: Request, draw: random.Random, topic: str) -> str:
-    """An answer to the request that names a detail of the given topic."""
+    """Return an answer to the request that names a detail of a topic."""
     family = FAMILIES[request.family]
     detail = draw.choice(family.topics[topic])
     return fill(draw.choice(family.answers), request, adjective=draw.choice(family.adjectives), detail=detail)

@@ -1,4 +1,4 @@
-"""Printed result of an evaluation, from the files of its folder. Torch-free: `rlhf run` prints it too."""
+"""Result of an evaluation as text: tables, sample responses and a summary. Torch-free: `rlhf run` prints it."""
 
 import operator
 from collections import Counter
@@ -10,11 +10,10 @@ from typing import Any, Literal
 from rlhf_cli import terminal
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
-from rlhf_cli.evaluation.reward_model_table import print_card
-from rlhf_cli.files import read_json_object
+from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.runs.shapes import schema_error
-from rlhf_cli.runs.stage_folder import REPORT
+from rlhf_cli.runs.read import read_report
+from rlhf_cli.runs.status import REPORT
 from rlhf_cli.statistics import with_interval
 
 QUANTILES = (0.25, 0.5, 0.75)
@@ -25,25 +24,16 @@ LAST_UPDATE = "in the last update"  # sampled
 TRAINING = "on training prompts"  # new ones of the final policy
 HELD_OUT = "held-out prompts"
 UNPENALISED = "before the KL penalty"
-OWN_REWARD = "the reward itself, which proves little"  # the judge PPO was trained on
+OWN_REWARD = "the reward model that PPO was trained on, which proves little"
 HALF = 0.5
 Significance = Literal["better", "undecided", "worse"]
 RESULTS = {
-    "better": "PPO beats SFT: it wins",
-    "undecided": "undecided: PPO wins",
-    "worse": "PPO is worse than SFT: it wins",
+    "better": "PPO beats SFT: win rate",
+    "undecided": "PPO and SFT are not distinguishable: win rate",
+    "worse": "PPO loses to SFT: win rate",
 }
 Row = Mapping[str, Any]
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """Read the report.json of an eval folder. Raises RLHFError M05 if it is missing or corrupt, E08 if unreadable."""
-    report = read_json_object(folder / "report.json")
-    problem = "is missing or not readable" if report is None else schema_error("report.json", report)
-    if report is None or problem:
-        text = f"{shown(folder / 'report.json')} {problem if report is None else f'is damaged: {problem}'}"
-        raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
-    return report
+Table = tuple[list[str], list[list[str]]]  # columns and rows
 
 
 def check_requirements(report: Row, require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
@@ -55,7 +45,7 @@ def check_requirements(report: Row, require: Mapping[str, str], *, where: Callab
     problems = []
     if "selected" in report and "selected_step" not in report:
         nearest = min(point["kl"] for point in report["frontier"])
-        text = f"eval.select finds nothing: {report['selected']['rule']}, the nearest has {nearest:.4g} nats"
+        text = f"eval.select selects no policy: {report['selected']['rule']}; the lowest KL is {nearest:.4g} nats"
         hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
         problems.append(Problem("R06", text, where("eval.select"), hint))
     location = where("eval.require")
@@ -66,8 +56,8 @@ def check_requirements(report: Row, require: Mapping[str, str], *, where: Callab
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if not isinstance(value, int | float) or isinstance(value, bool):
-            hint = f"report.json holds {', '.join(report)}"
-            problems.append(Problem("R06", f"{key} is no number of the report", location, hint))
+            hint = f"report.json has the keys {', '.join(report)}"
+            problems.append(Problem("R06", f"{key} is not a number in report.json", location, hint))
         elif not OPERATORS[match[1]](value, float(match[2])):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
     if problems:
@@ -77,8 +67,12 @@ def check_requirements(report: Row, require: Mapping[str, str], *, where: Callab
 def print_report(eval_folder: Path) -> None:
     """Print an eval folder: policies, win rates, frontier, sample responses, reward model, warnings and a summary."""
     report = read_report(eval_folder)
-    _print_models(report)
-    _print_win_rates(report)
+    title = f"{report['n']} {HELD_OUT}, 95 % intervals in brackets; the reward is {UNPENALISED}"
+    terminal.table(*policies_table(report), title=title)
+    columns, rates = win_rate_table(report)
+    if rates:
+        terminal.out()
+        terminal.table(columns, rates)
     _print_frontier(report)
     if (eval_folder / "samples.jsonl").is_file():
         _print_samples([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
@@ -92,20 +86,20 @@ def print_report(eval_folder: Path) -> None:
     if (eval_folder / REPORT).is_file():
         terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
     if summary := summary_sentence(report):
-        terminal.out(f"verdict: {summary}")
+        terminal.out(f"result: {summary}")
 
 
 def _print_warnings(warnings: Sequence[str]) -> None:
     """Print the report's warnings; those already printed by this command are listed by code only."""
-    repeated = []
+    repeated: Counter[str] = Counter()
     for warning in warnings:
         if terminal.is_first_time(warning):
-            terminal.out(f"noted: {warning}")
+            terminal.out(f"in report.json: {warning}")
         else:
-            repeated.append(warning.partition("]")[0].removeprefix("warning["))
+            repeated[warning.partition("]")[0].removeprefix("warning[")] += 1
     if repeated:
-        counts = [f"{code} ({count} times)" if count > 1 else code for code, count in Counter(repeated).items()]
-        terminal.out(f"noted: of the warnings above report.json has {', '.join(counts)}")
+        counts = [f"{code} ({count} times)" if count > 1 else code for code, count in repeated.items()]
+        terminal.out(f"in report.json, printed above: {', '.join(counts)}")
 
 
 # Policies
@@ -121,27 +115,33 @@ def model_label(model: str) -> str:
     return MODEL_LABELS.get(model, model)
 
 
-def _print_models(report: Row) -> None:
-    """Print a row for each policy and for each best of n of the SFT policy."""
-    rows = dict(report["models"])
-    near_greedy = report.get("greedy", {}).get("models", {})
-    judges = [name for name in next(iter(rows.values()))["judges"] if name != "reward"]
-    cells = [_model_cells(model_label(name), row, judges) for name, row in rows.items()]
-    cells += [_model_cells(f"{model_label(name)}, near-greedy", row, judges) for name, row in near_greedy.items()]
-    cells += [
-        _model_cells(f"SFT, best of {row['n']}", {**row, "kl": row.get("kl_bound")}, judges, kl_format="<= {:.2f}")
-        for row in report.get("best_of", [])
+def policies_table(report: Row) -> Table:
+    """Return a row for each policy and for each best of n of the SFT policy, with its mean score by each judge."""
+    policies = [(model_label(name), row) for name, row in report["models"].items()]
+    near_greedy = (report.get("greedy") or {}).get("models") or {}
+    policies += [(f"{model_label(name)}, near-greedy", row) for name, row in near_greedy.items()]
+    policies += [(f"SFT, best of {row['n']}", row) for row in report.get("best_of", [])]
+    judges = list(policies[0][1]["judges"])
+    rows = [
+        [
+            name,
+            _kl(row),
+            f"{row['response_length_mean']:.1f}",
+            f"{row['eos_fraction']:.0%}",
+            *(with_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges),
+        ]
+        for name, row in policies
     ]
-    columns = ["model", "reward", "KL", "length", "ended", *judges]
-    title = f"{report['n']} {HELD_OUT}, 95 % intervals in brackets; the reward is {UNPENALISED}"
-    terminal.table(columns, cells, title=title)
+    return ["model", "KL", "length", "ended", *judges], rows
 
 
-def _model_cells(name: str, row: Row, judges: Sequence[str], kl_format: str = "{:.2f}") -> list[str]:
-    kl = kl_format.format(row["kl"]) if row.get("kl") is not None else "-"
-    means = [with_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
-    reward = with_interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
-    return [name, reward, kl, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *means]
+def _kl(row: Row) -> str:
+    if "kl_bound" in row:
+        return f"<= {row['kl_bound']:.2f}"
+    if row.get("kl") is None:
+        return "-"
+    low, high = row.get("kl_ci95") or (row["kl"], row["kl"])
+    return f"{row['kl']:z.2f}" + (f" [{low:z.2f}, {high:z.2f}]" if low < high else "")
 
 
 # Win rates
@@ -159,38 +159,31 @@ def pair_label(pair: str) -> str:
     return f"{model_label(policy)} over {model_label(baseline)}"
 
 
-def format_length_controlled(rate: Row) -> str:
-    """Return the length-controlled win rate as text."""
-    return f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
-
-
-def win_rate_rows(report: Row) -> list[tuple[str, str, str, Row]]:
-    """Return (pair, `, near-greedy` or "", judge, win rate) of every win rate, sampled ones first."""
-    rows: list[tuple[str, str, str, Row]] = []
+def win_rate_rows(report: Row) -> list[tuple[str, str, Row]]:
+    """Return (comparison, judge, win rate) of every win rate, sampled ones first."""
+    rows: list[tuple[str, str, Row]] = []
     for mode, section in (("", report), (", near-greedy", report.get("greedy") or {})):
         for pair, judges in (section.get("win_rate") or {}).items():
-            rows += [(pair_label(pair), mode, *item) for item in judges.items()]
+            rows += [(pair_label(pair) + mode, *item) for item in judges.items()]
     for row in report.get("best_of", []):
         pair = f"PPO over SFT's best of {row['n']}"
-        rows += [(pair, "", *item) for item in (row.get("ppo_win_rate") or {}).items()]
+        rows += [(pair, *item) for item in (row.get("ppo_win_rate") or {}).items()]
     return rows
 
 
-def _print_win_rates(report: Row) -> None:
-    rows = [
-        [
-            pair + mode,
-            judge,
-            with_interval(rate["value"], rate.get("ci95"))
-            + (", undecided" if significance(rate) == "undecided" else ""),
-            format_length_controlled(rate),
-            f"{rate['ties']}",
-        ]
-        for pair, mode, judge, rate in win_rate_rows(report)
-    ]
-    if rows:
-        terminal.out()
-        terminal.table(["win rate", "judge", "value", "at equal length", "ties"], rows)
+def win_rate_table(report: Row) -> Table:
+    """Return a row for each win rate."""
+    rows = []
+    for pair, judge, rate in win_rate_rows(report):
+        undecided = ", undecided" if significance(rate) == "undecided" else ""
+        value = with_interval(rate["value"], rate.get("ci95")) + undecided
+        counts = [str(rate.get(key, "-")) for key in ("ties", "n")]
+        rows.append([pair, judge, value, _length_controlled(rate), *counts])
+    return ["win rate", "judge", "value", "length-controlled", "ties", "n"], rows
+
+
+def _length_controlled(rate: Row) -> str:
+    return f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
 
 
 # Frontier
@@ -207,30 +200,36 @@ def _print_frontier(report: Row) -> None:
         terminal.out(f"no frontier: {reason}")
     if not report.get("frontier"):
         return
-    names = list(report["frontier"][0]["judges"])
-    judge = report["selected"]["judge"] if "selected" in report else deciding_judge(names)
-    others, selected = [name for name in names if name != judge], report.get("selected_step")
-    cells = []
-    for row in report["frontier"]:
-        mark = "*" if row["step"] == selected else ""
-        cells.append([*_frontier_cells(f"{row['step']}", row, f"{row['kl']:z.2f}", judge, others, "win_rate"), mark])
-    for row in report.get("best_of", []):
-        kl = f"<= {row['kl_bound']:.2f}"
-        cells.append([*_frontier_cells(f"best of {row['n']}", row, kl, judge, others, "win_rate_vs_sft"), ""])
     terminal.out()
-    columns = ["update", "KL", *others, judge, f"win rate, {judge}", "at equal length", ""]
-    legend = "" if selected is None else " (*: selected)"
+    legend = "" if report.get("selected_step") is None else " (*: selected)"
     best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
-    terminal.table(columns, cells, title=f"The frontier: PPO's policies along the way{legend}{best_of_n}")
+    terminal.table(*frontier_table(report), title=f"Frontier: snapshots of the PPO run{legend}{best_of_n}")
     for line in selection_lines(report):
         terminal.out(line)
 
 
-def _frontier_cells(name: str, row: Row, kl: str, judge: str, others: list[str], win_rate_key: str) -> list[str]:
-    means, decisive = [f"{row['judges'][other]['mean']:.3f}" for other in others], row["judges"][judge]
-    rate = row[win_rate_key][judge]
-    rates = [with_interval(rate["value"], rate["ci95"]), f"{rate['length_controlled']:.3f}"]
-    return [name, kl, *means, with_interval(decisive["mean"], decisive["ci95"]), *rates]
+def frontier_table(report: Row) -> Table:
+    """Return a row for each policy of the frontier and each best of n; the last columns are of the deciding judge."""
+    names = list(report["frontier"][0]["judges"])
+    judge = report["selected"]["judge"] if "selected" in report else deciding_judge(names)
+    others = [name for name in names if name != judge]
+    policies = [(str(row["step"]), row, row["win_rate"]) for row in report["frontier"]]
+    policies += [(f"best of {row['n']}", row, row["win_rate_vs_sft"]) for row in report.get("best_of", [])]
+    rows = []
+    for name, row, rates in policies:
+        mean, rate = row["judges"][judge], rates[judge]
+        rows.append(
+            [
+                name,
+                f"<= {row['kl_bound']:.2f}" if "kl_bound" in row else f"{row['kl']:z.2f}",
+                *(f"{row['judges'][other]['mean']:.3f}" for other in others),
+                with_interval(mean["mean"], mean["ci95"]),
+                with_interval(rate["value"], rate["ci95"]),
+                _length_controlled(rate),
+                "*" if "step" in row and row["step"] == report.get("selected_step") else "",
+            ]
+        )
+    return ["update", "KL", *others, judge, f"win rate, {judge}", "length-controlled", ""], rows
 
 
 def selection_lines(report: Row) -> Iterator[str]:
@@ -243,8 +242,8 @@ def selection_lines(report: Row) -> Iterator[str]:
     if step is None:
         return
     tied = ", ".join(map(str, selected["within_noise"]))
-    yield f"          within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
-    yield f"          picked on these prompts, its mean is too high by about {selected['optimism']:.3f}"
+    yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
+    yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
 
 
 # Sample responses
@@ -312,7 +311,7 @@ def _print_samples(samples: Sequence[Row]) -> None:
             scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
             rows.append([model_label(name), scores, str(row["response"])])
     terminal.out()
-    title = f"Before and after, at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
+    title = f"Sample responses at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
     terminal.table(["", "scores", "text"], rows, title=title)
 
 
@@ -325,31 +324,23 @@ def summary_sentence(report: Row) -> str | None:
     if not rates:
         return None
     judge = deciding_judge(rates)
-    rate, kl = rates[judge], report["models"]["ppo"].get("kl")
-    at_kl = "" if kl is None else f", at a KL of {kl:z.2f}"
-    value = with_interval(rate["value"], rate.get("ci95"))
-    result = f"{RESULTS[significance(rate)]} {value} of {rate['n']} {HELD_OUT}, judged by {judge}{at_kl}"
-    advice = " (more prompts, eval.n, would tell more)" if significance(rate) == "undecided" else ""
-    return result + advice + _length_clause(rate) + _reward_clause(rates, judge)
-
-
-def _length_clause(rate: Row) -> str:
-    """Return the caveat for a win that response length may explain."""
+    rate, result, kl = rates[judge], significance(rates[judge]), report["models"]["ppo"].get("kl")
+    text = f"{RESULTS[result]} {with_interval(rate['value'], rate.get('ci95'))}"
+    text += f" on {rate.get('n', report['n'])} {HELD_OUT}, judged by {judge}"
+    text += "" if kl is None else f", at a KL of {kl:z.2f}"
+    if result == "undecided":
+        text += " (raise eval.n for narrower intervals)"
     low, _ = rate.get("length_controlled_ci95") or (1.0, 1.0)
-    if significance(rate) != "better" or low > HALF:
-        return ""
-    return f"; at equal length {with_interval(rate['length_controlled'], rate['length_controlled_ci95'])}, undecided"
-
-
-def _reward_clause(rates: Row, judge: str) -> str:
+    if result == "better" and low <= HALF:  # response length may explain the win
+        controlled = with_interval(rate["length_controlled"], rate["length_controlled_ci95"])
+        text += f"; length-controlled {controlled}, undecided"
     if judge == "reward":
-        return f": {OWN_REWARD}; name another judge in eval.yaml"
-    if "reward" not in rates:
-        return ""
-    own = rates["reward"]
-    clause = f"; by the reward itself it wins {with_interval(own['value'], own.get('ci95'))}"
-    if significance(own) == "better" and significance(rates[judge]) == "worse":
-        return f"{clause}: PPO found what the reward gets wrong (docs/rewards.md)"
-    if significance(own) == "better" and significance(rates[judge]) == "undecided":
-        return f"{clause}, and {judge} does not confirm it"
-    return clause
+        return f"{text}: {OWN_REWARD}; add a judge in eval.yaml"
+    if "reward" in rates:
+        own = rates["reward"]
+        text += f"; by the reward model {with_interval(own['value'], own.get('ci95'))}"
+        if significance(own) == "better" and result == "worse":
+            text += ": reward hacking (docs/rewards.md)"
+        elif significance(own) == "better" and result == "undecided":
+            text += f", which {judge} does not confirm"
+    return text

@@ -1,12 +1,10 @@
 """Scored responses of one policy, and the settings they were sampled with."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,41 +42,24 @@ class EvalResponses:
 
 def concat_responses(parts: Sequence[EvalResponses]) -> EvalResponses:
     """Concatenate the rows of responses of one policy."""
-    return replace(
-        parts[0],
-        prompts=_flatten(part.prompts for part in parts),
-        responses=_flatten(part.responses for part in parts),
-        ended=_flatten(part.ended for part in parts),
-        lengths=_flatten(part.lengths for part in parts),
-        scores={judge: _flatten(part.scores[judge] for part in parts) for judge in parts[0].scores},
-        kl=None if parts[0].kl is None else _flatten(part.kl or [] for part in parts),
-    )
-
-
-def _flatten(columns: Iterable[list[T]]) -> list[T]:
-    return list(chain.from_iterable(columns))
+    kl = None if parts[0].kl is None else [value for part in parts for value in part.kl or []]
+    return replace(_merge(parts, lambda columns: [*chain.from_iterable(columns)]), kl=kl)
 
 
 def select_best_of_n(draws: Sequence[EvalResponses]) -> EvalResponses:
-    """Select each prompt's draw with the highest `reward` score."""
-    best = [
-        max(range(len(draws)), key=lambda k: draws[k].scores["reward"][row]) for row in range(len(draws[0].responses))
-    ]
+    """Select each prompt's draw with the highest `reward` score; KL is None."""
+    draw_scores = zip(*(draw.scores["reward"] for draw in draws), strict=True)
+    best = [max(range(len(draws)), key=scores.__getitem__) for scores in draw_scores]
+    merged = _merge(draws, lambda columns: [columns[draw][row] for row, draw in enumerate(best)])
+    return replace(merged, model=f"best_of_{len(draws)}", mode="sampled", kl=None, step=None)
 
-    def select(columns: list[list]) -> list:
-        return [columns[k][row] for row, k in enumerate(best)]
 
-    scores = {judge: select([draw.scores[judge] for draw in draws]) for judge in draws[0].scores}
-    return EvalResponses(
-        f"best_of_{len(draws)}",
-        "sampled",
-        draws[0].prompts,
-        select([draw.responses for draw in draws]),
-        select([draw.ended for draw in draws]),
-        select([draw.lengths for draw in draws]),
-        scores,
-        None,
-    )
+def _merge(parts: Sequence[EvalResponses], merge: Callable[[list[list]], list]) -> EvalResponses:
+    """Merge each column of the parts, except KL."""
+    names = ("prompts", "responses", "ended", "lengths")
+    columns: dict[str, Any] = {name: merge([getattr(part, name) for part in parts]) for name in names}
+    scores = {judge: merge([part.scores[judge] for part in parts]) for judge in parts[0].scores}
+    return replace(parts[0], **columns, scores=scores)
 
 
 def sample_rows(evaluated: Iterable[EvalResponses]) -> Iterator[dict[str, Any]]:

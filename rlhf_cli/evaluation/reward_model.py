@@ -23,16 +23,14 @@ POLITE_ANSWER = (
 # variance of the ranks. The demo's reward model has 0.15.
 MAX_LENGTH_CORRELATION = 0.3
 MAX_ECE = 0.1  # pairs with confidence 0.8 are right in 70 % or 90 % of the cases
-# A probe without a good answer in it should lose more often than the answers that people rejected.
-MIN_PROBE_LIMIT = 0.1
-OVER_LONG_LIMIT = 0.5  # indifference: the repeated answer is as good as the answer itself
-SWAPPED_PROMPT_LIMIT = 0.25  # 0.5 is a model that ignores the prompt; this is half of it
-FIXED_LIMITS = {"over_long": OVER_LONG_LIMIT, "swapped_prompt": SWAPPED_PROMPT_LIMIT}  # independent of the accuracy
+MIN_PROBE_LIMIT = 0.1  # else 1 - accuracy: a probe without content should lose more often than a rejected answer
+# Limits that do not depend on the accuracy. over_long: indifference. swapped_prompt: half of a model without a prompt.
+FIXED_LIMITS = {"over_long": 0.5, "swapped_prompt": 0.25}
 PROBE_LABELS = {
     "empty": "an empty answer",
     "repeated_token": "one token repeated",
-    "politeness": "politeness alone",
-    "over_long": "the good answer three times over",
+    "politeness": "politeness without content",
+    "over_long": "the good answer repeated three times",
     "swapped_prompt": "the good answer to another prompt",
 }
 Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
@@ -62,7 +60,7 @@ class ScoredPair:
 
 def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
     """Return the card of at least one pair with finite scores; deterministic for a seed."""
-    n, wins = len(pairs), sum(pair.right for pair in pairs)
+    n, wins, bins = len(pairs), sum(pair.right for pair in pairs), calibration_bins(pairs)
     correlation, interval = length_correlation(pairs, seed=seed)
     card: dict[str, Any] = {
         "n": n,
@@ -70,9 +68,9 @@ def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, A
         "accuracy_ci95": list(wilson(wins, n)),
         "margin": sum(pair.margin for pair in pairs) / n,
         "margin_histogram": {"edges": list(MARGIN_EDGES), "counts": margin_histogram([pair.margin for pair in pairs])},
-        "ece": expected_calibration_error(pairs),
+        "ece": expected_calibration_error(bins),
         "ece_by_chance": ece_null_quantile(pairs, seed=seed),
-        "calibration": calibration_bins(pairs),
+        "calibration": bins,
         "length_correlation": correlation,
         "length_correlation_ci95": list(interval),
     }
@@ -115,13 +113,13 @@ def calibration_bins(pairs: Sequence[ScoredPair]) -> list[dict[str, float]]:
     ]
 
 
-def expected_calibration_error(pairs: Sequence[ScoredPair]) -> float:
+def expected_calibration_error(bins: Sequence[Mapping[str, float]]) -> float:
     """Return the expected calibration error: sum over bins of n_bin / n * |accuracy - mean confidence|.
 
     Guo et al. 2017, arXiv 1706.04599, equation 3, for two classes, so that bins start at 0.5.
     """
-    bins = calibration_bins(pairs)
-    return sum(entry["n"] * abs(entry["accuracy"] - entry["confidence"]) for entry in bins) / len(pairs)
+    gaps = sum(entry["n"] * abs(entry["accuracy"] - entry["confidence"]) for entry in bins)
+    return gaps / sum(entry["n"] for entry in bins)
 
 
 def ece_null_quantile(pairs: Sequence[ScoredPair], *, seed: int = 0) -> float:
@@ -255,7 +253,27 @@ def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float])
 
 def flags(card: Mapping[str, Any]) -> list[Problem]:
     """Return the card's problems: R10 length bias, R11 a probe that wins too often, R12 calibration."""
-    return [*_length_flags(card), *_probe_flags(card), *_calibration_flags(card)]
+    problems = []
+    if is_length_biased(card):
+        value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
+        text = "the score depends on the length of the answer: rank correlation "
+        text += f"{value:.2f} [{low:.2f}, {high:.2f}], limit {MAX_LENGTH_CORRELATION}"
+        if longer := card.get("longer_answer"):
+            text += f"; the longer answer is the chosen one in {longer['chosen']:.0%} of the evaluation pairs"
+        hint = "balance the pairs by length, or set ppo.overlong_penalty, and monitor objective/response_length"
+        problems.append(Problem("R10", text, hint=hint))
+    for name, probe in card["adversarial"]["probes"].items():
+        if is_probe_flagged(name, card):
+            text = f"{PROBE_LABELS[name]} scores above the chosen answer for {probe['beats']:.0%} of "
+            text += f"{card['adversarial']['n']} prompts, limit {probe_limit(name, card['accuracy']):.0%}"
+            hint = "PPO will exploit it: add pairs in which such answers are rejected"
+            hint += "; ignore this if the reward must not depend on the prompt" if name == "swapped_prompt" else ""
+            problems.append(Problem("R11", text, hint=hint))
+    if card["ece"] > ece_limit(card):
+        text = f"the scores are miscalibrated: ECE {card['ece']:.2f}, limit {MAX_ECE}; {describe_confidence(card)}"
+        hint = "over-confident: fewer epochs or a lower learning rate; under-confident: train longer"
+        problems.append(Problem("R12", text, hint=hint))
+    return problems
 
 
 def probe_limit(probe: str, accuracy: float) -> float:
@@ -287,48 +305,9 @@ def is_probe_flagged(name: str, card: Mapping[str, Any]) -> bool:
     return low > MIN_PROBE_LIMIT and wilson_difference((share, n), (1 - card["accuracy"], card["n"]), z)[0] > 0
 
 
-def _length_flags(card: Mapping[str, Any]) -> list[Problem]:
-    if not is_length_biased(card):
-        return []
-    value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
-    text = (
-        f"the score follows the length of the answer: correlation {value:.2f} [{low:.2f}, {high:.2f}], "
-        f"limit {MAX_LENGTH_CORRELATION}"
-    )
-    if longer := card.get("longer_answer"):
-        text += f"; the longer answer is the chosen one in {longer['chosen']:.0%} of the evaluation pairs"
-    hint = "balance the pairs by length, or hold PPO's length with ppo.overlong_penalty, and watch its response_length"
-    return [Problem("R10", text, hint=hint)]
-
-
-def _probe_flags(card: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    adversarial = card["adversarial"]
-    for name, probe in adversarial["probes"].items():
-        if is_probe_flagged(name, card):
-            text = (
-                f"{PROBE_LABELS[name]} scores above the chosen answer for {probe['beats']:.0%} of {adversarial['n']} "
-                f"prompts, limit {probe_limit(name, card['accuracy']):.0%}"
-            )
-            hint = "PPO will find it: add pairs in which such answers are rejected"
-            if name == "swapped_prompt":
-                hint += "; nothing to do where the reward is meant to look at the answer alone"
-            problems.append(Problem("R11", text, hint=hint))
-    return problems
-
-
-def _calibration_flags(card: Mapping[str, Any]) -> list[Problem]:
-    if card["ece"] <= ece_limit(card):
-        return []
-    confidences = describe_confidence(card)
-    text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {MAX_ECE}; {confidences}"
-    hint = "too much claimed: fewer epochs or a lower learning rate; too little: train for longer"
-    return [Problem("R12", text, hint=hint)]
-
-
 def describe_confidence(card: Mapping[str, Any]) -> str:
     """Return mean confidence and accuracy as text."""
-    return f"{mean_confidence(card):.2f} claimed right, {card['accuracy']:.2f} are"
+    return f"confidence {mean_confidence(card):.2f}, accuracy {card['accuracy']:.2f}"
 
 
 def mean_confidence(card: Mapping[str, Any]) -> float:

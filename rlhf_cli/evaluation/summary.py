@@ -1,17 +1,18 @@
 """Contents of report.json: means and win rates with 95 % intervals, best of n, frontier and reward model."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rlhf_cli import statistics, terminal
-from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.evaluation.aggregate import policy_means, win_rates
-from rlhf_cli.evaluation.frontier import frontier_section
+from rlhf_cli import runs, statistics, terminal
+from rlhf_cli.config.eval import EvalConfig, Select
+from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.responses import EvalResponses, SamplingParams, SnapshotSeries
-from rlhf_cli.evaluation.reward_cards import reward_model_section
+from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.runs.parents import Parent
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
+Section = dict[str, Any]
 
 
 def build_report(
@@ -21,36 +22,40 @@ def build_report(
     sampling: SamplingParams,
     parents: Mapping[str, Parent],
     series: SnapshotSeries,
-) -> dict[str, Any]:
+) -> Section:
     """Return the contents of report.json; keys without a value are absent. Warns R10-R12 of the reward model."""
+    seed = config.seed
     by_mode = {
         mode: {e.model: e for e in evaluated if e.mode == mode and f"models.{e.model}" in parents}
         for mode in config.eval.modes
     }
-    best_of_n = [e for e in evaluated if e.model.startswith("best_of")]
-    report: dict[str, Any] = {
+    sampled = by_mode["sampled"]
+    report: Section = {
         "n": num_prompts,
         "temperature": sampling.temperature,
         "response_length": sampling.response_length,
+        **_policies_section(sampled, seed),
     }
-    report |= _policies_section(by_mode["sampled"], config.seed)
     if "greedy" in by_mode:
-        report["greedy"] = _policies_section(by_mode["greedy"], config.seed)
-    if best_of_n:
-        report["best_of"] = [_best_of_section(e, by_mode["sampled"], config.seed) for e in best_of_n]
+        report["greedy"] = _policies_section(by_mode["greedy"], seed)
+    if best_of_n := [e for e in evaluated if e.model.startswith("best_of")]:
+        report["best_of"] = [_best_of_section(e, sampled, seed) for e in best_of_n]
     if series.missing:
         report["no_frontier"] = series.missing
     elif config.eval.frontier:
         policies = [e for e in evaluated if e.step is not None and e.mode == "sampled"]
-        report |= frontier_section(policies, by_mode["sampled"]["sft"], config.eval.selection, config.seed)
+        report |= frontier_section(policies, sampled["sft"], config.eval.selection, seed)
     report |= reward_model_section(parents)
     return report | {"warnings": terminal.emitted_warnings()}
 
 
-def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> dict[str, Any]:
+# Means and win rates
+
+
+def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> Section:
     pairs = [(policy, baseline) for policy, baseline in PAIRS if policy in policies and baseline in policies]
     return {
-        "models": {name: policy_means(evaluated, seed) for name, evaluated in policies.items()},
+        "models": {name: _policy_means(evaluated, seed) for name, evaluated in policies.items()},
         "win_rate": {
             f"{policy}_vs_{baseline}": win_rates(policies[policy], policies[baseline], seed)
             for policy, baseline in pairs
@@ -58,11 +63,133 @@ def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> dict[
     }
 
 
-def _best_of_section(best_of_n: EvalResponses, sampled: Mapping[str, EvalResponses], seed: int) -> dict[str, Any]:
+def _best_of_section(best_of_n: EvalResponses, sampled: Mapping[str, EvalResponses], seed: int) -> Section:
     n = int(best_of_n.model.removeprefix("best_of_"))
-    section = {"n": n, "kl_bound": statistics.best_of_n_kl(n), **policy_means(best_of_n, seed)}
+    section = {"n": n, "kl_bound": statistics.best_of_n_kl(n), **_policy_means(best_of_n, seed)}
     if "sft" in sampled:
         section["win_rate_vs_sft"] = win_rates(best_of_n, sampled["sft"], seed)
     if "ppo" in sampled:
         section["ppo_win_rate"] = win_rates(sampled["ppo"], best_of_n, seed)
     return section
+
+
+def _policy_means(evaluated: EvalResponses, seed: int) -> Section:
+    """Return the means over prompts of one policy, as in `models` of report.json."""
+    count, means = len(evaluated.responses), Section()
+    judges = {judge: _mean(scores, seed) for judge, scores in evaluated.scores.items()}
+    if "reward" in judges:
+        means |= {"reward_mean": judges["reward"]["mean"], "reward_ci95": judges["reward"]["ci95"]}
+    if evaluated.kl is not None:
+        kl = _mean(evaluated.kl, seed)
+        means |= {"kl": kl["mean"], "kl_ci95": kl["ci95"]}
+    return means | {
+        "response_length_mean": sum(evaluated.lengths) / count,
+        "eos_fraction": sum(evaluated.ended) / count,
+        "distinct_fraction": len(set(evaluated.responses)) / count,
+        "judges": judges,
+    }
+
+
+def _mean(values: Sequence[float], seed: int) -> Section:
+    return {"mean": sum(values) / len(values), "ci95": list(statistics.bootstrap_mean(values, seed=seed))}
+
+
+def win_rates(policy: EvalResponses, baseline: EvalResponses, seed: int) -> Section:
+    """Return per judge the fraction of prompts on which `policy` scores above `baseline`; a tie counts 0.5.
+
+    Each with its length-controlled win rate and the mean difference of the scores.
+    """
+    extra_lengths = [a - b for a, b in zip(policy.lengths, baseline.lengths, strict=True)]
+    rates = {}
+    for judge, scores in policy.scores.items():
+        other = baseline.scores[judge]
+        controlled, interval = statistics.length_controlled(scores, other, extra_lengths, seed=seed)
+        rates[judge] = {
+            **statistics.win_rate(scores, other),
+            "length_controlled": controlled,
+            "length_controlled_ci95": list(interval),
+            **statistics.paired_difference(scores, other, seed=seed),
+        }
+    return rates
+
+
+# The frontier: KL and judge scores of PPO's snapshots, and the selection of one of them
+
+
+def frontier_section(
+    policies: Sequence[EvalResponses], sft: EvalResponses, select: Select | None, seed: int
+) -> Section:
+    """Return {frontier: points by step}, and with `select` those of `select_point`. All respond to the same prompts."""
+    by_step = {policy.step: policy for policy in sorted(policies, key=lambda policy: policy.step or 0)}
+    points = []
+    for policy in by_step.values():
+        means = _policy_means(policy, seed)
+        renamed = {"reward" if key == "reward_mean" else key: value for key, value in means.items()}
+        points.append({"step": policy.step, **renamed, "win_rate": win_rates(policy, sft, seed)})
+    for judge in sft.scores:
+        scores = {step: policy.scores[judge] for step, policy in by_step.items()}
+        best = max(points, key=lambda point: point["judges"][judge]["mean"])["step"]
+        tied = statistics.within_noise(scores, seed=seed)
+        for point in points:
+            step = point["step"]
+            diff = statistics.paired_difference(scores[step], scores[best], seed=seed)
+            columns = {"from_best": diff["difference"], "from_best_ci95": diff["difference_ci95"]}
+            point["judges"][judge] |= {**columns, "within_noise": step in tied}
+    if select is None:
+        return {"frontier": points}
+    scores = {step: policy.scores[select.judge] for step, policy in by_step.items()}
+    return {"frontier": points, **select_point(points, scores, select, seed)}
+
+
+def select_point(points: list[Section], scores: Mapping[Any, list[float]], select: Select, seed: int) -> Section:
+    """Return {selected_step, selected}: the point with the highest mean of the judge within the bound on KL.
+
+    Ties go to the smaller KL. `selected` also has the rule as text, the other steps within noise of the best (for all
+    comparisons together), and the selection bias of its mean. Without a point within the bound there is no
+    `selected_step`. `scores` are the judge's, by step.
+    """
+    judge, kl_max = select.judge, select.kl_max
+    eligible = [point for point in points if kl_max is None or point["kl"] <= kl_max]
+    bound = "" if kl_max is None else f" with a KL of at most {kl_max:g}"
+    rule = f"the highest mean of {judge} among {len(eligible)} of {len(points)} policies{bound}"
+    if not eligible:
+        return {"selected": {"judge": judge, "rule": rule}}
+    best = max(eligible, key=lambda point: (point["judges"][judge]["mean"], -point["kl"]))
+    eligible_scores, step = {point["step"]: scores[point["step"]] for point in eligible}, best["step"]
+    tied = [other for other in statistics.within_noise(eligible_scores, seed=seed) if other != step]
+    bias = statistics.selection_bias(eligible_scores, seed=seed)
+    return {
+        "selected_step": step,
+        "selected": {"judge": judge, "rule": rule, "within_noise": tied, "optimism": bias, **best},
+    }
+
+
+# The reward model
+
+
+def reward_model_section(parents: Mapping[str, Parent]) -> Section:
+    """Return {reward_model: card} of models.reward, else of PPO's reward model; or {no_reward_card: reason}.
+
+    The card's flags are repeated as warnings.
+    """
+    reward = parents.get("models.reward")
+    if reward is not None:
+        return _card_section(reward.path, reward.stage, reward.manifest)
+    ppo = parents["models.ppo"]
+    for key, entry in ppo.manifest.get("parents", {}).items():
+        if key.startswith("rewards.") and entry["stage"] == "reward":
+            path = ppo.path / entry["path"]
+            manifest, problem = runs.read_manifest(path)
+            if not problem and manifest.get("model_sha256") == entry["sha256"]:  # not retrained since
+                return _card_section(path, "reward", manifest)
+    return {"no_reward_card": "models.reward is null, and PPO used no model of a reward stage that still exists"}
+
+
+def _card_section(path: Path, stage: str, manifest: Mapping[str, Any]) -> Section:
+    metrics, card = manifest.get("metrics", {}), manifest.get("card", {})
+    if reason := missing_card_reason(stage, manifest):
+        return {"no_reward_card": f"{shown(path)}: {reason}"}
+    for flag in card.get("flags", []):
+        terminal.warn(flag["code"], flag["text"], where=shown(path))
+    fields = {key: value for key, value in {**metrics, **card}.items() if key != "accuracy_ci95"}
+    return {"reward_model": {**fields, "ci95": metrics["accuracy_ci95"]}}

@@ -14,10 +14,7 @@ class _CleanRecord(logging.LogRecord):
 
 
 # Set before transformers, trl and bitsandbytes are imported, to keep their start-up messages from the user.
-for _name, _value in (
-    ("TRANSFORMERS_VERBOSITY", "error"),
-    ("HF_HUB_DISABLE_TELEMETRY", "1"),
-):
-    os.environ.setdefault(_name, _value)
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.setLogRecordFactory(_CleanRecord)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the left; return ids (B, W) int64 and mask (B, W) bool."""
-    width = max(map(len, rows), default=0)
-    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
-    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
-    return _as_tensors(ids, mask, width)
+    ids, mask = right_pad([row[::-1] for row in rows], pad)
+    return ids.flip(1), mask.flip(1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -27,17 +26,8 @@ def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tens
     width = max(map(len, rows), default=0)
     ids = [list(row) + [pad] * (width - len(row)) for row in rows]
     mask = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
-    return _as_tensors(ids, mask, width)
-
-
-def _as_tensors(ids: list[list[int]], mask: list[list[bool]], width: int) -> tuple[Tensor, Tensor]:
-    shape = len(ids), width
-    return torch.tensor(ids, dtype=torch.int64).reshape(shape), torch.tensor(mask).reshape(shape)
-
-
-def _append_columns(x: Tensor, count: int) -> Tensor:
-    """Return (B, W) with `count` columns of 0 added on the right."""
-    return torch.cat([x, x.new_zeros(len(x), count)], 1)
+    shape = len(rows), width
+    return torch.tensor(ids, dtype=torch.int64).reshape(shape), torch.tensor(mask, dtype=torch.bool).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -138,16 +128,16 @@ class Rollout:
     @classmethod
     def concat(cls, parts: Sequence["Rollout"]) -> "Rollout":
         """Concatenate the rows of rollouts whose prompts have the same width."""
-        missing = [max(part.response_mask.shape[1] for part in parts) - part.response_mask.shape[1] for part in parts]
+        width = max(part.response_mask.shape[1] for part in parts)
         ids, mask, response_mask = (
-            torch.cat([_append_columns(getattr(part, name), count) for part, count in zip(parts, missing, strict=True)])
+            torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
             for name in ("ids", "mask", "response_mask")
         )
         return cls(ids, mask, response_mask, torch.cat([part.ended for part in parts]))
 
     def to(self, device: torch.device) -> "Rollout":
-        ids, mask, response_mask, ended = (x.to(device) for x in (self.ids, self.mask, self.response_mask, self.ended))
-        return Rollout(ids, mask, response_mask, ended, self.row_offset)
+        names = ("ids", "mask", "response_mask", "ended")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def prompt_width(self) -> int:

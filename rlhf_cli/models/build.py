@@ -1,32 +1,42 @@
-"""Models from a transformers config: with new weights, or without any on torch's meta device."""
+"""Models from a transformers config: with new weights, or without any on torch's meta device; checks of stored weights.
+
+transformers fills missing weights with random values, drops unused ones, and continues. `check_headers` and
+`require_fit` use its loader's report: first with names and shapes only, on the meta device, which needs no memory;
+then for the actual load.
+"""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
-from rlhf_cli.errors import RLHFError, closest_match
-from rlhf_cli.models import devices
+from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.files import read_json_object
+from rlhf_cli.models import devices, sharding
 
 META = torch.device("meta")
+# Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
+MAX_NAMES = 3  # tensors named in a message
+
+# Auto class, labels, folder and its files' stats -> the missing head. Several config keys and stages name one model.
+_checked: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
 
 def new_causal_lm(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
-    """Return a causal LM with new float32 weights, from config `fields` and the tokenizer's size and special ids.
-
-    Raises what `new_config` raises, and C17 for values that define no valid model.
-    """
+    """Return a causal LM with new float32 weights. Raises what `new_config` raises, and C17 for invalid values."""
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     config = new_config(fields, vocab_size=len(tokenizer), **special)
-    try:
+    with _translate_field_errors():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-    except Exception as error:  # each model family validates its config with different exceptions
-        raise _invalid_fields(error) from error
     devices.set_num_threads(model.num_parameters())
     return model
 
@@ -44,71 +54,195 @@ def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
     known = AutoConfig.for_model(model_type).to_dict().keys() | {"tie_word_embeddings"}
     for name in fields:
         if name in from_tokenizer:
-            raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="take the line out")
+            raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="remove the line")
         if name not in known:
             near = closest_match(name, known)
             text = f"model.new.{name}: a {model_type} config has no such field"
             raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
     settings = {name: value for name, value in fields.items() if name != "model_type"}
-    try:
+    with _translate_field_errors():
         return AutoConfig.for_model(model_type, **settings, **from_tokenizer)
-    except Exception as error:  # each model family validates its config with different exceptions
-        raise _invalid_fields(error) from error
-
-
-def _invalid_fields(error: Exception) -> RLHFError:
-    text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
-    return RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one")
-
-
-def causal_lm_from_config(
-    config: Any, *, dtype: str = "auto", attn_implementation: str | None = None, device: torch.device = META
-) -> Any:
-    """Return the causal LM of a transformers config, with the dtype that `load.load_causal_lm` would use."""
-    return _from_config(AutoModelForCausalLM, config, dtype, attn_implementation, device)
-
-
-def reward_model_from_config(
-    config: Any, *, dtype: str = "auto", attn_implementation: str | None = None, device: torch.device = META
-) -> Any:
-    """Return a one-label sequence classifier with the backbone of a transformers config."""
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    return _from_config(AutoModelForSequenceClassification, config, dtype, attn_implementation, device)
-
-
-def backbone_from_config(config: Any) -> Any:
-    """Return the model of a transformers config without a head, on the meta device."""
-    return _from_config(AutoModel, config, "auto", None, META)
-
-
-def meta_model(auto_class: Any, config: Any) -> Any:
-    """Return the float32 model that a transformers auto class creates from a config, on the meta device."""
-    return _from_config(auto_class, copy.deepcopy(config), "float32", None, META)
-
-
-def kv_cache(model: Any) -> DynamicCache:
-    """Return an empty key-value cache for a rollout."""
-    return DynamicCache(config=model.config)
-
-
-def _from_config(
-    auto_class: Any, config: Any, dtype: str, attn_implementation: str | None, device: torch.device
-) -> Any:
-    with device, translate_config_errors():
-        return auto_class.from_config(
-            config, dtype=devices.resolve_dtype(dtype), attn_implementation=attn_implementation
-        )
 
 
 @contextmanager
-def translate_config_errors() -> Iterator[None]:
-    """Context manager that raises RLHFError M01 for a config that transformers cannot build a model from."""
+def _translate_field_errors() -> Iterator[None]:
     try:
         yield
+    except Exception as error:  # each model family validates its config with different exceptions
+        text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
+        raise RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one") from error
+
+
+def causal_lm_from_config(config: Any, **options: Any) -> Any:
+    """Return the causal LM of a transformers config, by default on the meta device; `options` as `_from_config`."""
+    return _from_config(AutoModelForCausalLM, config, **options)
+
+
+def reward_model_from_config(config: Any, **options: Any) -> Any:
+    """Return a one-label sequence classifier with the backbone of a transformers config."""
+    return _from_config(AutoModelForSequenceClassification, one_label(config), **options)
+
+
+def one_label(config: Any) -> Any:
+    """Return a copy of a config for a classifier with one label."""
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    return config
+
+
+def _from_config(
+    auto_class: Any,
+    config: Any,
+    *,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    device: torch.device = META,
+) -> Any:
+    """Return an auto class's model, with the dtype that `load` uses. Raises RLHFError M01 for a bad config."""
+    resolved = devices.resolve_dtype(dtype)
+    try:
+        with device:
+            return auto_class.from_config(config, dtype=resolved, attn_implementation=attn_implementation)
     except Exception as error:  # each model family validates its config with different exceptions
         if isinstance(error, RLHFError) or system.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
-        text = f"no model can be made by this config: {type(error).__name__}: {reason}"
+        text = f"no model can be built from this config: {type(error).__name__}: {reason}"
         raise RLHFError("M01", text) from error
+
+
+def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]:
+    """Return the weights of a classifier's head that the folder lacks, reading only the headers of its files.
+
+    Quantized weights and models with custom code are not checked here but by `require_fit`, after loading.
+    Raises RLHFError M13 for weights that do not fit, M01 for a config that no model can be built from.
+    """
+    if getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
+        return ()
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors") and path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    versions = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    key = (auto_class, config.num_labels, folder, versions)
+    if key not in _checked:
+        model, report = _load_on_meta(auto_class, folder, config)
+        _checked[key] = require_fit(folder, model, report, auto_class, config)
+    return _checked[key]
+
+
+def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    state: dict[str, torch.Tensor] = {}
+    files = weight_files(folder)
+    if not files:
+        raise RLHFError("M01", f"{shown(folder)} has no weights (model.safetensors)")
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in list(file.keys()):
+                state[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+    model = _from_config(auto_class, copy.deepcopy(config), dtype="float32")
+    with sharding.zero3_disabled():
+        return type(model).from_pretrained(
+            None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
+            ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
+        )  # fmt: skip
+
+
+def require_fit(
+    folder: Path | str, model: Any, report: dict[str, Any], auto_class: Any, config: Any
+) -> tuple[str, ...]:
+    """Return the weights of a classifier's head that a folder lacks. Raises RLHFError M13 for any other mismatch.
+
+    `report` is transformers' loading report, which omits tied weights and names that a model class ignores; `config` is
+    the folder's own, possibly of a composite model. Intended mismatches are: heads of other tasks in a classifier's
+    folder, the other towers of a composite model of which `model` is the text model, and stored masks and angles.
+    """
+    missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
+    classifies = auto_class is AutoModelForSequenceClassification
+    backbone = f"{model.base_model_prefix}."
+    missing_head = tuple(name for name in missing if classifies and not name.startswith(backbone))
+    if unexpected:
+        towers = _other_towers(model, config)
+        backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
+        other_heads = _other_heads(model, unexpected) if classifies and backbone_complete else set()
+        unexpected = {
+            name for name in unexpected - other_heads
+            if not (name.startswith(VALUE_HEAD) or name.endswith(BUFFERS) or towers & set(name.split(".")))
+        }  # fmt: skip
+    shapes = sorted(report["mismatched_keys"])
+    reshaped = [f"{name} {list(stored)}, not {list(expected)}" for name, stored, expected in shapes]
+    missing_backbone = [name for name in missing if name not in missing_head]
+    if not (missing_backbone or unexpected or reshaped):
+        return missing_head
+    # The head of a reward model that is trained from a causal LM is new.
+    missing = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
+    groups = {"missing": missing, "not in the model": sorted(unexpected), "of another shape": reshaped}
+    listed = "; ".join(f"{len(names)} {group} ({_listed(names)})" for group, names in groups.items() if names)
+    text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
+    hint = "copy or download the folder again: weights and config.json must be of one model"
+    raise RLHFError("M13", text, hint=hint)
+
+
+def check_tied_embeddings(folder: Path | str, model: Any) -> None:
+    """Raise RLHFError M13 if the config ties embeddings and head, but the files have two different matrices.
+
+    transformers keeps both until the embeddings are resized, and then replaces one by the other.
+    """
+    head = model.get_output_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
+        reason = "config.json has tie_word_embeddings, but the head differs from the embeddings"
+        hint = "set tie_word_embeddings to false in config.json"
+        raise RLHFError("M13", f"{shown(folder)}: {reason}", hint=hint)
+
+
+def is_classifier(config: Any) -> bool:
+    """Return True if a config belongs to a trained sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+
+
+def _other_heads(model: Any, unexpected: set[str]) -> set[str]:
+    """Return the names of other tasks' heads, under any name, and of a pooler; the backbone must be complete."""
+    backbone = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+    return {name for name in unexpected if name.split(".")[0] not in backbone or "pooler" in name.split(".")}
+
+
+def _other_towers(model: Any, config: Any) -> set[str]:
+    """Return the names of a composite model's modules other than its text model; empty if `model` is composite."""
+    if type(model.config) is type(config):
+        return set()
+    composite = _from_config(AutoModel, config)
+    embeddings = composite.get_input_embeddings()
+    children = composite.named_children()
+    return {name for name, child in children if all(module is not embeddings for module in child.modules())}
+
+
+def _listed(names: Collection[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{', '.join(list(names)[:MAX_NAMES])}{more}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: a single one, or those in the index. Raises RLHFError M01, S03."""
+    single = folder / "model.safetensors"
+    paths = [single] if single.exists() else [folder / name for name in sorted(shard_files(folder))]
+    for path in paths:
+        if path.exists() and not path.is_file():
+            raise RLHFError("M01", "not a regular file, and reading it may never end", where=shown(path))
+    return paths
+
+
+def shard_files(folder: Path) -> set[str]:
+    """Return the file names in the index of sharded weights; an empty set without an index.
+
+    Raises RLHFError M01 for an index without file names, S03 for files outside of the folder.
+    """
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return set()
+    weight_map = (read_json_object(path) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        text = '"weight_map" must give the file of each weight'
+        hint = "download the file again, or remove it if model.safetensors has all weights"
+        raise RLHFError("M01", text, where=shown(path), hint=hint)
+    if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
+        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
+    return set(weight_map.values())

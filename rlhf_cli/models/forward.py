@@ -2,10 +2,9 @@
 
 Rows are padded on the right (MicroBatch), so a causal model needs no attention mask: no token attends to its right.
 
-`in_place_embedding_gradients` adds the gradients of embedding and head to `.grad` in place. Autograd creates each such
-gradient as a separate matrix before it adds it: for the embedding once per micro-batch, nearly all zeros, for the head
-once per chunk of logits. That is 8 MB each time for 8192 tokens of width 256, 933 MB for 152,000 of width 1536. In
-place, the head's matrix multiplication accumulates directly, and only the embedding rows of the batch are touched.
+`in_place_embedding_gradients` adds the gradients of embedding and head to `.grad` in place. Autograd would create each
+as a separate matrix, for the embedding per micro-batch and for the head per chunk of logits: 933 MB for a vocabulary of
+152,000 and width 1536. In place, only the embedding rows of the batch are touched.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,11 +42,11 @@ class ValueHead(nn.Module):
 
 def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
     """Return the hidden states (N, H) from which a causal LM's head computes the logits of each response token."""
-    return _hidden_before_responses(model.get_decoder(), micro)
+    return _states_before_responses(model.get_decoder(), micro)
 
 
-def _hidden_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
-    """Return the hidden states (N, H) before each response token. A row's last token is not passed to the model."""
+def _states_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
+    # A row's last token is not passed to the model.
     return packing.hidden_states_at(backbone, micro.ids, micro.lengths - 1, micro.row_index, micro.logit_position)
 
 
@@ -68,7 +67,7 @@ def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _StubOutput:
-    """A decoder output with hidden states only."""
+    """A decoder output with hidden states only; the additional outputs of a model family are None."""
 
     last_hidden_state: Tensor
 
@@ -76,7 +75,7 @@ class _StubOutput:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        """Return None for the additional outputs of a model family."""
+        return None
 
 
 def response_logits(model: Any, micro: MicroBatch) -> Tensor:
@@ -99,7 +98,7 @@ def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None =
     """
     if isinstance(model, ValueHead):
         return model(hidden)
-    return _head_scores(model, _hidden_before_responses(model.base_model, micro))
+    return _head_scores(model, _states_before_responses(model.base_model, micro))
 
 
 def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
@@ -123,7 +122,7 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
     split = micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
-    for rows in track_progress("score: micro-batch", list(split)):
+    for rows in track_progress("score: micro-batch", split):
         scores[rows] = pooled_scores(model, rollout.micro_batch(rows))
     return scores
 
@@ -134,10 +133,9 @@ def disable_dropout(model: nn.Module) -> None:
     The model's config, which is saved, keeps its dropout values.
     """
     for module in model.modules():
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and (
-                "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
-            ):
+            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
                 setattr(module, name, 0.0)
     model.eval()
 
@@ -155,9 +153,8 @@ def gradient_checkpointing(*models: nn.Module) -> Iterator[None]:
     transformers does so only for layers in training mode, and then drops their key-value cache. So training mode is
     set only here, and only on those layers.
     """
-    layers = [
-        module for model in models for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-    ]
+    modules = [module for model in models for module in model.modules()]
+    layers = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
     try:
@@ -175,12 +172,9 @@ def in_place_embedding_gradients(*models: Any) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for model in models:
-            layers: list[tuple[Any, Any, Any]] = [
-                (model.get_input_embeddings(), nn.Embedding, _embed),
-                (model.get_output_embeddings(), nn.Linear, _project),
-            ]
-            for layer, layer_class, function in layers:
-                if type(layer) is layer_class and layer.weight.requires_grad and not layer.weight._backward_hooks:
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                function = IN_PLACE_FORWARD.get(type(layer))
+                if function and layer.weight.requires_grad and not layer.weight._backward_hooks:
                     layer.forward = partial(function, layer)  # overrides the class's method
                     undo.callback(delattr, layer, "forward")
         yield
@@ -232,3 +226,6 @@ def _accumulate(weight: Any, add: Callable[[Tensor], Any]) -> None:
     add(weight.grad)
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)
+
+
+IN_PLACE_FORWARD: dict[type, Callable[..., Tensor]] = {nn.Embedding: _embed, nn.Linear: _project}

@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,7 +21,7 @@ from huggingface_hub.utils import (
 )
 
 from rlhf_cli import distributed, terminal
-from rlhf_cli.data.hub import is_offline
+from rlhf_cli.data.sources import is_offline
 from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.files import file_sha256, list_files
 from rlhf_cli.runs.parents import MODEL_SUFFIXES
@@ -35,7 +35,7 @@ LOADED_FILES = (
     "adapter_config.json", "adapter_model.*", "config.json", "generation_config.json", "tokenizer*", "vocab.*",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-NO_TOKEN = "`hf auth login`, or HF_TOKEN in the environment"
+LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class PushResult:
 
 def require_token(repo: str, where: str | None = None) -> None:
     """Raise RLHFError C17 if `repo` cannot be written: there is no token, or HF_HUB_OFFLINE is set."""
-    text = f"pushing to {repo} needs "
     if get_token() is None:
-        raise RLHFError("C17", f"{text}a token of the hub", where=where, hint=NO_TOKEN)
+        raise RLHFError("C17", f"pushing to {repo} needs a token of the hub", where=where, hint=LOGIN)
     if is_offline():
-        raise RLHFError("C17", f"{text}the hub, and HF_HUB_OFFLINE is set", where=where, hint="unset HF_HUB_OFFLINE")
+        text = f"pushing to {repo} needs the hub, and HF_HUB_OFFLINE is set"
+        raise RLHFError("C17", text, where=where, hint="unset HF_HUB_OFFLINE")
 
 
 def require_access(repo: str, *, public: bool) -> None:
@@ -69,15 +69,55 @@ def require_access(repo: str, *, public: bool) -> None:
     hub = HfApi()
     try:
         user = hub.whoami()
-        info = _repository_info(hub, repo)
-        if info:
+        try:
+            private: bool | None = bool(hub.model_info(repo).private)
             hub.auth_check(repo, write=True)
+        except RepositoryNotFoundError:  # or one that this token cannot read
+            private = None
     except Exception as error:  # HTTP and network libraries have different exceptions
         raise _access_error(repo, error) from error
-    if info is None:
+    if private is None:
         _require_namespace(repo, user)
-    elif bool(info.private) == public:
-        raise _visibility_error(repo, public)
+    elif private and public:
+        text = f"{repo} is a private repository: --public would publish all of its history"
+        raise RLHFError("C17", text, hint=f"remove --public; or make it public at {hub.endpoint}/{repo}/settings")
+    elif not private and not public:
+        text = f"{repo} is a public repository: everyone could read the upload"
+        raise RLHFError("C17", text, hint="add --public if you want that, or name another repository")
+
+
+def _require_name(repo: str) -> None:
+    try:
+        validate_repo_id(repo)
+        problem = None if "/" in repo else "the owner is missing"
+    except HFValidationError as error:
+        problem = str(error).partition(":")[0].rstrip(".")
+    if problem:
+        raise RLHFError("C05", f"--push {repo}: {problem}", hint="OWNER/NAME, of letters, digits, -, _ and .")
+
+
+def _require_namespace(repo: str, user: dict[str, Any]) -> None:
+    """Raise RLHFError E07 if the user cannot create repositories of this owner, as far as the Hub's answer shows."""
+    owner, user_name = repo.split("/")[0], str(user.get("name"))
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        text = f"the token of {user_name} is read-only and cannot create {repo}"
+        raise RLHFError("E07", text, hint="use a token with write access")
+    organizations = [str(org.get("name")) for org in user.get("orgs", []) if org.get("roleInOrg") != "read"]
+    if owner.casefold() not in map(str.casefold, [user_name, *organizations]):
+        text = f"{repo} does not exist, and {user_name} can create repositories only for "
+        hint = f"--push {user_name}/{repo.split('/')[1]}"
+        raise RLHFError("E07", text + ", ".join([user_name, *organizations]), hint=hint)
+
+
+def _access_error(repo: str, error: Exception) -> RLHFError:
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return RLHFError("E07", f"the hub rejects the token for {repo}", hint=LOGIN)
+    if status == 403:
+        hint = "use a token with write access, or name a repository of yours"
+        return RLHFError("E07", f"the token has no write access to {repo}", hint=hint)
+    text = f"{HfApi().endpoint} cannot be reached for {repo}: {_reason(error)}"
+    return RLHFError("E07", text, hint="remove --push; `hf upload` can upload later")
 
 
 def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: bool = False) -> PushResult:
@@ -87,10 +127,13 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     files and older commits stay. Then each uploaded file's hash is compared. Raises RLHFError R17.
     """
     names = [name for name in list_files(folder) if name not in LOCAL_FILES]
-    _require_model_files(folder, names)
+    unknown = [name for name in names if name != CARD and Path(name).suffix not in MODEL_SUFFIXES]
+    if unknown:  # such as a pickle: `save.save_model` does not write it
+        text = f"{shown(folder / unknown[0])} is not a file of a model: nothing was uploaded"
+        raise RLHFError("R17", text, hint="remove it; only safetensors, JSON and text files are uploaded")
     hub, removed = HfApi(), list[str]()
     try:
-        with _client(bars):
+        with _quiet_client(bars):
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
             existing = [file.rfilename for file in before.siblings or []]
@@ -104,8 +147,9 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
             ).oid
             _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
     except Exception as error:  # a network has many ways to fail
-        text = f"the push to {repo} failed, {shown(folder)} is whole: {_reason(error)}"
-        raise RLHFError("R17", text, hint=f"go on with: {_upload_command(folder, repo, public, removed)}") from error
+        text = f"the push to {repo} failed, {shown(folder)} is complete: {_reason(error)}"
+        hint = f"resume with: {_upload_command(folder, repo, public, removed)}"
+        raise RLHFError("R17", text, hint=hint) from error
     private = bool(before.private)
     return PushResult(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
 
@@ -120,69 +164,6 @@ def push_best(folder: Path, repo: str, message: str) -> None:
         terminal.warn("R09", error.problems[0].text, hint=error.problems[0].hint)
 
 
-def _require_name(repo: str) -> None:
-    try:
-        validate_repo_id(repo)
-        fault = None if "/" in repo else "it names no owner"
-    except HFValidationError as error:
-        fault = str(error).partition(":")[0].rstrip(".")
-    if fault:
-        raise RLHFError("C05", f"--push {repo}: {fault}", hint="OWNER/NAME, of letters, digits, -, _ and .")
-
-
-def _repository_info(hub: HfApi, repo: str) -> Any:
-    """Return the Hub's information about a repository; None if this token can see no such repository."""
-    try:
-        return hub.model_info(repo)
-    except RepositoryNotFoundError:
-        return None
-
-
-def _require_namespace(repo: str, user: Mapping[str, Any]) -> None:
-    """Raise RLHFError E07 if the user cannot create repositories of this owner, as far as the Hub's answer shows."""
-    owner, name = repo.split("/")[0], str(user.get("name"))
-    role = user.get("auth", {}).get("accessToken", {}).get("role")
-    organizations = [org for org in user.get("orgs", []) if org.get("roleInOrg") != "read"]
-    writable = [name, *(str(org.get("name")) for org in organizations)]
-    if role == "read":
-        raise RLHFError(
-            "E07", f"the token of {name} may read alone, and not make {repo}", hint="take one that may write"
-        )
-    if owner.casefold() not in map(str.casefold, writable):
-        text = f"{repo} is not there, and {name} cannot make it: {owner} is neither {' nor '.join(writable)}"
-        raise RLHFError("E07", text, hint=f"--push {name}/{repo.split('/')[1]}")
-
-
-def _visibility_error(repo: str, public: bool) -> RLHFError:
-    settings = f"{HfApi().endpoint}/{repo}/settings"
-    if public:
-        text = f"{repo} is there, and private: --public would show all that it has ever held"
-        return RLHFError("C17", text, hint=f"leave --public out; or make it public at {settings}")
-    text = f"{repo} is there, and public: all can see what is pushed to it"
-    return RLHFError("C17", text, hint="add --public if that is meant; or name another repository")
-
-
-def _access_error(repo: str, error: Exception) -> RLHFError:
-    """Return the error for a repository that the Hub does not let this token write."""
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if status == 401:
-        return RLHFError("E07", f"the hub does not take the token that is to write {repo}", hint=NO_TOKEN)
-    if status == 403:
-        return RLHFError(
-            "E07", f"the token may not write {repo}", hint="take one that may, or name a repository of yours"
-        )
-    text = f"{HfApi().endpoint} cannot be asked about {repo}: {_reason(error)}"
-    return RLHFError("E07", text, hint="leave --push out; `hf upload` does it later")
-
-
-def _require_model_files(folder: Path, names: Collection[str]) -> None:
-    """Raise RLHFError R17 for a file that `save.save_model` does not write, such as a pickle."""
-    unknown = [name for name in names if name != CARD and Path(name).suffix not in MODEL_SUFFIXES]
-    if unknown:
-        text = f"{shown(folder / unknown[0])} is no file of a model: nothing was sent"
-        raise RLHFError("R17", text, hint="look where it comes from; what is sent is safetensors, JSON and text alone")
-
-
 def _is_loaded(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in LOADED_FILES) and "/" not in name
 
@@ -191,7 +172,7 @@ def _require_same(uploaded: Collection[Any], folder: Path, names: Collection[str
     """Raise ValueError if a file of the repository differs from the folder's, or is left from another upload."""
     files = {file.rfilename: file for file in uploaded}
     if leftover := [name for name in files if name not in names and _is_loaded(name)]:
-        raise ValueError(f"{leftover[0]} of another upload is there too")
+        raise ValueError(f"the repository has {leftover[0]} of another upload")
     for name in names:
         path, file = folder / name, files.get(name)
         if file is None:
@@ -202,7 +183,7 @@ def _require_same(uploaded: Collection[Any], folder: Path, names: Collection[str
             content = path.read_bytes()
             same = file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         if not same:
-            raise ValueError(f"{name} has another content there than here")
+            raise ValueError(f"{name} on the hub differs from the uploaded file")
 
 
 def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:
@@ -217,8 +198,8 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _client(bars: bool) -> Iterator[None]:
-    """Context manager that shows or hides the Hub client's progress bars, and hides its messages."""
+def _quiet_client(bars: bool) -> Iterator[None]:
+    """Hide the Hub client's messages, and show or hide its progress bars."""
     level, disabled = logging.get_verbosity(), are_progress_bars_disabled()
     with warnings.catch_warnings(action="ignore"):
         logging.set_verbosity_error()

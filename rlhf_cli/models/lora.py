@@ -1,6 +1,4 @@
-"""LoRA and QLoRA adapters: add, save, load, merge. peft and 4-bit weights (bitsandbytes) are imported only here,
-and only when adapters are used.
-"""
+"""LoRA and QLoRA adapters: add, save, load, merge. peft and bitsandbytes are imported only here, and only if used."""
 
 import json
 import os
@@ -17,13 +15,12 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.config.adapters import LoRA
+from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
 from rlhf_cli.models import build, devices, tokenizers
-from rlhf_cli.runs.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED
-from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
 
 # The fields read from an adapter_config.json. All others are ignored: peft would import modules that they name.
 TRUSTED_FIELDS = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
@@ -36,28 +33,28 @@ TRAINED_CONFIG_FIELDS = ("pad_token_id", "reward_mean", "reward_std")
 
 
 def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
-    """Resize the embeddings to the tokenizer, and add the adapters that the config asks for.
-
-    `parent` is what `model` was loaded from. Raises RLHFError C07 for missing target modules, C17 if the model cannot
-    be quantized to 4 bits.
-    """
+    """Resize the embeddings to the tokenizer, and add the configured adapters to a model loaded from `parent`."""
     settings = config.model.adapters
     if settings is None:
         tokenizers.resize_to_tokenizer(model, tokenizer)
         return model
     assert parent is not None, "model.new takes no adapters"
-    base, device = parent.hub or parent.model, devices.device()
-    bf16 = devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
     with at_location(config.where("model.adapters.target_modules")):
         return add_adapters(
-            model, settings, vocab_size=len(tokenizer), base=base, revision=parent.revision, device=device, bf16=bf16
+            model,
+            settings,
+            vocab_size=len(tokenizer),
+            base=parent.hub or parent.model,
+            revision=parent.revision,
+            device=devices.device(),
+            bf16=devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16),
         )
 
 
 def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_config: Any) -> None:
     """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules."""
-    key = "models.adapters" if isinstance(config, PPOConfig) else "model.adapters"
-    settings = config.models.adapters if isinstance(config, PPOConfig) else config.model.adapters
+    key, model = ("models", config.models) if isinstance(config, PPOConfig) else ("model", config.model)
+    key, settings = f"{key}.adapters", model.adapters
     if settings is not None and settings.target_modules != "all-linear":
         with at_location(config.where(f"{key}.target_modules")):
             target_modules(build.causal_lm_from_config(model_config), settings, key)
@@ -68,7 +65,7 @@ def refuse_new_tokens(config: SFTConfig | RewardConfig, tokenizer: Any, size_bef
     if config.model.adapters is not None and len(tokenizer) > size_before:
         names = tokenizer.convert_ids_to_tokens(list(range(size_before, len(tokenizer))))
         text = f"model.chat_template adds {' and '.join(names)}, whose embeddings adapters do not train"
-        hint = "take a template of tokens that the model knows, or leave model.adapters out"
+        hint = "take a template of tokens that the model knows, or remove model.adapters"
         raise RLHFError("C17", text, where=config.where("model.chat_template"), hint=hint)
 
 
@@ -141,7 +138,7 @@ def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> l
         if target not in known:
             near = closest_match(target, known)
             text = f"{key}.target_modules: no linear layer inside of the model is called {target}"
-            raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"there are {', '.join(known)}")
+            raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"known layers: {', '.join(known)}")
     return sorted(set(settings.target_modules))
 
 
@@ -159,9 +156,9 @@ def can_quantize(layer: Any) -> bool:
 
 
 def grow_embeddings(model: Any, vocab_size: int) -> None:
-    """Resize embeddings and head to at least `vocab_size` rows; new rows are the mean of the old ones.
+    """Resize embeddings and head to at least `vocab_size` rows.
 
-    New rows are not trained, so the mean makes them the same wherever the adapter is loaded.
+    New rows are not trained; as the mean of the old ones they are the same wherever the adapter is loaded.
     """
     before = model.get_input_embeddings().weight.shape[0]
     if vocab_size <= before:
@@ -208,10 +205,7 @@ def head_weights(folder: Path) -> set[str]:
 
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
-    """Merge the adapter in `folder` into the weights of its base `model`; `config` is the config of the result.
-
-    Raises RLHFError M01 if the adapter does not fit the base.
-    """
+    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
     grow_embeddings(model, config.get_text_config().vocab_size)
     peft_model, _ = _attach(model, folder)
     peft_model.merge_and_unload()
@@ -220,10 +214,7 @@ def merge_adapter(model: Any, folder: Path, config: Any) -> None:
 
 
 def load_adapter(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
-    """Return a peft model of `model` and the adapter in `folder`, in which only adapter and head are trainable.
-
-    `base` is as in `add_adapters`. Raises RLHFError M01 if the adapter does not fit the base.
-    """
+    """Return a peft model of `model` and the adapter in `folder`; only adapter and head are trainable. Raises M01."""
     from peft import set_peft_model_state_dict
 
     peft_model, tensors = _attach(model, folder)
@@ -273,7 +264,7 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
             unexpected = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True).unexpected_keys
             missing = [name for name, weight in peft_model.named_parameters() if weight.is_meta]
             if unexpected or missing:
-                raise ValueError(f"{(unexpected or missing)[0]} has no place there, or no numbers")
+                raise ValueError(f"{(unexpected or missing)[0]} is unknown to the model, or missing in the file")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
         raise RLHFError("M01", text, hint="train the adapter again") from error
@@ -281,7 +272,6 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
-    """Copy the config fields that training set, and a language model's generation config, to the base's model."""
     for name in TRAINED_CONFIG_FIELDS:
         if hasattr(config, name):
             setattr(model.config, name, getattr(config, name))

@@ -1,10 +1,9 @@
 """Sequence packing: rows of different lengths are concatenated, so that nothing is computed for padding.
 
-Most of a transformer processes each token by itself, and so gets the real tokens only: (1, T, H). Only attention must
-know the row of each token. There the rows are padded to batches (n, L), attended to by transformers' own `sdpa` code
-with the mask that it creates for such a batch, and concatenated again. On a CPU a batch contains consecutive rows of
-one length, which needs no copy and no padding. On an accelerator, where a call costs more than padding, all rows form
-one batch.
+Most of a transformer processes each token by itself, and so gets the real tokens only: (1, T, H). In attention the rows
+are padded to batches (n, L), for transformers' own `sdpa` code and mask, and concatenated again. On a CPU a batch
+contains consecutive rows of one length, which needs no padding. On an accelerator, where a call costs more than
+padding, all rows form one batch.
 """
 
 import inspect
@@ -120,28 +119,23 @@ def enable(models: Sequence[Any]) -> bool:
     A model cannot if its attention is not transformers' `sdpa`, or if packing changes its hidden states in a trial.
     """
     unpacked = [model for model in models if not is_enabled(model)]
-    if all(
-        model.config._attn_implementation == "sdpa" and _accepts_position_ids(model.base_model) for model in unpacked
-    ):
-        expected = [_trial(model) for model in unpacked]
-        for model in unpacked:
-            model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        pairs = zip(unpacked, expected, strict=True)
-        if all(is_enabled(model) and _is_close(_trial(model), states) for model, states in pairs):
-            return True
     for model in unpacked:
-        if is_enabled(model):
-            model.set_attn_implementation("sdpa")
+        accepts_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        if model.config._attn_implementation != "sdpa" or not accepts_positions:
+            return False
+    expected = [_trial(model) for model in unpacked]
+    for model in unpacked:
+        model.set_attn_implementation(ATTN_IMPLEMENTATION)
+    pairs = zip(unpacked, expected, strict=True)
+    if all(is_enabled(model) and _is_close(_trial(model), states) for model, states in pairs):
+        return True
+    for model in filter(is_enabled, unpacked):
+        model.set_attn_implementation("sdpa")
     return False
-
-
-def _accepts_position_ids(backbone: Any) -> bool:
-    return "position_ids" in inspect.signature(backbone.forward).parameters
 
 
 @torch.no_grad()
 def _trial(model: Any) -> Tensor:
-    """Return the last hidden states (T, H) of three short rows."""
     lengths = torch.tensor([5, 2, 4], device=model.device)
     row = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2], device=model.device)
     column = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=model.device)

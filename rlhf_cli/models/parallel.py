@@ -54,15 +54,10 @@ class ProcessGroup:
         """Call a function on each rank and return all results, by rank. An exception on one rank is raised on all."""
         if self.world_size == 1:
             return [function()]
-        own: tuple[T | None, Exception | None]
-        try:
-            own = function(), None
-        except Exception as error:
-            own = None, error
-        results = self.all_gather_object(own)
+        results = self.all_gather_object(_outcome(function))
         if failure := next((error for _, error in results if error), None):
             raise failure
-        return [result for result, _ in results]  # type: ignore[misc]
+        return [result for result, _ in results]
 
     def map_rows(self, total: int, function: Callable[[slice], T]) -> list[T]:
         """Call a function on each rank's slice of `total` rows; return the results of non-empty slices, in order."""
@@ -74,18 +69,13 @@ class ProcessGroup:
         """Call a function on rank 0 and return its result on all ranks. Its exception is raised on all."""
         if self.world_size == 1:
             return function()
-        box: list[T | Exception | None] = [None, None]
-        if self.rank == 0:
-            try:
-                box[0] = function()
-            except Exception as error:
-                box[1] = error
+        box: list[Any] = list(_outcome(function)) if self.rank == 0 else [None, None]
         with self._raise_peer_ended():
             dist.broadcast_object_list(box, src=0)
         result, failure = box
-        if isinstance(failure, Exception):
+        if failure:
             raise failure
-        return result  # type: ignore[return-value]
+        return result
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, bit-identical on each."""
@@ -138,12 +128,19 @@ class ProcessGroup:
             yield
         except RuntimeError as error:  # from gloo, and every torch.distributed error
             message = " ".join(str(error).split())[:200]
-            text = f"process {self.rank} of {self.world_size} waits for another that has ended: {message}"
-            hint = "look for that one's own message; the same command goes on from the last state"
+            text = f"process {self.rank} of {self.world_size} waits for a process that has ended: {message}"
+            hint = "look for the error of that process; the same command resumes from the last checkpoint"
             raise RLHFError("R14", text, hint=hint) from error
 
 
 SINGLE_PROCESS = ProcessGroup()
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -180,7 +177,6 @@ def init_process_group() -> ProcessGroup:
 
 
 def _rendezvous(count: int) -> dist.Store:
-    """Return the store of the group once all processes have started."""
     started, detail = 1, ""
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
@@ -192,7 +188,7 @@ def _rendezvous(count: int) -> dist.Store:
             return store
     except RuntimeError as error:  # nothing listens at MASTER_ADDR
         detail = f" ({' '.join(str(error).split())[:100]})"
-    text = f"{count} processes were asked for, {started} came up within {RENDEZVOUS_TIMEOUT_S:g} seconds{detail}"
+    text = f"{count} processes were requested, {started} started within {RENDEZVOUS_TIMEOUT_S:g} seconds{detail}"
     raise RLHFError("E04", text, where="WORLD_SIZE", hint="start all of them: --nproc N does, and torchrun")
 
 
@@ -217,21 +213,22 @@ class ReplicatedModels:
         """Return this rank's micro-batches, each with True if its result counts."""
         return [(item, True) for item in self.process_group.shard(items)]
 
-    def training_context(self) -> AbstractContextManager:
+    def training_context(self) -> AbstractContextManager[Any]:
         """Context manager for the passes of a minibatch, with or without gradients."""
         return nullcontext()
 
-    def generation_context(self, model: Any) -> AbstractContextManager:
+    def generation_context(self, model: Any) -> AbstractContextManager[Any]:
         """Context manager for forward passes without gradients whose number differs by rank."""
         return nullcontext()
 
     def all_reduce_gradients(self, model: nn.Module) -> None:
-        """Sum each weight's gradient over all ranks."""
-        self.process_group.all_reduce_gradients(model.parameters())
+        """Sum each weight's gradient over all ranks; FSDP2 has done so for sharded weights."""
+        weights = (weight for weight in model.parameters() if not sharding.is_sharded_tensor(weight))
+        self.process_group.all_reduce_gradients(weights)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale a model's gradients down to norm `max_norm`; return the norm before."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return sharding.clip_grad_norm(model.parameters(), max_norm, self.process_group.all_reduce)
 
     def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load an unsharded state dict into a model."""
@@ -239,7 +236,8 @@ class ReplicatedModels:
 
     def trainable_norm(self, model: nn.Module) -> Tensor:
         """Return the norm of a model's trainable weights."""
-        return nn.utils.get_total_norm(weight for weight in model.parameters() if weight.requires_grad)
+        trainable = (weight for weight in model.parameters() if weight.requires_grad)
+        return sharding.total_norm(trainable, self.process_group.all_reduce)
 
 
 class ShardedModels(ReplicatedModels):
@@ -248,9 +246,8 @@ class ShardedModels(ReplicatedModels):
     def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
         super().__init__(process_group)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        for models, trainable in ((trained, True), (frozen, False)):
-            for model in models:
-                sharding.shard(model, device, trained=trainable)
+        for model in (*trained, *frozen):
+            sharding.shard(model, device, trained=model in trained)
         self.trained = trained
 
     def assign(self, items: Sequence[T]) -> list[tuple[T, bool]]:
@@ -265,22 +262,10 @@ class ShardedModels(ReplicatedModels):
                 stack.enter_context(sharding.gathered_embeddings(model, self.process_group.all_reduce))
             yield
 
-    def generation_context(self, model: Any) -> AbstractContextManager:
+    def generation_context(self, model: Any) -> AbstractContextManager[Any]:
         if not sharding.is_sharded(model):
             return nullcontext()
         return sharding.gathered(model, self.process_group.all_reduce)
 
-    def all_reduce_gradients(self, model: nn.Module) -> None:
-        self.process_group.all_reduce_gradients(
-            weight for weight in model.parameters() if not sharding.is_sharded_tensor(weight)
-        )
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        return sharding.clip_grad_norm(model.parameters(), max_norm, self.process_group.all_reduce)
-
     def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         sharding.load_full_state_dict(model, state)
-
-    def trainable_norm(self, model: nn.Module) -> Tensor:
-        trainable = (weight for weight in model.parameters() if weight.requires_grad)
-        return sharding.total_norm(trainable, self.process_group.all_reduce)

@@ -27,7 +27,11 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     For a peft model only the adapters are written. All processes must call it, because each may have a shard of the
     weights; the main process writes.
     """
-    state = _full_state_dict(model)
+    state = None
+    if sharding.is_zero3_sharded(model):  # in a single process too
+        state = sharding.zero3_full_state_dict(model)
+    elif distributed.world_size() > 1:
+        state = sharding.full_state_dict(model)
     if not distributed.is_main_process():
         return
     if folder.exists():
@@ -37,13 +41,6 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
-
-
-def _full_state_dict(model: Any) -> dict[str, Any] | None:
-    """Return all weights of a sharded model; None if the model is not sharded."""
-    if sharding.is_zero3_sharded(model):  # in a single process too
-        return sharding.zero3_full_state_dict(model)
-    return None if distributed.world_size() == 1 else sharding.full_state_dict(model)
 
 
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
@@ -80,7 +77,6 @@ def save_tree(folder: Path, tree: Any) -> None:
 
 
 def _sharded_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the path in the tree and the value of each sharded tensor."""
     if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
         yield path, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -91,8 +87,7 @@ def _sharded_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]
 def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], path: str) -> dict[str, Any]:
     """Return the JSON structure of `value`, and add its tensors to `tensors`, copied only if they share a storage.
 
-    This is not a closure in `save_tree`: a recursive closure would keep a copy of all weights alive until Python's
-    next garbage collection.
+    A recursive closure in `save_tree` would keep a copy of all weights alive until the next garbage collection.
     """
     if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
         return {"shard": [path, list(value.shape), str(value.dtype).removeprefix("torch.")]}
@@ -107,9 +102,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
     if isinstance(value, list | tuple):
         items = [_encode(item, tensors, storages, f"{path}/{i}") for i, item in enumerate(value)]
         return {type(value).__name__: items}
-    assert value is None or isinstance(value, bool | int | float | str), (
-        f"{type(value).__name__} cannot be kept exactly"
-    )
+    assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} has no exact form"
     return {"value": value}
 
 
@@ -122,19 +115,19 @@ def load_tree(folder: Path) -> Any:
     structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
     if specs := {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}:
         tensors |= sharding.load_shards(folder / SHARDS, specs)
+    return _decode(structure, tensors)
 
-    def decode(node: dict[str, Any]) -> Any:
-        ((kind, content),) = node.items()
-        if kind in ("tensor", "shard"):
-            return tensors[content if kind == "tensor" else content[0]]
-        if kind == "dict":
-            return {key: decode(item) for key, item in content}
-        if kind in ("list", "tuple"):
-            items = [decode(item) for item in content]
-            return items if kind == "list" else tuple(items)
-        return content
 
-    return decode(structure)
+def _decode(node: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        return {key: _decode(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_decode(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "shard":
+        return tensors[content[0]]
+    return tensors[content] if kind == "tensor" else content
 
 
 def _shard_specs(node: dict[str, Any]) -> Iterator[list[Any]]:

@@ -1,9 +1,8 @@
 """Shared, sharded and offloaded weights: FSDP2, DeepSpeed ZeRO-3, layers shared by two models, CPU offloading.
 
-FSDP2 is torch's fully_shard (Zhao et al. 2023, arXiv 2304.11277). The weights of a layer are gathered for its own
-forward and backward pass, and its gradients are reduced and sharded in its backward pass. Embeddings and output head
-are gathered for a whole minibatch: the number of their passes depends on a process's response tokens, so processes
-cannot wait for one another there. Norms and one-label heads are small, and replicated.
+FSDP2 (torch's fully_shard; Zhao et al. 2023, arXiv 2304.11277) gathers the weights of a layer for each pass, and
+shards its gradients. Embeddings and output head are gathered for a whole minibatch, because the number of their passes
+depends on a process's response tokens. Norms and one-label heads are replicated.
 
 DeepSpeed's ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), for `trainer.deepspeed`, leaves empty weights in the
 model, with each process's shard as their `ds_tensor`.
@@ -39,15 +38,15 @@ def shard(model: Any, device: torch.device, *, trained: bool) -> None:
     Embeddings and head are sharded only if `trained`: frozen ones have no gradients or optimizer state.
     """
     mesh = _mesh(device)
-    layers: Any = decoder_layers(model)
-    for layer in layers:
+    layer: Any
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # Losses are divided by the tokens of all processes, so gradients are summed and not averaged.
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
     model.to(device)
     for weight, modules in vocabulary_weights(model) if trained else ():
-        local = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
+        local = _distribute(weight.data, mesh)
         _set_weight(nn.Parameter(local, requires_grad=weight.requires_grad), modules)
 
 
@@ -82,7 +81,7 @@ def gathered_embeddings(model: Any, all_reduce: AllReduce) -> Iterator[None]:
             grad = torch.zeros_like(full) if full.grad is None else full.grad
             full.grad = None
             all_reduce([grad])
-            weight.grad = distribute_tensor(grad, weight.device_mesh, [Shard(0)], src_data_rank=None)
+            weight.grad = _distribute(grad, weight.device_mesh)
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def load_full_state_dict(model: Any, state: dict[str, Tensor]) -> None:
     for name, tensor in state.items():
         target = target_state[name]
         if isinstance(target, DTensor):
-            tensor = distribute_tensor(tensor.to(target.device), target.device_mesh, [Shard(0)], src_data_rank=None)
+            tensor = _distribute(tensor.to(target.device), target.device_mesh)
         target.copy_(tensor)
 
 
@@ -148,29 +147,24 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_shards(folder: Path, specs: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
-    """Load tensors, given as name -> (shape, dtype), that `save_shards` wrote; unsharded without a process group.
-
-    Raises RLHFError M05 if the metadata file contains other objects. They are not executed.
-    """
+    """Load tensors, name -> (shape, dtype), that `save_shards` wrote; unsharded without a process group. Raises M05."""
     no_dist = not dist.is_initialized()
     device = torch.device("cuda" if torch.cuda.is_available() and not no_dist else "cpu")
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in specs.items():
         empty = torch.zeros(shape, dtype=dtype, device=device)
-        tensors[name] = empty if no_dist else distribute_tensor(empty, _mesh(device), [Shard(0)], src_data_rank=None)
+        tensors[name] = empty if no_dist else _distribute(empty, _mesh(device))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=no_dist)
     except (pickle.UnpicklingError, CheckpointException) as error:
-        text = f"{shown(folder)} cannot be read, or holds something else than numbers, none of which was run"
-        raise RLHFError("M05", text, hint="remove that state; an older one is used where there is one") from error
+        text = f"{shown(folder)} cannot be read, or contains non-tensor objects; they were not executed"
+        raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used if there is one") from error
     return tensors
 
 
 class _Reader(dcp.FileSystemReader):
-    """A reader that unpickles the metadata file with `_MetadataUnpickler`."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -187,13 +181,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
         known = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")}
         if not (is_dcp or is_dtype or (module, name) in known):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a list of places")
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong to a checkpoint's metadata")
         return super().find_class(module, name)
 
 
 def _mesh(device: torch.device) -> DeviceMesh:
-    """Return the one-dimensional mesh of all processes."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _distribute(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return this process's shard of a tensor that is identical in all processes."""
+    return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
 
 
 def vocabulary_weights(model: Any) -> list[tuple[Any, list[nn.Module]]]:
@@ -215,7 +213,7 @@ def is_zero3_sharded(model: Any) -> bool:
 
 
 def zero3_shard(weight: Tensor) -> Tensor:
-    """Return this process's shard of a weight, or the weight itself if it is not sharded."""
+    """Return this process's shard of a weight, or a weight that is not sharded."""
     return getattr(weight, "ds_tensor", weight)
 
 
@@ -253,18 +251,14 @@ def zero3_disabled() -> Iterator[None]:
 
 
 def clone_sharing_weights(model: Any) -> Any:
-    """Return a copy of a model with new modules and the same tensors.
-
-    Modules replaced in the copy do not affect the original. Moving or freezing a tensor affects both.
-    """
+    """Return a copy of a model with new modules and the same tensors: moving or freezing one affects both."""
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in _tensors(model)})
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:
-    """Freeze the embeddings and first `count` layers of `policy`, and make `ref` use them instead of its own.
+    """Freeze the embeddings and first `count` layers of `policy`, and replace those of `ref` by them.
 
-    Raises ValueError if `policy` has no more than `count` layers, since no layer could be trained, or if the shared
-    weights of the two models differ, since the reference would change.
+    Raises ValueError if no layer of `policy` remains to be trained, or if the shared weights differ.
     """
     policy_stack, ref_stack = _layer_stack(policy), _layer_stack(ref)
     policy_layers = decoder_layers(policy)

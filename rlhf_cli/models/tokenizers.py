@@ -1,7 +1,8 @@
-"""Tokenizers: load, train, add a pad token, resize embeddings, and compare by hash."""
+"""Tokenizers: load, train, add a pad token, resize embeddings, and compare by hash and by token ids."""
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,6 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import Problem, RLHFError, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
-from rlhf_cli.models import tokenizer_diff
 from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
@@ -27,6 +27,31 @@ CHATML = (
 )
 
 
+TEXTS = (
+    "Tell me about the Sun.", "TELL ME", "tell me", "CamelCase snake_case kebab-case",
+    "don't DON'T we'll I'M it\u2019s", " leading", "  two leading", "trailing ", "trailing  ", "two  spaces   three",
+    " ", "  ", " " * 50, "\t", "a\tb", "\n", "\n\n", "\n\n\n", "a\nb", "a \n b", " \n \n", "a\r\nb", "\r",
+    "line.\n\nHuman: Hi\n\nAssistant: Yes?", "1", "12", "123", "1234", "1234567890123", "3.14159", "1,000,000",
+    "1 2 3", "a1b2", "v1.2.3", "10%", "$5.00", "...", "?!", "----", "\u2014", "a.b.c", "(a) [b] {c}", "#a @b &c",
+    "https://a.org/b?c=d&e=f", "a/b\\c", "<b>x</b>", "caf\u00e9 na\u00efve", "cafe\u0301 nai\u0308ve",
+    "\u00c5 \u212b A\u030a", "\ufb01 \u2460 \u00bd \u2122", "\u1e9e stra\u00dfe STRASSE", "\u0130 i\u0307 I\u0131",
+    "\u03a3\u03a3 \u03c3\u03c2", "\u041f\u0440\u0438\u0432\u0435\u0442", "\u0645\u064f\u0631\u062d\u0628\u0627",
+    "\u05e9\u05b8\u05dc\u05d5\u05b9\u05dd", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0e44\u0e17\u0e22",
+    "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8", "\u4f60\u597d\uff0c\u4e16\u754c\u3002", "\ud55c\uad6d\uc5b4",
+    "\u1112\u1161\u11ab", "\uff21\uff22\uff23\uff11\uff12 \uff76\uff9e", "a\u65e5b", "\U0001f642", "a\U0001f642b",
+    "\U0001f469\u200d\U0001f4bb", "\U0001f1e9\U0001f1ea", "\u2764\ufe0f", "a\u00a0b", "a\u200bb", "a\u2028b",
+    "\ufeffa", "a\u00adb", "a\x00b", "a\x1bb", "a\x7fb", "a\ufffdb", "\u2581a \u2581", "\u0120a", "x" * 300,
+    "ab" * 150, "9" * 60, "def f(x):\n    return x + 1\n\n\n\tif x:", '{"a": [1, 2.5, null]}',
+)  # fmt: skip
+# Code points to test: a sample of the large uniform blocks (Han, Hangul); of the higher planes only the tags.
+CODE_POINTS = (
+    range(0x3400), range(0x3400, 0xA000, 101), range(0xA000, 0xAC00), range(0xAC00, 0xD7A4, 101),
+    range(0xD7A4, 0x20000), range(0x20000, 0x32400, 101), range(0xE0000, 0xE0200),
+)  # fmt: skip
+SKIPPED_CATEGORIES = ("Cs", "Cn", "Co")  # surrogates, unassigned, private use
+PIECES_PER_TEXT = 64  # characters or tokens
+
+
 def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer with left padding; `chat_template` (see `set_chat_template`) replaces the stored one.
 
@@ -34,7 +59,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
     """
     refuse_code(folder, trust_remote_code)
     try:
-        with translate_rust_panics("M01", f"{shown(folder)} holds no tokenizer that can be read"):
+        with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -47,7 +72,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
         if "trust_remote_code" in str(error):
             raise remote_code_error(folder) from error
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise RLHFError("M01", f"{shown(folder)} holds no tokenizer that can be read: {reason}") from error
+        raise RLHFError("M01", f"{shown(folder)} has no readable tokenizer: {reason}") from error
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
@@ -56,7 +81,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
 def refuse_code(folder: Path | str, trusted: bool) -> None:
     """Raise RLHFError M08 if the config or tokenizer names Python code in the folder, unless `trusted`.
 
-    This holds even if transformers has a built-in class: it may compute something else than the authors' code.
+    A built-in class of transformers would not do: it may compute something else.
     """
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
     settings = (read_json_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
@@ -66,18 +91,13 @@ def refuse_code(folder: Path | str, trusted: bool) -> None:
 
 def remote_code_error(folder: Path | str) -> RLHFError:
     """Return the error for a model that needs custom Python code."""
-    return RLHFError(
-        "M08",
-        f"{shown(folder)} wants to run Python code that comes with the model",
-        hint="read that code, then add --trust-remote-code; or remove it where transformers has a class of its own",
-    )
+    text = f"{shown(folder)} needs Python code that comes with the model"
+    hint = "read that code, then add --trust-remote-code; or remove it if transformers has a class for this model"
+    return RLHFError("M08", text, hint=hint)
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """Set the chat template from a Jinja file, from a template's text, or to `chatml` (which adds its two tokens).
-
-    Raises RLHFError C07 for any other value.
-    """
+    """Set the chat template: a Jinja file, a text, or `chatml` (which adds its two tokens). Raises RLHFError C07."""
     if template == "chatml":
         tokenizer.add_tokens([AddedToken(token, special=True) for token in CHATML_TOKENS], special_tokens=True)
         tokenizer.chat_template = CHATML
@@ -114,12 +134,8 @@ def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> No
 def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None) -> None:
     """Raise RLHFError M06 if the tokenizer has ids beyond `num_embeddings`."""
     if (largest := max(tokenizer.get_vocab().values())) >= num_embeddings:
-        raise RLHFError(
-            "M06",
-            f"the tokenizer has ids up to {largest}, the model {num_embeddings} embeddings",
-            where=where,
-            hint="use the tokenizer that belongs to the model",
-        )
+        text = f"the tokenizer has ids up to {largest}, the model {num_embeddings} embeddings"
+        raise RLHFError("M06", text, where=where, hint="use the tokenizer that belongs to the model")
 
 
 def resize_to_tokenizer(model: Any, tokenizer: Any) -> None:
@@ -133,10 +149,11 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
 
     Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D05 (D05: no text), C06 for fewer than 258 tokens.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<pad>", "<eos>"]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<eos>"]
     if vocab_size < (minimum := len(alphabet) + len(special)):
-        text = f"model.new.tokenizer.vocab_size is {vocab_size}; {minimum} is the least (every byte, and two of ours)"
+        text = (
+            f"model.new.tokenizer.vocab_size is {vocab_size}; the minimum is {minimum} (bytes and two special tokens)"
+        )
         raise RLHFError("C06", text)
     source = DataSource.of(source)
     texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
@@ -153,9 +170,9 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Return the SHA-256 of vocabulary, merges, BOS and EOS id. `tokenizer_diff` compares all other settings.
+    """Return the SHA-256 of vocabulary, merges, BOS and EOS id. `first_difference` compares all other settings.
 
-    An added `[PAD]` is left out, since no text contains it: `ensure_pad_token` does not change the hash.
+    An added `[PAD]` is ignored, since no text contains it: `ensure_pad_token` does not change the hash.
     """
     vocabulary = tokenizer.get_vocab()
     if tokenizer.pad_token == PAD:
@@ -176,16 +193,12 @@ def template_sha256(tokenizer: Any) -> str | None:
 def check_same_tokenization(
     parents: Mapping[str, Parent], where: Callable[[str], str], *, trust_remote_code: bool
 ) -> None:
-    """Raise RLHFError T04 or T05 if a parent's token ids differ from those of `models.sft`.
-
-    `where(key)` is the location of a config key.
-    """
-    foreign = {}
-    for key, parent in parents.items():
-        if parent.stage == runs.FOREIGN:
-            tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
-            hashes = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "template_sha256": template_sha256(tokenizer)}
-            foreign[key] = hashes
+    """Raise RLHFError T04 or T05 at `where(key)` if a parent's token ids differ from those of `models.sft`."""
+    foreign = {
+        key: manifest_fields(load_tokenizer(parent.model, trust_remote_code=trust_remote_code), None)
+        for key, parent in parents.items()
+        if parent.stage == runs.FOREIGN
+    }
     sft = parents["models.sft"]
     problems: list[Problem] = []
 
@@ -205,11 +218,9 @@ def check_same_tokenization(
 
 @lru_cache(maxsize=64)
 def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trust_remote_code: bool) -> str | None:
-    """Return `tokenizer_diff.first_difference` of the tokenizers in two folders, cached by folder and hash."""
     if first == second:
         return None
-    pair = [load_tokenizer(folder, trust_remote_code=trust_remote_code) for folder in (first, second)]
-    return tokenizer_diff.first_difference(pair[0], pair[1], PAD)
+    return first_difference(*(load_tokenizer(each, trust_remote_code=trust_remote_code) for each in (first, second)))
 
 
 def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
@@ -241,3 +252,96 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
             yield value
         elif isinstance(value, list):
             yield from _strings(item.get("content") if isinstance(item, dict) else item for item in value)
+
+
+def first_difference(first: Any, second: Any) -> str | None:
+    """Describe a text that two tokenizers with the same vocabulary encode differently; None if there is none.
+
+    If all settings that affect ids are equal, so are the ids. Different settings may still be equivalent: a newer
+    version of the library writes more fields, or a rule can be written in two ways. Then the ids of three kinds of
+    texts decide:
+    - short texts in which normalizers and pre-tokenizers are known to differ, and added tokens inside texts;
+    - each Unicode character next to letters, digits and spaces: any change that a normalizer makes shows in one;
+    - the text of each token in the vocabulary: if only one pre-tokenizer splits a text at some point, the ids differ
+      only if a token spans that point, and then that token's own text is encoded differently.
+    """
+    starts = _start_ids(first), _start_ids(second)
+    if starts[0] != starts[1]:
+        return f"one begins a text with {starts[0] or 'nothing'}, the other one with {starts[1] or 'nothing'}"
+    if first.is_fast and second.is_fast and _settings(first) == _settings(second):
+        return None
+    for texts in (_short_texts(first), _character_texts(), _token_texts(first)):
+        try:
+            encodings = list(zip(texts, _encode(first, texts), _encode(second, texts), strict=True))
+        except RLHFError:
+            raise
+        except Exception as error:  # texts that a tokenizer cannot encode prove nothing
+            return f"their rules are written differently, and one fails on a text ({error})"
+        for text, ids, other_ids in encodings:
+            if ids != other_ids:
+                return f"{_excerpt(text, ids, other_ids, first)!r} becomes other tokens"
+    return None
+
+
+def _settings(tokenizer: Any) -> dict[str, Any]:
+    """Return the settings that affect ids, except vocabulary, merges and special tokens (`_start_ids`)."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = ("id", "content", "single_word", "lstrip", "rstrip", "normalized")
+    tokens = [token for token in backend["added_tokens"] if token["content"] != PAD]
+    added = [{name: token.get(name) for name in names} for token in tokens]
+    model = {name: value for name, value in backend["model"].items() if name != "merges"}
+    if isinstance(model.get("vocab"), dict):  # a list also contains a score for each token
+        del model["vocab"]
+    return {
+        "normalizer": backend["normalizer"],
+        "pre_tokenizer": backend["pre_tokenizer"],
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "model": model,
+        "split_special_tokens": tokenizer.split_special_tokens,
+    }
+
+
+def _start_ids(tokenizer: Any) -> list[int]:
+    """Return the special tokens that a tokenizer puts before a text."""
+    try:
+        text_ids, full = _encode(tokenizer, ["a"])[0], tokenizer("a").input_ids
+    except Exception:  # the vocabulary has neither this letter nor an unknown token
+        return tokenizer("").input_ids
+    starts = (i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids)
+    return full[: next(starts, 0)]
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    with translate_rust_panics("M01", "the tokenizer fails on a text"):
+        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _short_texts(tokenizer: Any) -> list[str]:
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content != PAD]
+    frames = ("{}", "a{}b", "a {} b", "  {}  ", "{0}{0}", "\n{}\n")
+    return [*TEXTS, *(frame.format(token) for token in added for frame in frames)]
+
+
+@lru_cache(maxsize=1)
+def _character_texts() -> list[str]:
+    """Return the characters of CODE_POINTS, each next to letters, digits, spaces and itself."""
+    characters = (chr(code) for codes in CODE_POINTS for code in codes)
+    tested = [char for char in characters if unicodedata.category(char) not in SKIPPED_CATEGORIES]
+    return _join_lines([f"x{char}X {char}{char}1" for char in tested])
+
+
+def _token_texts(tokenizer: Any) -> list[str]:
+    texts = tokenizer.batch_decode([[token] for token in sorted(tokenizer.get_vocab().values())])
+    return _join_lines([f"{text} a{text}b" for text in texts])
+
+
+def _join_lines(pieces: list[str]) -> list[str]:
+    return ["\n".join(pieces[start : start + PIECES_PER_TEXT]) for start in range(0, len(pieces), PIECES_PER_TEXT)]
+
+
+def _excerpt(text: str, ids: list[int], other_ids: list[int], tokenizer: Any) -> str:
+    """Return the part of a long text around the first token that differs."""
+    differing = (i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b)
+    same = next(differing, min(len(ids), len(other_ids)))
+    start = max(0, min(len(tokenizer.decode(ids[:same])), len(text)) - 10)
+    return text if len(text) <= 40 else text[start : start + 20]

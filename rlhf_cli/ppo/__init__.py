@@ -3,32 +3,24 @@
 Requires only torch, transformers and pydantic.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rlhf_cli.config.ppo_options import PPOSettings
-    from rlhf_cli.models.batch import Prompts, Rollout
-    from rlhf_cli.models.forward import ValueHead
-    from rlhf_cli.ppo import losses as formulas
-    from rlhf_cli.ppo.experience import Experience
-    from rlhf_cli.ppo.monitor import Watchdog
-    from rlhf_cli.ppo.rollout import HFEngine
-    from rlhf_cli.ppo.trainer import PPOTrainer
-    from rlhf_cli.rewards.function import FunctionReward
-    from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli import import_on_first_use
 
-_MODULES = {
-    "Experience": "ppo.experience",
-    "Prompts": "models.batch",
-    "Rollout": "models.batch",
-    "FunctionReward": "rewards",
-    "ModelReward": "rewards",
-    "HFEngine": "ppo.rollout",
-    "PPOSettings": "config.ppo_options",
-    "PPOTrainer": "ppo.trainer",
-    "ValueHead": "models.forward",
-    "Watchdog": "ppo.monitor",
-}
+if TYPE_CHECKING:
+    from rlhf_cli.config.ppo_options import PPOSettings as PPOSettings
+    from rlhf_cli.models.batch import Prompts as Prompts
+    from rlhf_cli.models.batch import Rollout as Rollout
+    from rlhf_cli.models.forward import ValueHead as ValueHead
+    from rlhf_cli.ppo import losses as formulas
+    from rlhf_cli.ppo.experience import Experience as Experience
+    from rlhf_cli.ppo.monitor import Watchdog as Watchdog
+    from rlhf_cli.ppo.rollout import HFEngine as HFEngine
+    from rlhf_cli.ppo.trainer import PPOTrainer as PPOTrainer
+    from rlhf_cli.rewards.function import FunctionReward as FunctionReward
+    from rlhf_cli.rewards.model import ModelReward as ModelReward
+
 __all__ = [
     "Experience",
     "FunctionReward",
@@ -43,13 +35,21 @@ __all__ = [
     "formulas",
 ]
 
+_import_name = import_on_first_use(
+    __name__,
+    {
+        "config.ppo_options": "PPOSettings",
+        "models.batch": "Prompts Rollout",
+        "models.forward": "ValueHead",
+        "ppo.experience": "Experience",
+        "ppo.monitor": "Watchdog",
+        "ppo.rollout": "HFEngine",
+        "ppo.trainer": "PPOTrainer",
+        "rewards": "FunctionReward ModelReward",
+    },
+)
+
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that the config gets PPOSettings without torch. `formulas` is an alias of `losses`."""
-    from importlib import import_module
-
-    if name == "formulas":
-        return import_module("rlhf_cli.ppo.losses")
-    if name in _MODULES:
-        return getattr(import_module(f"rlhf_cli.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("rlhf_cli.ppo.losses") if name == "formulas" else _import_name(name)

@@ -1,17 +1,108 @@
-"""Experience: a rollout with the log-probs, values, rewards and advantages that an update trains on.
+"""Experience: a rollout with the scores, log-probs, values, rewards and advantages that an update trains on.
+
+Scores are processed in this order, from the raw scores of the sources to the score at a response's last token:
+clip each source -> weighted sum -> running normalisation -> clip -> missing_eos_penalty -> overlong_penalty
 
 Shapes: B rows (episodes), R response width, N response tokens of a micro-batch.
 """
 
+import math
 from dataclasses import dataclass, fields
 from itertools import chain
 
+import torch
 from torch import Tensor
 
-from rlhf_cli.models.batch import MicroBatch, Rollout
-from rlhf_cli.ppo.scores import ScoreResult
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
+from rlhf_cli.ppo import losses
 
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
+Stats = dict[str, float]  # metrics by name
+
+
+# Scores
+
+
+@dataclass(frozen=True)
+class RunningMeanStd:
+    """Mean and standard deviation of all values so far, updated batch by batch (Welford)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean; the key in checkpoints
+
+    @classmethod
+    def of(cls, values: Tensor) -> "RunningMeanStd":
+        """Return the statistics of `values` (B,), computed in float64."""
+        wide = values.double()
+        mean = float(wide.mean())
+        return cls(len(wide), mean, float(((wide - mean) ** 2).sum()))
+
+    def __add__(self, other: "RunningMeanStd") -> "RunningMeanStd":
+        """Combine two sets of values (Chan, Golub and LeVeque 1983, equations 2.1)."""
+        total, delta = self.count + other.count, other.mean - self.mean
+        return RunningMeanStd(
+            total,
+            self.mean + delta * other.count / total,
+            self.squares + other.squares + delta**2 * self.count * other.count / total,
+        )
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean; infinite for fewer than two values."""
+        return self.std / math.sqrt(self.count) if self.count > 1 else math.inf
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Scores of a rollout at each stage of processing, each (B,) float32."""
+
+    raw: dict[str, Tensor]  # by reward source; an ensemble's combined score
+    ensembles: dict[str, EnsembleScores]  # by reward source, only those that are ensembles
+    weighted_sum: Tensor  # clipped raw scores times their weights, before normalisation
+    stats: RunningMeanStd  # of `weighted_sum` over the run, this rollout included
+    final: Tensor  # normalised, clipped, less penalties: the reward at the last real token
+
+
+def weighted_sum(raw: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float]) -> Tensor:
+    """Return sum_s weights[s] clip(raw[s], -clips[s], clips[s]), (B,); a source without a clip is not clipped."""
+    bounds = {name: clips.get(name, torch.inf) for name in raw}
+    clipped = {name: scores.clamp(-bounds[name], bounds[name]) for name, scores in raw.items()}
+    return torch.stack([weights[name] * scores for name, scores in clipped.items()]).sum(0)
+
+
+def normalize_scores(scores: Tensor, stats: RunningMeanStd, settings: PPOSettings) -> Tensor:
+    """Divide scores (B,) by their running deviation and clip them, as set; a deviation of 0 leaves them unscaled."""
+    if settings.use_score_scaling and stats.std > 0:
+        shift = stats.mean if settings.use_score_norm else 0.0
+        scores = (scores - shift) / stats.std
+    if settings.score_clip is not None:
+        scores = scores.clamp(-settings.score_clip, settings.score_clip)
+    return scores
+
+
+def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOSettings) -> Tensor:
+    """Subtract missing_eos_penalty and overlong_penalty from scores (B,); `limit` is the response length limit."""
+    if settings.missing_eos_penalty and settings.stop_token != "none":
+        scores = scores - settings.missing_eos_penalty * ~rollout.ended
+    if penalty := settings.overlong_penalty:
+        fraction = losses.overlong_fraction(rollout.response_lengths, limit, penalty.tokens)
+        scores = scores - penalty.factor * fraction.to(scores.dtype)
+    return scores
+
+
+def unscaled_scores(result: ScoreResult, settings: PPOSettings) -> Tensor:
+    """Return the weighted sum less the penalties, (B,): comparable over updates, unlike the final scores."""
+    return result.weighted_sum + (result.final - normalize_scores(result.weighted_sum, result.stats, settings))
+
+
+# Experience
 
 
 @dataclass(frozen=True)
@@ -42,7 +133,7 @@ class Experience:
     ref_logprobs: Tensor  # (B, R) float32
     values: Tensor  # (B, R) float32: before each response token
     kl: Tensor  # (B, R) float32: by ppo.kl_estimator, nats
-    rewards: Tensor  # (B, R) float32: final score, less the KL penalty if ppo.kl_in is reward
+    rewards: Tensor  # (B, R) float32: final score, minus the KL penalty if ppo.kl_in is reward
     advantages: Tensor  # (B, R) float32
     returns: Tensor  # (B, R) float32
 
@@ -54,6 +145,11 @@ class Experience:
     def scores(self) -> Tensor:
         """Final scores, (B,) float32."""
         return self.score_result.final
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi - log ref of each response token, (B, R) float32, in nats: the k1 estimator of the KL."""
+        return torch.where(self.mask, self.logprobs - self.ref_logprobs, 0)
 
     def gather(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
@@ -68,3 +164,49 @@ class Experience:
             return int(self.rollout.mask.sum())
         rows = chain.from_iterable(self.minibatches)
         return sum(len(part) * int(self.rollout.lengths[part].max()) for part in rows)
+
+    def metrics(self, *, kl_in_reward: bool) -> Stats:
+        """Return metrics by TRL's names: sums over a response's tokens, averaged over rows.
+
+        `objective/non_score_reward` is the reward's KL penalty, 0 with kl_in loss.
+        """
+
+        def mean_sum(x: Tensor) -> float:
+            return float(torch.where(self.mask, x, 0).sum(1).mean())
+
+        rollout, result, score = self.rollout, self.score_result, float(self.scores.mean())
+        penalty = -self.kl_coef * mean_sum(self.kl) if kl_in_reward else 0.0
+        metrics = {
+            "objective/kl": mean_sum(self.kl),
+            "objective/kl_k1": mean_sum(self.log_ratio),
+            "objective/entropy": mean_sum(-self.logprobs),
+            "objective/non_score_reward": penalty,
+            "objective/rlhf_reward": penalty + score,
+            "objective/scores": score,
+            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in result.raw.items()},
+        }
+        for name, ensemble in result.ensembles.items():
+            members = ensemble.members.items()
+            metrics |= {f"objective/score/{name}/{member}": float(raw.mean()) for member, raw in members}
+            metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
+        return metrics | {
+            "objective/kl_coef": self.kl_coef,
+            "objective/response_length": float(rollout.response_lengths.float().mean()),
+            "objective/eos_fraction": float(rollout.ended.float().mean()),
+            "objective/repetition": float(rollout.repetition.mean()),
+            "val/num_eos_tokens": int(rollout.ended.sum()),
+            "val/explained_variance": float(losses.explained_variance(self.values, self.returns, self.mask)),
+            "tokens/real": int(rollout.mask.sum()),
+            "tokens/padded": self.forward_tokens,
+        }
+
+    def histograms(self) -> dict[str, list[float]]:
+        """Return the values behind some of the means: one per response, and one advantage per response token."""
+        histograms = {
+            "scores": self.scores,
+            **{f"score/{name}": raw for name, raw in self.score_result.raw.items()},
+            "kl_k1": self.log_ratio.sum(1),
+            "response_length": self.rollout.response_lengths,
+            "advantages": self.advantages[self.mask],
+        }
+        return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}

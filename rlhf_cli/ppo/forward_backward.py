@@ -1,4 +1,7 @@
-"""Forward and backward passes of a micro-batch through the policy, reference and value models."""
+"""Forward and backward passes of a micro-batch through the policy, reference and value models.
+
+Shapes: N response tokens of a micro-batch, V vocabulary, H hidden size.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,14 +14,14 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward, packing
 from rlhf_cli.models.batch import MicroBatch
 from rlhf_cli.ppo import losses, monitor
-from rlhf_cli.ppo.experience import TokenBatch
+from rlhf_cli.ppo.experience import Stats, TokenBatch
 
 # logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
 MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**20, 2**27
 MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
 AUTO_MICRO_BATCH_TOKENS_CPU = 640  # micro_batch_tokens `auto`: more are no faster on a CPU and take memory
 
-TokenMetrics = dict[str, Tensor]  # metric -> its value at each token, (N,)
+TokenMetrics = dict[str, Tensor]  # metric -> its value at each token, (N,), detached
 
 
 def max_micro_batch_tokens(settings: PPOSettings, *, on_cpu: bool) -> int | None:
@@ -36,54 +39,14 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     return None if size == "all" else size
 
 
-@dataclass(frozen=True)
-class MicroBatchResult:
-    """Detached loss and metrics of a micro-batch after backward()."""
-
-    micro_batch: MicroBatch
-    loss: Tensor  # (N,)
-    metrics: TokenMetrics
-
-
-@dataclass(frozen=True)
-class MinibatchStats:
-    """Metrics that one rank accumulated over its micro-batches of a minibatch."""
-
-    token_sums: dict[str, float]  # metric -> sum over the response tokens
-    ptx: dict[str, float]
-    max_ratio_error: float  # max |ratio - 1| over the response tokens
-    error: monitor.NonFiniteError | None  # of a loss that is not finite
-
-    @classmethod
-    def from_results(cls, results: list[MicroBatchResult], ptx: dict[str, float], step: int) -> "MinibatchStats":
-        """Sum the metrics of the micro-batches of update `step`."""
-        names = results[0].metrics if results else ()
-        sums = {name: float(sum(result.metrics[name].sum() for result in results)) for name in names}
-        ratio_errors = [float((result.metrics["val/ratio"] - 1).abs().max()) for result in results]
-        return cls(sums, ptx, max(ratio_errors, default=0.0), cls._find_error(results, step))
-
-    @staticmethod
-    def _find_error(results: list[MicroBatchResult], step: int) -> monitor.NonFiniteError | None:
-        try:
-            for result in results:
-                monitor.check_finite_loss(result.loss, result.micro_batch, step)
-        except monitor.NonFiniteError as error:
-            return error
-        return None
-
-
-@dataclass(frozen=True)
-class PolicyLosses:
-    """Loss of the policy at each token, (N,)."""
-
-    loss: Tensor  # surrogate - entropy_coef * entropy, + kl_coef * KL with kl_in loss; with gradient
-    metrics: TokenMetrics  # detached
-
-
 def policy_losses(
     tokens: TokenBatch, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
-) -> PolicyLosses:
-    """Return the policy's losses from its logits (N, V); `ref_logits` (N, V) with kl_estimator full."""
+) -> tuple[Tensor, TokenMetrics]:
+    """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
+
+    loss = surrogate - entropy_coef * entropy, plus kl_coef * KL with kl_in loss. `ref_logits` (N, V): for kl_estimator
+    full.
+    """
     log_probs = losses.log_probs(logits, settings.temperature)
     logprobs = losses.gather_logprobs(log_probs, tokens.ids)
     surrogate, ratio, clipped = losses.policy_loss(
@@ -108,13 +71,63 @@ def policy_losses(
         "policy/policykl": tokens.logprobs - logprobs,
         "val/ratio": ratio,
     }
-    return PolicyLosses(loss, {name: metric.detach() for name, metric in metrics.items()})
+    return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
 def value_losses(tokens: TokenBatch, values: Tensor, settings: PPOSettings) -> tuple[Tensor, TokenMetrics]:
     """Return the loss (N,), with gradient, and the metrics of the value model's `values` (N,)."""
     loss, clipped = losses.value_loss(values, tokens.values, tokens.returns, settings.cliprange_value)
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipped.float()}
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """Detached loss and metrics of a micro-batch after backward()."""
+
+    micro_batch: MicroBatch
+    loss: Tensor  # (N,)
+    metrics: TokenMetrics
+
+
+@dataclass(frozen=True)
+class MinibatchStats:
+    """Metrics that one rank accumulated over its micro-batches of a minibatch."""
+
+    token_sums: Stats  # metric -> sum over the response tokens
+    ptx: Stats
+    max_ratio_error: float  # max |ratio - 1| over the response tokens
+    error: monitor.NonFiniteError | None  # of a loss that is not finite
+
+    @classmethod
+    def from_results(cls, results: list[MicroBatchResult], ptx: Stats, step: int) -> "MinibatchStats":
+        """Sum the metrics of the micro-batches of update `step`."""
+        names = results[0].metrics if results else ()
+        sums = {name: float(sum(result.metrics[name].sum() for result in results)) for name in names}
+        ratio_errors = [float((result.metrics["val/ratio"] - 1).abs().max()) for result in results]
+        errors = [monitor.non_finite_loss(result.loss, result.micro_batch, step) for result in results]
+        return cls(sums, ptx, max(ratio_errors, default=0.0), next(filter(None, errors), None))
+
+
+def sum_metrics(parts: list[Stats]) -> Stats:
+    """Return the sums by name; a part may lack names."""
+    sums: Stats = {}
+    for part in parts:
+        for name, number in part.items():
+            sums[name] = sums.get(name, 0.0) + number
+    return sums
+
+
+def mean_over_steps(steps: list[Stats]) -> Stats:
+    """Return the means over optimizer steps, without those skipped by ratio_threshold (unless all were)."""
+    taken = [step for step in steps if not step["skipped"]]
+    counted = taken or steps
+    names = [name for name in counted[0] if name not in ("ratio_error", "skipped")]
+    stats = {name: sum(step[name] for step in counted) / len(counted) for name in names}
+    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted) / len(counted)
+    if not taken:
+        stats |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}
+    stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
+    return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}
 
 
 class ModelRunner:
@@ -129,6 +142,11 @@ class ModelRunner:
         self.has_value_head = isinstance(value, forward.ValueHead)
         backbones = [policy, ref] if self.has_value_head else [policy, ref, value]
         self.packed = settings.packing and packing.enable(backbones)
+
+    @property
+    def exact_kl_in_loss(self) -> bool:
+        """True if the loss needs the reference's logits."""
+        return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
 
     def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Return logprobs, ref_logprobs, kl and values of the response tokens, (N,) each."""
@@ -165,28 +183,27 @@ class ModelRunner:
             value_loss, metrics = self._backward_value(tokens, micro_batch, None, scale)
         with torch.set_grad_enabled(train_policy), self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
-        leaf, ref_hidden = hidden.detach().requires_grad_(train_policy), self._ref_hidden(micro_batch)
+        leaf = hidden.detach().requires_grad_(train_policy)
+        with torch.no_grad(), self._autocast():
+            ref_hidden = forward.response_hidden_states(self.ref, micro_batch) if self.exact_kl_in_loss else None
         chunks = []
         for part in self.logit_chunks(len(leaf)):
             with torch.set_grad_enabled(train_policy):
-                chunk = self._policy_losses(tokens[part], leaf[part], ref_hidden[part], kl_coef)
+                with self._autocast():
+                    logits = forward.lm_head_logits(self.policy, leaf[part])
+                with torch.no_grad(), self._autocast():
+                    ref_logits = None if ref_hidden is None else forward.lm_head_logits(self.ref, ref_hidden[part])
+                loss, chunk_metrics = policy_losses(tokens[part], logits, ref_logits, kl_coef, self.settings)
             if train_policy:
-                (chunk.loss.sum() * scale).backward()
-            chunks.append((chunk.loss.detach(), chunk.metrics))
+                (loss.sum() * scale).backward()
+            chunks.append((loss.detach(), chunk_metrics))
         if self.has_value_head:
             value_loss, metrics = self._backward_value(tokens, micro_batch, leaf, scale)
         if train_policy:
             hidden.backward(leaf.grad)
-        loss = torch.cat([loss for loss, _ in chunks]) + self.settings.vf_coef * value_loss
+        policy_loss = torch.cat([loss for loss, _ in chunks])
         metrics |= {name: torch.cat([chunk[name] for _, chunk in chunks]) for name in chunks[0][1]}
-        return MicroBatchResult(micro_batch, loss, metrics)
-
-    def _policy_losses(self, tokens: TokenBatch, hidden: Tensor, ref_hidden: Tensor, kl_coef: float) -> PolicyLosses:
-        with self._autocast():
-            logits = forward.lm_head_logits(self.policy, hidden)
-            with torch.no_grad():
-                ref_logits = forward.lm_head_logits(self.ref, ref_hidden) if self.exact_kl_in_loss else None
-        return policy_losses(tokens, logits, ref_logits, kl_coef, self.settings)
+        return MicroBatchResult(micro_batch, policy_loss + self.settings.vf_coef * value_loss, metrics)
 
     def _backward_value(
         self, tokens: TokenBatch, micro_batch: MicroBatch, hidden: Tensor | None, scale: float
@@ -196,19 +213,6 @@ class ModelRunner:
         loss, metrics = value_losses(tokens, values, self.settings)
         (self.settings.vf_coef * loss.sum() * scale).backward()
         return loss.detach(), metrics
-
-    @torch.no_grad()
-    def _ref_hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the reference's hidden states (N, H) if the loss needs its logits, else (N, 0)."""
-        if not self.exact_kl_in_loss:
-            return torch.empty(len(micro_batch.targets), 0, device=micro_batch.ids.device)
-        with self._autocast():
-            return forward.response_hidden_states(self.ref, micro_batch)
-
-    @property
-    def exact_kl_in_loss(self) -> bool:
-        """True if the loss needs the reference's logits."""
-        return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
 
     def backward_ptx(self, micro_batch: MicroBatch, scale: float) -> float:
         """Add the gradient of ptx_coef times the loss; return the loss.
@@ -233,11 +237,11 @@ class ModelRunner:
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
-    def accumulate_in_place(self) -> AbstractContextManager:
+    def accumulate_in_place(self) -> AbstractContextManager[None]:
         """Context manager that adds gradients of embeddings and heads in place, unless logits_at_a_time is `all`."""
         if self.settings.logits_at_a_time == "all":
             return nullcontext()
         return forward.in_place_embedding_gradients(self.policy, *([] if self.has_value_head else [self.value]))
 
-    def _autocast(self) -> AbstractContextManager:
+    def _autocast(self) -> torch.autocast:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)

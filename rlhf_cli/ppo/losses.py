@@ -19,15 +19,10 @@ def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
     return stops.cumsum(1) - stops == 0
 
 
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature, (..., V), in float32 or the logits' wider dtype."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide if temperature == 1.0 else wide / temperature
-
-
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return log softmax(logits / temperature), (..., V), over the full vocabulary."""
-    return torch.log_softmax(apply_temperature(logits, temperature), -1)
+    """Return log softmax(logits / temperature), (..., V), in float32 or the wider dtype of the logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(wide if temperature == 1.0 else wide / temperature, -1)
 
 
 def gather_logprobs(log_probs: Tensor, ids: Tensor) -> Tensor:
@@ -46,14 +41,9 @@ def entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * finite).sum(-1)
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over the mask, a scalar."""
-    return torch.where(mask, x, 0).sum()
-
-
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the mask, a scalar. The mask must have at least one True."""
-    return masked_sum(x, mask) / mask.sum()
+    return torch.where(mask, x, 0).sum() / mask.sum()
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:

@@ -4,8 +4,8 @@ Everything here only reads; the caller acts on what it returns or raises.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
 from typing import Any
@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, Action, Signal, WatchdogSettings
-from rlhf_cli.config.ppo_batches import LengthRange
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import MicroBatch
-from rlhf_cli.ppo.experience import Experience
-from rlhf_cli.ppo.metrics import Stats
-from rlhf_cli.ppo.scores import RunningMeanStd
+from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
 MIN_EOS_FRACTION = 0.05  # below it, the stop token gets no training signal
@@ -30,8 +27,9 @@ NOISE_SE = 4.0  # standard errors of a change that may be noise: an update in CI
 class NonFiniteError(RLHFError):
     """R01. `row` is the row of the rollout with the value, None if it belongs to no row."""
 
-    def __init__(self, step: int, name: str, row: int | None, hint: str) -> None:
+    def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
+        hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
         super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
         self.row = row
 
@@ -41,24 +39,15 @@ def check_finite(tensors: Mapping[str, Tensor], step: int) -> None:
     for name, tensor in tensors.items():
         bad = ~torch.isfinite(tensor)
         if bad.any():
-            row = int(bad.nonzero()[0, 0]) if tensor.ndim else None
-            hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-            raise NonFiniteError(step, name, row, hint)
+            raise NonFiniteError(step, name, int(bad.nonzero()[0, 0]) if tensor.ndim else None)
 
 
-def check_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> None:
-    """Raise NonFiniteError if the loss (N,) of a micro-batch is not finite at a token."""
+def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFiniteError | None:
+    """Return an error if the loss (N,) of a micro-batch is not finite at a token."""
     bad = ~torch.isfinite(loss)
-    if bad.any():
-        row = int(micro_batch.rows[micro_batch.row_index[bad.nonzero()[0, 0]]])
-        raise NonFiniteError(step, "loss", row, "lower ppo.learning_rate")
-
-
-def check_finite_weights(norms: Mapping[str, Tensor], step: int) -> None:
-    """Raise NonFiniteError for a model whose weights have a non-finite norm, so that it is never saved."""
-    for name, norm in norms.items():
-        if not torch.isfinite(norm):
-            raise NonFiniteError(step, f"a weight of the {name} model", None, "lower ppo.learning_rate")
+    if not bad.any():
+        return None
+    return NonFiniteError(step, "loss", int(micro_batch.rows[micro_batch.row_index[bad.nonzero()[0, 0]]]))
 
 
 class StopTraining(RLHFError):
@@ -67,90 +56,6 @@ class StopTraining(RLHFError):
     def __init__(self, code: str, text: str, *, key: str, hint: str) -> None:
         super().__init__(code, text, hint=hint)
         self.key = key
-
-
-@dataclass
-class TrainingMonitor:
-    """Checks each update for equal rewards (R02), responses without EOS (R03), KL out of bounds (R04), skips (R08)."""
-
-    equal_reward_updates: int = 0  # consecutive updates whose rewards were all equal
-    reported: list[str] = field(default_factory=list)  # checks that have warned; each warns once per run
-
-    def check(self, step: int, experience: Experience, stats: Stats, settings: PPOSettings) -> list[Problem]:
-        """Return new warnings about update `step`.
-
-        Raises RLHFError R02 after ten consecutive updates of equal rewards, StopTraining R04 above kl_stop.
-        """
-        kl = stats["objective/kl_k1"]
-        if settings.kl_stop is not None and kl > settings.kl_stop:
-            text = (
-                f"step {step}: KL to the SFT policy is {kl:.4g} nats a response, over ppo.kl_stop {settings.kl_stop:g}"
-            )
-            raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
-        problems = {
-            "equal": self._equal_rewards(step, experience),
-            "endless": self._missing_eos(step, experience, settings),
-            "empty": self._empty_responses(step, experience),
-            "negative": self._negative_kl(step, experience),
-            "skipped": self._skipped_minibatches(step, stats, settings),
-        }
-        new = {name: problem for name, problem in problems.items() if problem and name not in self.reported}
-        self.reported += new
-        return list(new.values())
-
-    def _equal_rewards(self, step: int, experience: Experience) -> Problem | None:
-        scores = experience.score_result.weighted_sum
-        if len(scores) < 2 or not bool((scores == scores[0]).all()):
-            self.equal_reward_updates = 0
-            return None
-        self.equal_reward_updates += 1
-        text = f"step {step}: all {len(scores)} rewards are {float(scores[0]):.6g}"
-        hint = "the reward does not tell responses apart: look at them in samples.jsonl, and at the reward model"
-        if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
-            raise RLHFError("R02", f"{text}, for {self.equal_reward_updates} updates in a row", hint=hint)
-        return Problem("R02", text, hint=f"{hint}; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run")
-
-    def _missing_eos(self, step: int, experience: Experience, settings: PPOSettings) -> Problem | None:
-        ended, count = int(experience.rollout.ended.sum()), len(experience.rollout)
-        if settings.stop_token == "none" or ended >= MIN_EOS_FRACTION * count:
-            return None
-        text = f"step {step}: {ended} of {count} responses end with the stop token ({ended / count:.0%})"
-        hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
-        return Problem("R03", text, hint=hint)
-
-    def _empty_responses(self, step: int, experience: Experience) -> Problem | None:
-        rollout = experience.rollout
-        empty, count = int((rollout.ended & (rollout.response_lengths == 1)).sum()), len(rollout)
-        if empty < (1 - MIN_EOS_FRACTION) * count:
-            return None
-        text = f"step {step}: {empty} of {count} responses are empty, the stop token alone ({empty / count:.0%})"
-        return Problem("R03", text, hint="check that prompts end as those of SFT's rows do, and its chat template")
-
-    def _negative_kl(self, step: int, experience: Experience) -> Problem | None:
-        rows = torch.where(experience.mask, experience.logprobs - experience.ref_logprobs, 0).double().sum(1)
-        kl = float(rows.mean())
-        error = float(rows.std() / len(rows) ** 0.5) if len(rows) > 1 else float("inf")
-        if kl >= -NOISE_SE * error:
-            return None
-        text = (
-            f"step {step}: KL to the SFT policy is {kl:.4g} nats a response, below 0 by more than noise ({error:.2g})"
-        )
-        return Problem("R04", text, hint="responses are not drawn from the distribution that log-probs are read from")
-
-    def _skipped_minibatches(self, step: int, stats: Stats, settings: PPOSettings) -> Problem | None:
-        if not stats["policy/skipped_minibatches"]:
-            return None
-        text = f"step {step}: the mean ratio of a minibatch passed ppo.ratio_threshold {settings.ratio_threshold:g}"
-        hint = "it made no optimizer step; policy/skipped_minibatches counts them; lower ppo.learning_rate"
-        return Problem("R08", text, hint=hint)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next check depends on; the keys are those of checkpoints."""
-        return {"equal": self.equal_reward_updates, "told": self.reported}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict()`."""
-        self.equal_reward_updates, self.reported = state["equal"], state["told"]
 
 
 # (reading, reference, limit, standard error of their difference) -> True if the reading is beyond its limit.
@@ -196,49 +101,97 @@ class SignalState:
 
 
 class Watchdog:
-    """Detects reward hacking: signals that worsen while the reward looks fine, by the limits of `settings.watchdog`.
+    """Checks each update of a run: for failures (`check_update`), and for reward hacking (`check`).
 
-    A reading is the mean over the responses of the last `window` updates. Its reference is the first update, whose
+    Reward hacking shows in signals that worsen while the reward looks fine, by the limits of `settings.watchdog`. A
+    reading is the mean over the responses of the last `window` updates. Its reference is the first update, whose
     responses are the SFT policy's; for a held-out judge (a reward source of weight 0, in `judges`) its best reading.
     """
 
     def __init__(self, settings: PPOSettings, judges: Sequence[str]) -> None:
-        self.settings, self.judges = settings.watchdog, judges
+        self.settings, self.limits, self.judges = settings, settings.watchdog, judges
         sampled_length = isinstance(settings.response_length, LengthRange)
         no_eos = settings.stop_token == "none"
         self.unavailable: set[Signal] = {"length", "eos"} if sampled_length else {"eos"} if no_eos else set()
+        self.equal_reward_updates = 0  # consecutive updates whose rewards were all equal
+        self.warned: list[str] = []  # failures that were reported; each is reported once per run
         self.signals: dict[str, SignalState] = {}
+
+    def check_update(self, step: int, experience: Experience, stats: Stats) -> list[Problem]:
+        """Return new warnings about update `step`: equal rewards, responses without EOS, negative KL, skipped steps.
+
+        Raises RLHFError R02 after ten consecutive updates of equal rewards, StopTraining R04 above kl_stop.
+        """
+        kl, limit = stats["objective/kl_k1"], self.settings.kl_stop
+        if limit is not None and kl > limit:
+            text = f"step {step}: KL to the SFT policy is {kl:.4g} nats per response, over ppo.kl_stop {limit:g}"
+            raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
+        failures = dict(self._failures(step, experience, stats))
+        new = {name: problem for name, problem in failures.items() if name not in self.warned}
+        self.warned += new
+        return [Problem(code, f"step {step}: {text}", hint=hint) for code, text, hint in new.values()]
+
+    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, tuple[str, str, str]]]:
+        """Yield (name, (code, text, hint)) of each failure that the update shows; checkpoints have the names."""
+        scores, rollout, count = experience.score_result.weighted_sum, experience.rollout, len(experience.rollout)
+        equal = count > 1 and bool((scores == scores[0]).all())
+        self.equal_reward_updates = self.equal_reward_updates + 1 if equal else 0
+        if equal:
+            text = f"all {count} rewards are {float(scores[0]):.6g}"
+            hint = "the reward does not tell responses apart: look at them in samples.jsonl, and at the reward model"
+            if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
+                text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
+                raise RLHFError("R02", text, hint=hint)
+            hint += f"; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
+            yield "equal", ("R02", text, hint)
+        ended = int(rollout.ended.sum())
+        if self.settings.stop_token != "none" and ended < MIN_EOS_FRACTION * count:
+            text = f"{ended} of {count} responses end with the stop token ({ended / count:.0%})"
+            hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
+            yield "endless", ("R03", text, hint)
+        empty = int((rollout.ended & (rollout.response_lengths == 1)).sum())
+        if empty >= (1 - MIN_EOS_FRACTION) * count:
+            text = f"{empty} of {count} responses are empty, only the stop token ({empty / count:.0%})"
+            yield "empty", ("R03", text, "check that prompts end as those of SFT's rows do, and its chat template")
+        kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
+        if kl.mean < -NOISE_SE * kl.standard_error:
+            text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise"
+            text += f" ({kl.standard_error:.2g})"
+            yield "negative", ("R04", text, "responses are not sampled from the distribution that gives the log-probs")
+        if stats["policy/skipped_minibatches"]:
+            text = f"the mean ratio of a minibatch exceeds ppo.ratio_threshold {self.settings.ratio_threshold:g}"
+            hint = "it made no optimizer step; policy/skipped_minibatches counts them; lower ppo.learning_rate"
+            yield "skipped", ("R08", text, hint)
 
     def check(self, step: int, experience: Experience) -> list[Alert]:
         """Return the alerts after update `step`. The next alert of a signal needs another full window."""
-        if (settings := self.settings) is None:
+        if self.limits is None:
             return []
-        readings = self._readings(settings, experience)
-        alerts = [self._check(settings, step, signal, source, now) for (signal, source), now in readings.items()]
+        readings = self._readings(self.limits, experience)
+        alerts = [self._check(self.limits, step, signal, source, now) for (signal, source), now in readings.items()]
         return [alert for alert in alerts if alert]
 
-    def _readings(self, settings: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
+    def _readings(self, limits: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
         """Return a value for each response, (B,), by enabled signal and source."""
-        rollout, scores, mask = experience.rollout, experience.score_result, experience.mask
-        kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0)
+        rollout, scores = experience.rollout, experience.score_result
         readings: dict[tuple[Signal, str | None], Tensor] = {
-            ("kl", None): kl.sum(1) / mask.sum(1),
+            ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
             ("length", None): rollout.response_lengths,
             ("repetition", None): rollout.repetition,
             ("eos", None): rollout.ended,
             **{("judge", name): scores.raw[name] for name in self.judges},
             **{("disagreement", name): ensemble.disagreement for name, ensemble in scores.ensembles.items()},
         }
-        enabled = {signal for signal in SIGNALS if getattr(settings, signal) is not None} - self.unavailable
+        enabled = {signal for signal in SIGNALS if getattr(limits, signal) is not None} - self.unavailable
         return {key: now for key, now in readings.items() if key[0] in enabled}
 
     def _check(
-        self, settings: WatchdogSettings, step: int, signal: Signal, source: str | None, now: Tensor
+        self, limits: WatchdogSettings, step: int, signal: Signal, source: str | None, now: Tensor
     ) -> Alert | None:
-        update, limit = RunningMeanStd.of(now), getattr(settings, signal)
+        update, limit = RunningMeanStd.of(now), getattr(limits, signal)
         state = self.signals.setdefault(f"{signal} {source or ''}".strip(), SignalState(update, update, []))
-        state.recent = [*state.recent, update][-settings.window :]
-        if len(state.recent) < settings.window:
+        state.recent = [*state.recent, update][-limits.window :]
+        if len(state.recent) < limits.window:
             return None
         reading = reduce(add, state.recent)
         reference = state.best if signal == "judge" else state.first
@@ -248,15 +201,17 @@ class Watchdog:
         if not exceeds:
             return None
         state.recent, state.fired = [], state.fired + 1
-        action = settings.action_on(signal)
+        action = limits.action_on(signal)
         return Alert(step, signal, source, reading.mean, reference.mean, limit, action, state.fired)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next check depends on, without the settings."""
-        return {name: asdict(signal) for name, signal in self.signals.items()}
+        """Return what the next check depends on, without the settings; the keys are those of checkpoints."""
+        signals = {name: asdict(signal) for name, signal in self.signals.items()}
+        return {"alarms": {"equal": self.equal_reward_updates, "told": self.warned}, "watchdog": signals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`."""
+        self.equal_reward_updates, self.warned = state["alarms"]["equal"], state["alarms"]["told"]
         self.signals = {
             name: SignalState(
                 RunningMeanStd(**saved["first"]),
@@ -264,5 +219,5 @@ class Watchdog:
                 [RunningMeanStd(**stats) for stats in saved["recent"]],
                 saved["fired"],
             )
-            for name, saved in state.items()
+            for name, saved in state["watchdog"].items()
         }

@@ -25,11 +25,8 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
             params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
             if params:
                 groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
-    options: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
-    }
+    betas = settings.adam_beta1, settings.adam_beta2
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     if settings.optim == "adamw_8bit":
         return adamw_8bit(groups, full_precision=embedding_weights(models.values()), **options)
     if any(is_sharded_tensor(weight) for group in groups for weight in group["params"]):
@@ -82,12 +79,7 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
         "polynomial": {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0},  # transformers requires lr_end < peak
     }.get(settings.lr_scheduler_type)
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(
-        settings.lr_scheduler_type,
-        dummy,
-        settings.num_warmup(num_updates - start, value=is_value),
-        num_updates - start,
-        scheduler_specific_kwargs=scheduler_kwargs,
-    )
-    factor = scheduler.lr_lambdas[0]
+    steps, kind = num_updates - start, settings.lr_scheduler_type
+    warmup = settings.num_warmup(steps, value=is_value)
+    factor = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=scheduler_kwargs).lr_lambdas[0]
     return lambda update: factor(max(update - start, 0))

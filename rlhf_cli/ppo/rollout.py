@@ -53,10 +53,8 @@ class HFEngine:
             starts = track_progress("batch", range(0, len(prompts), size))
             responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
-        ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)
-        if self.stop_token_id is not None:
-            ended = (responses == self.stop_token_id).any(1)
-        width = int(response_mask.sum(1).max())
+        stop = -1 if self.stop_token_id is None else self.stop_token_id  # no token has id -1
+        ended, width = (responses == stop).any(1), int(response_mask.sum(1).max())
         responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
         response_mask = response_mask[:, :width]
         ids = torch.cat([prompts.ids.to(responses.device), responses], 1)
@@ -141,15 +139,8 @@ class _CachedDecoder:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         extra = {"position_ids": positions} if self.accepts_position_ids else {}
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self.mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **extra,
-        )
-        self.logits = output.logits[:, -1].float()
+        cached = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
 
 
 # Random numbers are a function of (row's seed, step, token), by a counter-based generator (Salmon et al. 2011,

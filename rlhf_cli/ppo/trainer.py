@@ -1,32 +1,47 @@
-"""The PPO algorithm: generate -> make_experience -> update. It works on models and tensors; no disk, no YAML."""
+"""The PPO algorithm: generate -> make_experience -> update. It works on models and tensors; no disk, no YAML.
+
+Shapes: B rows (episodes), R response width.
+"""
 
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf_cli.config.ppo_batches import LengthRange
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
-from rlhf_cli.ppo import losses, metrics, monitor
-from rlhf_cli.ppo.experience import Experience, Minibatch
-from rlhf_cli.ppo.forward_backward import MicroBatchResult, MinibatchStats, ModelRunner, max_micro_batch_tokens
-from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.ppo import losses, monitor
+from rlhf_cli.ppo.experience import (
+    Experience,
+    Minibatch,
+    RunningMeanStd,
+    ScoreResult,
+    Stats,
+    apply_penalties,
+    normalize_scores,
+    weighted_sum,
+)
+from rlhf_cli.ppo.forward_backward import (
+    MinibatchStats,
+    ModelRunner,
+    max_micro_batch_tokens,
+    mean_over_steps,
+    sum_metrics,
+)
 from rlhf_cli.ppo.optimizer import build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
-from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult, apply_penalties, normalize_scores, weighted_sum
 from rlhf_cli.progress import track_progress
-from rlhf_cli.rewards.source import RewardSource
+from rlhf_cli.rewards.function import RewardSource
 
 MODEL_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
 CPU = torch.device("cpu")
@@ -66,16 +81,15 @@ class PPOTrainer:
     ):
         assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
-        temperature = getattr(engine, "temperature", settings.temperature)
-        assert temperature == settings.temperature, (
-            f"the engine samples at {temperature}, log-probs are read at {settings.temperature}"
-        )
-        assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
-        for model in (policy, value):
+        for key in ("temperature", "bf16"):
+            sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
+            assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
+        self.trained: dict[str, Any] = {"policy": policy, "value": value}
+        for model in self.trained.values():
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
-        self._frozen_names = {name: _frozen_names(model) for name, model in (("policy", policy), ("value", value))}
+        self._frozen_names = {name: _frozen_names(model) for name, model in self.trained.items()}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
@@ -86,30 +100,28 @@ class PPOTrainer:
         if settings.offload:
             sharding.offload_to_cpu(ref)
         self.process_group, self.parallel = process_group, ReplicatedModels(process_group)
+        backbones = [policy] if self.model_runner.has_value_head else [policy, value]
         if settings.fsdp and process_group.world_size > 1:
-            trained = [policy] if self.model_runner.has_value_head else [policy, value]
-            self.parallel = ShardedModels(process_group, trained, [] if settings.offload else [ref])
-        if settings.gradient_checkpointing:
-            forward.enable_gradient_checkpointing(policy)
-            if not self.model_runner.has_value_head:
-                forward.enable_gradient_checkpointing(value)
-        self.optimizer = optimizer or build_optimizer({"policy": policy, "value": value}, settings)
+            self.parallel = ShardedModels(process_group, backbones, [] if settings.offload else [ref])
+        for model in backbones if settings.gradient_checkpointing else ():
+            forward.enable_gradient_checkpointing(model)
+        self.optimizer = optimizer or build_optimizer(self.trained, settings)
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
         self.updates, self.kl_coef, self.score_stats = 0, settings.kl_coef, RunningMeanStd()
         self.experience: Experience | None = None  # of the last step
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
-        times = [self._synchronized_time()]
+        start = self._synchronized_time()
         rollout = self.generate(prompts)
-        times.append(self._synchronized_time())
+        generated = self._synchronized_time()
         self.experience = self.make_experience(rollout)
-        times.append(self._synchronized_time())
+        scored = self._synchronized_time()
         stats = self.update(self.experience)
-        times.append(self._synchronized_time())
-        phases = zip(("rollout", "judge", "update"), pairwise(times), strict=True)
-        stats |= {f"time/{phase}_s": end - start for phase, (start, end) in phases}
-        return stats | {"tokens_per_s": stats["tokens/real"] / (times[-1] - times[0])}
+        end = self._synchronized_time()
+        times = {"rollout": generated - start, "judge": scored - generated, "update": end - scored}
+        stats |= {f"time/{phase}_s": seconds for phase, seconds in times.items()}
+        return stats | {"tokens_per_s": stats["tokens/real"] / (end - start)}
 
     def _synchronized_time(self) -> float:
         """Return a clock's seconds once the accelerator's queued work is done."""
@@ -180,13 +192,11 @@ class PPOTrainer:
         if given is None:
             results = {name: self._call_source(source, rollout) for name, source in self.rewards.items()}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
-        results |= {name: ensemble.score for name, ensemble in ensembles.items()}
-        raw = {name: self._as_row_scores(name, result, rollout) for name, result in results.items()}
+        raw = {name: _as_row_scores(name, scores, rollout) for name, scores in results.items()}
         members = {f"{name}/{key}": score for name, group in ensembles.items() for key, score in group.members.items()}
-        named = {f"score `{name}`": scores for name, scores in (members | raw).items()}
-        monitor.check_finite(named, self.updates + 1)
+        monitor.check_finite({f"score `{name}`": row for name, row in (members | raw).items()}, self.updates + 1)
         total = weighted_sum(raw, self.weights, self.clips) if given is None else raw["given"]
-        stats = self.score_stats.updated(total)
+        stats = self.score_stats + RunningMeanStd.of(total)
         final = normalize_scores(total, stats, self.settings)
         if given is None:
             final = apply_penalties(final, rollout, self.response_length, self.settings)
@@ -201,15 +211,6 @@ class PPOTrainer:
         parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
         return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
 
-    @staticmethod
-    def _as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
-        """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
-        scores = torch.as_tensor(result, dtype=torch.float32, device=rollout.ids.device)
-        if scores.shape != (len(rollout),):
-            text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
-            raise RLHFError("R05", text, hint="return one number a response")
-        return scores
-
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatches", self.updates, epoch))
@@ -222,7 +223,7 @@ class PPOTrainer:
         max_rows, packed = self.settings.per_device_train_batch_size, self.model_runner.packed
         return tuple(micro_batches(rollout.lengths, rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed))
 
-    def ref_on_device(self) -> AbstractContextManager:
+    def ref_on_device(self) -> AbstractContextManager[None]:
         """Context manager that moves an offloaded reference to the policy's device."""
         return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
 
@@ -252,37 +253,29 @@ class PPOTrainer:
         steps: list[Stats] = []
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
-                minibatches = (
-                    experience.minibatches if epoch == 0 else self._make_minibatches(experience.rollout, epoch)
-                )
+                minibatches = self._make_minibatches(experience.rollout, epoch) if epoch else experience.minibatches
                 for minibatch in track_progress("minibatch", minibatches):
                     steps.append(self._train_minibatch(experience, minibatch, epoch))
                 if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
-        norms = {"policy": self.parallel.trainable_norm(self.policy), "value": self.parallel.trainable_norm(self.value)}
-        monitor.check_finite_weights(norms, self.updates + 1)
+        norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained.items()}
+        monitor.check_finite({f"a weight of the {name} model": norm for name, norm in norms.items()}, self.updates + 1)
         trained_policy = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1
-        stats = metrics.rollout_metrics(experience, kl_in_reward=settings.kl_in == "reward")
-        stats |= metrics.mean_over_steps(steps)
+        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(steps)
         self.score_stats = experience.score_result.stats
         if settings.adap_kl_ctrl and trained_policy:
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
             )  # fmt: skip
-        return {
-            "episode": self.updates * len(experience.rollout),
-            **stats,
-            "policy/epochs": epoch + 1,
-            **rates,
-        }
+        return {"episode": self.updates * len(experience.rollout), **stats, "policy/epochs": epoch + 1, **rates}
 
     def _learning_rate(self, name: str) -> float:
         """Return the learning rate of a model's parameter groups, or the first group's if none has its name."""
         groups = self.optimizer.param_groups
-        return next((group["lr"] for group in groups if group.get("name", "").startswith(name)), groups[0]["lr"])
+        return float(next((group for group in groups if group.get("name", "").startswith(name)), groups[0])["lr"])
 
     def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
@@ -293,27 +286,23 @@ class PPOTrainer:
             forward.gradient_checkpointing(self.policy, self.value),
             self.model_runner.accumulate_in_place(),
         ):
-            assigned = self.parallel.assign(minibatch)
-            results = [
-                self._backward(experience, rows, counts / tokens)
-                for rows, counts in track_progress("micro-batch", assigned)
-            ]
+            results = []
+            for rows, counts in track_progress("micro-batch", self.parallel.assign(minibatch)):
+                micro_batch = experience.rollout.micro_batch(rows)
+                targets, scale = experience.gather(micro_batch), counts / tokens
+                result = self.model_runner.backward(
+                    targets, micro_batch, experience.kl_coef, scale, train_policy=self._trains_policy
+                )
+                results += [result] if counts else []
             ptx = self._backward_ptx(minibatch, epoch)
-        results = [result for result, (_, counts) in zip(results, assigned, strict=True) if counts]
         rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
-        sums = metrics.sum_metrics([rank.token_sums for rank in rank_stats])
-        stats = {name: total / tokens for name, total in sums.items()}
-        stats |= metrics.sum_metrics([rank.ptx for rank in rank_stats])
+        sums = sum_metrics([rank.token_sums for rank in rank_stats])
+        stats = {name: total / tokens for name, total in sums.items()} | sum_metrics([rank.ptx for rank in rank_stats])
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
             stats |= self._optimizer_step(rank_stats)
         return stats | {"ratio_error": max(rank.max_ratio_error for rank in rank_stats), "skipped": float(skipped)}
-
-    def _backward(self, experience: Experience, rows: Tensor, scale: float) -> MicroBatchResult:
-        micro_batch = experience.rollout.micro_batch(rows)
-        tokens, train_policy = experience.gather(micro_batch), self._trains_policy
-        return self.model_runner.backward(tokens, micro_batch, experience.kl_coef, scale, train_policy=train_policy)
 
     @property
     def _trains_policy(self) -> bool:
@@ -337,8 +326,8 @@ class PPOTrainer:
         for rank in rank_stats:
             if rank.error:
                 raise rank.error
-        models, norms = {"policy": self.policy, "value": self.value}, {}
-        for name, model in models.items():
+        norms = {}
+        for name, model in self.trained.items():
             self.parallel.all_reduce_gradients(model)
             norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
         monitor.check_finite({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
@@ -367,6 +356,16 @@ class PPOTrainer:
             model.load_state_dict({**frozen_weights, **state[name]})
         self.updates, self.kl_coef = state["updates"], state["kl_coef"]
         self.score_stats = RunningMeanStd(**state["moments"])
+
+
+def _as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
+    """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
+    scores = result.score if isinstance(result, EnsembleScores) else result
+    scores = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
+    if scores.shape != (len(rollout),):
+        text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
+        raise RLHFError("R05", text, hint="return one number per response")
+    return scores
 
 
 def _to_cpu(scores: Any) -> Any:

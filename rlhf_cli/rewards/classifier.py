@@ -1,13 +1,13 @@
 """`pipeline:`: the score of one label, by transformers' text-classification pipeline."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import TextClassificationPipeline
 
+from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
 from rlhf_cli.models import devices, load, tokenizers
-from rlhf_cli.rewards.source import RewardContext, RewardFn
+from rlhf_cli.rewards.function import RewardContext, RewardFn
 
 # Function the pipeline applies to the logits; None: the one in the model's config, softmax or sigmoid.
 FUNCTION_TO_APPLY = {"logit": "none", "probability": None}
@@ -22,26 +22,23 @@ class ClassifierReward:
 
     pipeline: TextClassificationPipeline
     label: str
-    number: str = "logit"
-    reads: str = "response"
+    output: str = "logit"
+    input: str = "response"
     batch_size: int = 64
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
-        texts = [
-            prompt + response if self.reads == "both" else response
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        options: dict[str, Any] = {
-            "function_to_apply": FUNCTION_TO_APPLY[self.number],
-            "top_k": None,
-            "batch_size": self.batch_size,
-        }
+        texts = responses
+        if self.input == "both":
+            texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         context = load.context_length(self.pipeline.model.config)
-        rows = self.pipeline(texts, truncation=context is not None, max_length=context, padding=True, **options)
+        rows = self.pipeline(
+            texts, truncation=context is not None, max_length=context, padding=True, top_k=None,
+            function_to_apply=FUNCTION_TO_APPLY[self.output], batch_size=self.batch_size,
+        )  # fmt: skip
         return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
 
 
-def make(section: Any, context: RewardContext) -> RewardFn:
+def make(section: RewardSection, context: RewardContext) -> RewardFn:
     """Load the classifier of `pipeline:`. Raises RLHFError C07 for an unknown label, M01, M02, M06-M08."""
     assert context.model is not None, "the caller gives the model's folder"
     trust = context.trust_remote_code
@@ -56,7 +53,7 @@ def make(section: Any, context: RewardContext) -> RewardFn:
         tokenizers.check_vocabulary(model, tokenizer)
     tokenizer.padding_side = "right"  # encoders count positions from the left
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
-    return ClassifierReward(pipeline, label, section.number, section.reads, section.batch_size)
+    return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size)
 
 
 def _not_loaded(prompts: list[str], responses: list[str]) -> list[float]:

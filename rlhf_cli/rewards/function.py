@@ -1,25 +1,89 @@
-"""`function:`: a Python function of texts, sync or async; calling any reward that reads text."""
+"""Rewards that read text: the protocol of reward sources, `function:`, `builtin:`, and how reward functions are called.
+
+To add a built-in reward, write a function at the end of this file and add it to BUILTIN_REWARDS.
+"""
 
 import asyncio
 import importlib
 import inspect
 import math
+import re
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
-from rlhf_cli.errors import RLHFError
-from rlhf_cli.models.batch import Rollout
-from rlhf_cli.rewards.source import RewardContext, RewardError, RewardFn
+from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.errors import Problem, RLHFError, closest_match
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+
+RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score each; may be async
+MODULES = {"url": "http", "pipeline": "classifier"}  # kinds whose module has a `make` that builds the reward function
+
+
+class RewardSource(Protocol):
+    def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
+        """Return the raw score of each row, (B,) float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """Location of a rewards section, and the files and options for building its reward."""
+
+    folder: Path  # the config's
+    where: Callable[[str], str]  # key of the section -> FILE:LINE
+    model: Path | None = None  # folder of the model that the section names
+    trust_remote_code: bool = False
+    load: bool = True  # False: validate only, load no weights
+
+
+def make_reward_fn(kind: str, section: RewardSection, context: RewardContext) -> RewardFn:
+    """Build the reward function of a section whose key `kind` is set. Raises RLHFError C01, C06, C07, C17."""
+    if kind == "function":
+        assert section.function is not None
+        return load_function(section.function, folder=context.folder, where=context.where("function"))
+    if kind == "builtin":
+        return _make_builtin(section, context)
+    reward_fn: RewardFn = importlib.import_module(f"rlhf_cli.rewards.{MODULES[kind]}").make(section, context)
+    return reward_fn
+
+
+def load_function(spec: str, *, folder: Path | None = None, where: str | None = None) -> RewardFn:
+    """Import `package.module:function`; `folder` (the config's) and the working directory are on the path.
+
+    Raises RLHFError C17 if it cannot be imported or called.
+    """
+    module, _, name = spec.partition(":")
+    sys.path += [path for path in map(str, (folder or Path.cwd(), Path.cwd())) if path not in sys.path]
+    try:
+        function: RewardFn = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything on import
+        hint = "write package.module:function, of an installed package or a file beside the config"
+        raise RLHFError("C17", f"cannot import `{spec}`: {error}", where=where, hint=hint) from error
+    if not callable(function):
+        raise RLHFError("C17", f"`{spec}` is not a function", where=where)
+    return function
+
+
+@contextmanager
+def no_bytecode_files() -> Iterator[None]:
+    """Context manager that disables .pyc files, so that inspecting a run does not change its folder."""
+    previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = previous
 
 
 @dataclass
@@ -43,27 +107,19 @@ def score_texts(name: str, function: RewardFn, prompts: list[str], responses: li
     """Return one finite score per response. Raises RLHFError R05 as FunctionReward does."""
     try:
         scores = call_reward_fn(function, prompts, responses)
-    except RewardError as error:
-        raise RLHFError("R05", f"reward `{name}`: {error}", hint=error.hint) from error
+    except RLHFError as error:
+        (problem,) = error.problems
+        raise RLHFError("R05", f"reward `{name}`: {problem.text}", hint=problem.hint) from error
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise RLHFError(
-            "R05",
-            f"reward `{name}` raised {type(error).__name__}: {error}",
-            hint="call it by itself on one prompt and response",
-        ) from error
+        text = f"reward `{name}` raised {type(error).__name__}: {error}"
+        raise RLHFError("R05", text, hint="call it by itself on one prompt and response") from error
     if len(scores) != len(prompts):
-        raise RLHFError(
-            "R05",
-            f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses",
-            hint="return one number a response",
-        )
+        text = f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses"
+        raise RLHFError("R05", text, hint="return one number per response")
     for row, score in enumerate(scores):
         if not _is_finite_number(score):
-            raise RLHFError(
-                "R05",
-                f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})",
-                hint="return a finite number",
-            )
+            text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
+            raise RLHFError("R05", text, hint="return a finite number")
     return [float(score) for score in scores]
 
 
@@ -87,41 +143,109 @@ def _event_loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def _await(awaitable: Any) -> Any:
+async def _await(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def make(section: Any, context: RewardContext) -> RewardFn:
-    """Load the function that `function:` names. Raises RLHFError C17."""
-    return load_function(section.function, folder=context.folder, where=context.where("function"))
+# Built-in rewards. A function takes its parameters by keyword, raises ValueError for invalid combinations, and returns
+# a reward function of the response. pydantic checks types, bounds and names by its signature.
+
+Count = Annotated[int, Field(ge=0)]
+Factor = Annotated[float, Field(gt=0)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
-def load_function(spec: str, *, folder: Path | None = None, where: str | None = None) -> RewardFn:
-    """Import `package.module:function`; `folder` (the config's) and the working directory are on the path.
+def _make_builtin(section: RewardSection, context: RewardContext) -> RewardFn:
+    """Raises RLHFError C07 for an unknown name, C17 for bad parameters."""
+    assert section.builtin is not None
+    name, known = section.builtin, ", ".join(BUILTIN_REWARDS)
+    if name not in BUILTIN_REWARDS:
+        near = closest_match(name, BUILTIN_REWARDS)
+        hint = f"did you mean {near}?" if near else "or write a Python function: function: module:name"
+        raise RLHFError("C07", f'builtin "{name}" is not one of {known}', where=context.where("builtin"), hint=hint)
+    strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
+    try:
+        return strict(BUILTIN_REWARDS[name])(**section.parameters)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise RLHFError.from_problems([_problem(name, detail, context) for detail in details]) from error
+    except ValueError as error:
+        text = f"builtin {name}: {error}"
+        raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name)) from error
 
-    Raises RLHFError C17 if it cannot be imported or called.
+
+def _problem(name: str, detail: Any, context: RewardContext) -> Problem:
+    key = ".".join(str(part) for part in detail["loc"]) or "parameters"
+    texts = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
+    text = f"builtin {name}: {key}: {texts.get(detail['type'], detail['msg'])}"
+    return Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name))
+
+
+def _parameter_hint(name: str) -> str:
+    """Return a hint that lists the parameters of a built-in reward."""
+    parameters = [parameter for parameter in BUILTIN_REWARDS[name].__annotations__ if parameter != "return"]
+    return f"{name} takes {', '.join(parameters)}; docs/rewards.md describes them"
+
+
+def _score_responses(score: Callable[[str], float]) -> RewardFn:
+    return lambda prompts, responses: [score(response) for response in responses]
+
+
+def length(
+    *, least: Count = 0, most: Count | None = None, unit: Literal["words", "characters"] = "words", scale: Factor = 1.0
+) -> RewardFn:
+    """Return 0 for a length in [`least`, `most`], else minus the distance to that range divided by `scale`."""
+    if most is None and not least:
+        raise ValueError("give least, most or both")
+    if most is not None and most < least:
+        raise ValueError(f"most {most} is below least {least}")
+
+    def score(text: str) -> float:
+        size = len(text) if unit == "characters" else len(text.split())
+        excess = 0 if most is None else max(0, size - most)
+        return -(max(0, least - size) + excess) / scale
+
+    return _score_responses(score)
+
+
+def regex(*, pattern: str, whole: bool = False, ignore_case: bool = False) -> RewardFn:
+    """Return 1 if the pattern (Python's re) occurs in the response, or with `whole` matches all of it; else 0.
+
+    `.` matches line breaks too. White space around the response is stripped.
     """
-    module, _, name = spec.partition(":")
-    sys.path += [path for path in map(str, (folder or Path.cwd(), Path.cwd())) if path not in sys.path]
+    if not pattern:
+        raise ValueError("an empty pattern matches everything")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise anything on import
-        raise RLHFError(
-            "C17",
-            f"cannot import `{spec}`: {error}",
-            where=where,
-            hint="write package.module:function, of an installed package or a file beside the config",
-        ) from error
-    if not callable(function):
-        raise RLHFError("C17", f"`{spec}` is not a function", where=where)
-    return function
+        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
+    match = compiled.fullmatch if whole else compiled.search
+    return _score_responses(lambda text: float(match(text.strip()) is not None))
 
 
-@contextmanager
-def no_bytecode_files() -> Iterator[None]:
-    """Context manager that disables .pyc files, so that inspecting a run does not change its folder."""
-    previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = previous
+def keyword(*, words: Texts, most: Annotated[int, Field(gt=0)] = 1, ignore_case: bool = True) -> RewardFn:
+    """Return the number of occurrences of `words` as separate words, capped at `most`, divided by `most`."""
+    if any(not word.strip() for word in words):
+        raise ValueError("words contains an empty word")
+    alternatives = "|".join(re.escape(word.strip()) for word in sorted(words, key=len, reverse=True))
+    compiled = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE if ignore_case else 0)
+    return _score_responses(lambda text: min(most, len(compiled.findall(text))) / most)
+
+
+def repetition(*, words: Annotated[int, Field(gt=0, le=100)] = 3) -> RewardFn:
+    """Return minus the fraction of n-grams of `words` words that repeat an earlier one; 0 without n-grams."""
+
+    def score(text: str) -> float:
+        tokens = text.split()
+        ngrams = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
+        return len(ngrams) / ngrams.total() - 1 if ngrams else 0.0
+
+    return _score_responses(score)
+
+
+BUILTIN_REWARDS: dict[str, Callable[..., RewardFn]] = {
+    "length": length,
+    "regex": regex,
+    "keyword": keyword,
+    "repetition": repetition,
+}

@@ -95,16 +95,17 @@ class RetokenizingReward(ModelReward):
         return new_prompts, new_responses
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _check_length(self, row: int, prompt_length: int, response_length: int) -> None:
         if not prompt_length:
-            text = f"reward `{self.name}`: its tokenizer leaves nothing of the prompt of row {row}"
-            raise RLHFError("R05", text, hint="take such prompts out of data.prompts")
+            text = f"reward `{self.name}`: its tokenizer encodes the prompt of row {row} to nothing"
+            raise RLHFError("R05", text, hint="remove such prompts from data.prompts")
         if self.context is not None and prompt_length + response_length > self.context:
             text = f"row {row} has {prompt_length + response_length} tokens, its model reads {self.context} at most"
             raise RLHFError(
-                "R05", f"reward `{self.name}`: {text}", hint="take longer prompts out, or lower ppo.response_length"
+                "R05", f"reward `{self.name}`: {text}", hint="remove longer prompts, or lower ppo.response_length"
             )
 
 

@@ -30,7 +30,7 @@ START_TIME_TOLERANCE_S = 5.0  # except on Linux, setting the clock changes the s
 _exclusive: dict[Path, FileLock] = {}
 _shared: dict[Path, int] = {}  # file descriptors
 NEW_FOLDER_HINT = "name a new or an empty folder"
-SCRATCH_NAME, OUT_HINT = ".export", "name a folder of your own: --out DIR"
+SCRATCH_NAME, OUT_HINT = ".export", "name another folder: --out DIR"
 LOCKED = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 

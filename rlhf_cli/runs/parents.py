@@ -1,4 +1,4 @@
-"""Parents of a stage: folders of earlier stages, plain Hugging Face folders, or cached hub models."""
+"""Parents of a stage: folders of earlier stages, plain Hugging Face folders, or cached hub models; full or adapters."""
 
 import json
 import os
@@ -30,39 +30,29 @@ from rlhf_cli.files import (
     safe_join,
     select_files,
 )
-from rlhf_cli.runs.adapters import (
-    ADAPTER_CONFIG,
-    base_entry,
-    is_hub_id,
-    missing_base_error,
-    read_adapter,
-    resolve_base,
-    sha256_with_base,
-)
 from rlhf_cli.runs.discover import has_output
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MERGED = "merged"  # folder of the merged model's config.json; at the top level it would indicate full weights
 # Files of a plain folder that make up the model. Cards, pictures and pickles (never loaded) are ignored.
 MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
 class Parent:
-    """A model that a stage reads.
-
-    `manifest` is {} for a foreign model, `hub` the id of a hub model, and `base` the model that an adapter belongs to.
-    """
+    """A model that a stage reads."""
 
     key: str  # the config key that names it, e.g. "models.sft"
     path: Path
     stage: str  # sft, reward, ppo or foreign
     model: Path  # the folder that from_pretrained takes
-    sha256: str  # of the model's files
-    manifest: dict[str, Any]
-    hub: str | None = None
-    revision: str | None = None  # of the hub id, where one is named
-    base: "Parent | None" = None
+    sha256: str  # of the model's files; "" if they were not read
+    manifest: dict[str, Any]  # {} for a foreign model
+    hub: str | None = None  # the hub id
+    revision: str | None = None  # of the hub id
+    base: "Parent | None" = None  # the model that an adapter belongs to
     file_stats: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False, repr=False)
 
 
@@ -78,37 +68,31 @@ def open_parent(
     M10 for a stage that is unfinished, damaged or not one of `expect`, E08 for files that cannot be read now.
     """
     with at_location(where), translate_read_errors(path):
-        return _open(path, expect, key, where, revision, hashed=hashed)
+        return _open(path, expect, key, revision, hashed=hashed)
 
 
-def _open(path: str, expect: tuple[str, ...], key: str, where: str, revision: str | None, *, hashed: bool) -> Parent:
+def _open(path: str, expect: tuple[str, ...], key: str, revision: str | None, *, hashed: bool) -> Parent:
     folder = Path(path)
     if not path_exists(folder):
         if folder.is_absolute() or path.startswith((".", "~")):
-            raise _nothing_there(folder, expect, key, where)
-        cached = _from_hub(path, revision, key, where)
-        _refuse_adapter(cached, key, where)
+            raise _no_folder_error(folder, expect, key)
+        cached = _from_hub(path, revision, key)
+        _refuse_adapter(cached, key)
         return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is inside a stage's folder"
-        raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
+        raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
     if folder.parent.name == SNAPSHOTS and read_adapter(folder):
-        with at_location(where):
-            return _snapshot(folder, key, where, hashed=hashed)
-    _refuse_adapter(folder, key, where)
+        return _snapshot(folder, key, hashed=hashed)
+    _refuse_adapter(folder, key)
     if (folder / "config.json").is_file():
         return _foreign(folder, key, hashed=hashed)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
-        return _stage(folder, expect, key, where, hashed=hashed)
+        return _stage(folder, expect, key, hashed=hashed)
     stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
-    raise RLHFError(
-        "M01",
-        f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)",
-        where=where,
-        hint=f"did you mean {stages}?"
-        if stages
-        else f"set {key} to {finished_stage(expect)} or to a Hugging Face folder",
-    )
+    hint = f"did you mean {stages}?" if stages else f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
+    text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
+    raise RLHFError("M01", text, hint=hint)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -116,11 +100,11 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
     manifest, problem = read_checked_json(folder / "manifest.json")
     problem = None if manifest.get("schema") == 1 else problem
     if not isinstance(manifest.get("files"), dict):
-        return {}, problem or "manifest.json names no files"
+        return {"files": {}}, problem or "manifest.json names no files"
     return manifest, problem
 
 
-def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashed: bool) -> Parent:
+def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> Parent:
     manifest, manifest_problem = read_manifest(folder)
     identity = read_json_object(folder / "identity.json") or {}
     stage = (identity if manifest_problem else manifest).get("stage") or folder.name
@@ -128,34 +112,100 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashe
         sibling = folder.parent / expect[0]
         better = shown(sibling) if sibling.is_dir() and sibling != folder else finished_stage(expect)
         text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
-        raise RLHFError("M10", text, where=where, hint=f"set {key} to {better}")
+        raise RLHFError("M10", text, hint=f"set {key} to {better}")
     if not (folder / "manifest.json").exists():
         text = f"{key}: {shown(folder)} is not finished (its manifest.json is missing)"
-        raise RLHFError("M10", text, where=where, hint=f"finish it: {_command(stage, folder)}; or change {key}")
-    for name in manifest.get("files") or {}:
+        raise RLHFError("M10", text, hint=f"finish it: {_command(stage, folder)}; or change {key}")
+    for name in manifest["files"]:
         safe_join(folder, name, where=shown(folder / "manifest.json"))
     if manifest_problem:
-        raise damaged_stage_error(key, folder, stage, manifest_problem, where)
-    models = select_files(manifest.get("files") or {}, "model/")
+        raise damaged_stage_error(key, folder, stage, manifest_problem)
+    models = select_files(manifest["files"], "model/")
     problem = find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
-        raise damaged_stage_error(key, folder, stage, problem or "its manifest names no model file", where)
+        raise damaged_stage_error(key, folder, stage, problem or "its manifest names no model file")
     base = None
     if f"model/{ADAPTER_CONFIG}" in models:
-        with at_location(where):
-            base = _base(folder, stage, base_entry(manifest["parents"]), key, where, hashed=hashed)
-    sha256 = sha256_with_base(models, manifest["parents"])
-    return Parent(
-        key, folder, stage, folder / "model", sha256, manifest, base=base, file_stats=_file_stats(folder / "model")
-    )
+        base = _base(folder, stage, base_entry(manifest["parents"]), key, hashed=hashed)
+    sha256, model = sha256_with_base(models, manifest["parents"]), folder / "model"
+    return Parent(key, folder, stage, model, sha256, manifest, base=base, file_stats=_file_stats(model))
 
 
-def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, where: str, *, hashed: bool) -> Parent:
+def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
+    file_stats = _file_stats(folder)  # before hashing
+    files = {path.name: {"sha256": files_sha256([path])} for path in list_model_files(folder)} if hashed else {}
+    sha256 = model_sha256(files, prefix="") if hashed else ""
+    return Parent(key, folder, FOREIGN, folder, sha256, {}, file_stats=file_stats)
+
+
+def _from_hub(name: str, revision: str | None, key: str) -> Path:
+    if folder := cached_model(name, revision):
+        return folder
+    if name.count("/") > 1:  # a hub id is OWNER/NAME
+        raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME")
+    at = f" at revision {revision}" if revision else ""
+    text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
+    hint = f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /"
+    raise RLHFError("M01", text, hint=hint)
+
+
+# Adapters (LoRA) and their base models
+
+
+def read_adapter(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the adapter in a folder; None if it holds no adapter, or full weights too."""
+    settings = read_json_object(folder / ADAPTER_CONFIG)
+    if settings is None or ((folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))):
+        return None
+    return settings
+
+
+def find_base(folder: Path) -> Path | None:
+    """Return the folder of the base of a stage's adapter; None if `folder` holds a full model.
+
+    Raises RLHFError M04 if the base is missing or not named.
+    """
+    settings = read_adapter(folder)
+    if settings is None:
+        return None
+    name = settings.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise RLHFError("M04", f"{shown(folder)} holds an adapter that does not name its base")
+    return _base_folder(name, folder, settings.get("revision"))
+
+
+def _base_folder(name: str, start: Path, revision: str | None) -> Path:
+    """Return the folder of a hub id, or of a path relative to `start`. Raises M04 if it is not available."""
+    path = Path(os.path.normpath(start / name))
+    folder = cached_model(name, revision) if is_hub_id(name) else path if path.is_dir() else None
+    if folder is None:
+        fix = f"fetch it: hf download {shell_word(name)}" if is_hub_id(name) else "put it back there"
+        base = name if is_hub_id(name) else shown(path)
+        text = f"{shown(start)} holds an adapter, but its base {base} does not exist"
+        raise RLHFError("M04", text, hint=f"{fix}; or train the adapter again on another base")
+    return folder
+
+
+def is_hub_id(name: str) -> bool:
+    """Return True if a base name is a hub id. Paths in a stage's folder are relative and start with `..`."""
+    return not name.startswith(".")
+
+
+def sha256_with_base(files: Mapping[str, Mapping[str, Any]], parents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the hash of a stage's model/ and, for an adapter, of its base; the arguments are parts of a manifest."""
+    own = model_sha256(files)
+    return json_sha256([own, base_entry(parents)["sha256"]]) if f"model/{ADAPTER_CONFIG}" in files else own
+
+
+def base_entry(parents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the manifest entry of the parent that is the base of the stage's adapter: for PPO the SFT model."""
+    return parents["models.sft" if "models.sft" in parents else "model.path"]
+
+
+def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, *, hashed: bool) -> Parent:
     """Return the base of a stage's adapter by its manifest entry. Raises M04 if the weights have changed."""
-    base_folder = resolve_base(entry["path"], folder, entry.get("revision"))
-    if base_folder is None:
-        raise missing_base_error(folder, entry["path"])
-    base = open_parent(str(base_folder), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
+    base_folder = _base_folder(entry["path"], folder, entry.get("revision"))
+    base = open_parent(str(base_folder), expect=("sft", "ppo"), key=key, where="", hashed=hashed)
     if base.sha256 and base.sha256 != entry["sha256"]:
         then, now = short_hash(entry["sha256"]), short_hash(base.sha256)
         changed = f"its base {shown(base_folder)} has changed since ({then} then, {now} now)"
@@ -164,7 +214,7 @@ def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, where: s
     return base
 
 
-def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
+def _snapshot(folder: Path, key: str, *, hashed: bool) -> Parent:
     """Return an adapter that PPO kept as a snapshot. Raises M04 if its base has changed since the run started."""
     run = folder.parent.parent
     identity, adapter = read_json_object(run / "identity.json") or {}, read_adapter(folder) or {}
@@ -178,15 +228,44 @@ def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
         inner = model.name == "model" and (model.parent / "identity.json").is_file()
         name = os.path.relpath(model.parent if inner else model, run)
         name = name if name.startswith(".") else f"./{name}"
-    base = _base(run, "ppo", {**adapter, "path": name, "sha256": sha256}, key, where, hashed=hashed)
+    base = _base(run, "ppo", {**adapter, "path": name, "sha256": sha256}, key, hashed=hashed)
     snapshot = _foreign(folder, key, hashed=hashed)
     return replace(snapshot, sha256=json_sha256([snapshot.sha256, base.sha256]) if hashed else "", base=base)
+
+
+def _refuse_adapter(folder: Path, key: str) -> None:
+    """Raise M04, with the base it needs, for an adapter that no stage wrote."""
+    adapter = read_adapter(folder)
+    if adapter is None:
+        return
+    base = adapter.get("base_model_name_or_path")
+    text = f"{key}: {shown(folder)} holds an adapter, not a full model"
+    if not isinstance(base, str) or not base:
+        raise RLHFError("M04", f"{text}, and does not name its base", hint="name a full model")
+    if is_available_locally(base) or is_available_locally(str(folder / base)):
+        adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
+        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
+        hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
+        raise RLHFError("M04", f"{text}; its base is {base}", hint=hint)
+    text += f", and its base {base} is neither a folder nor a cached hub id"
+    hint = f"fetch the base (hf download {shell_word(base)}), then merge the two"
+    raise RLHFError("M04", text, hint=hint)
 
 
 def is_adapter_of(parent: Parent, base: Parent) -> bool:
     """Return True if the parent is an adapter of `base`: of the same folder, or of the same weights elsewhere."""
     own = parent.base
     return own is not None and (own.path == base.path or (bool(base.sha256) and own.sha256 == base.sha256))
+
+
+def is_available_locally(name: str, revision: str | None = None) -> bool:
+    """Return True if a model's name is a folder, or a hub id in the local cache."""
+    if os.path.exists(name) or os.path.isabs(name):
+        return os.path.exists(name)
+    return cached_model(name, revision) is not None
+
+
+# Changes of parents
 
 
 def verify_parents(parents: Mapping[str, Parent]) -> None:
@@ -214,8 +293,8 @@ def _folders(parents: Mapping[str, Parent]) -> list[Parent]:
 
 
 def _verify(parent: Parent) -> None:
-    where = shown(parent.path / "manifest.json")
     if problem := _problem(parent):
+        where = shown(parent.path / "manifest.json")
         raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, where)
 
 
@@ -229,6 +308,13 @@ def _file_stats(model: Path) -> dict[str, tuple[int, ...]]:
     """Return size, modification time and inode of each model file: while these stay, so does the content."""
     stats = {path.name: path.stat() for path in list_model_files(model)}
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+
+
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files of a plain folder that make up the model, by name. Raises RLHFError E08 if it is unreadable."""
+    with translate_read_errors(folder):
+        paths = [path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")]
+        return sorted(path for path in paths if path_exists(path) and path.is_file())
 
 
 def require_unchanged(parents: Mapping[str, Parent], *, loaded: bool = False) -> None:
@@ -259,86 +345,28 @@ def _require_unchanged(parent: Parent, loaded: bool) -> None:
         raise RLHFError("M14", text, hint=hint)
 
 
-def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
+# Messages and manifest entries
+
+
+def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where: str | None = None) -> RLHFError:
     """Return M10 for a parent that differs from what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
     return RLHFError("M10", text, where=where, hint=f"run it again: {_command(stage, folder)} --fresh")
 
 
-def list_model_files(folder: Path) -> list[Path]:
-    """Return the files of a plain folder that make up the model, sorted by name. Raises RLHFError E08 if it is
-    unreadable.
-    """
-    with translate_read_errors(folder):
-        return sorted(
-            path
-            for path in folder.iterdir()
-            if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path_exists(path) and path.is_file()
-        )
-
-
-def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
-    file_stats = _file_stats(folder)  # before hashing
-    files = {path.name: {"sha256": files_sha256([path])} for path in list_model_files(folder)} if hashed else {}
-    return Parent(
-        key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {}, file_stats=file_stats
-    )
-
-
-def _refuse_adapter(folder: Path, key: str, where: str) -> None:
-    """Raise M04, with the base it needs, for an adapter that no stage wrote."""
-    adapter = read_adapter(folder)
-    if adapter is None:
-        return
-    base = adapter.get("base_model_name_or_path")
-    text = f"{key}: {shown(folder)} holds an adapter, not a full model"
-    if not isinstance(base, str) or not base:
-        raise RLHFError("M04", f"{text}, and does not name its base", where=where, hint="name a full model")
-    if is_available_locally(base) or is_available_locally(str(folder / base)):
-        adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
-        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
-        hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
-        raise RLHFError("M04", f"{text}; its base is {base}", where=where, hint=hint)
-    text += f", and its base {base} is neither a folder nor a cached hub id"
-    raise RLHFError(
-        "M04", text, where=where, hint=f"fetch the base (hf download {shell_word(base)}), then merge the two"
-    )
-
-
-def is_available_locally(name: str, revision: str | None = None) -> bool:
-    """Return True if a model's name is a folder, or a hub id in the local cache."""
-    if os.path.exists(name) or os.path.isabs(name):
-        return os.path.exists(name)
-    return cached_model(name, revision) is not None
-
-
-def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
-    if folder := cached_model(name, revision):
-        return folder
-    if name.count("/") > 1:  # a hub id is OWNER/NAME
-        raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME", where)
-    at = f" at revision {revision}" if revision else ""
-    text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
-    raise RLHFError(
-        "M01", text, where=where, hint=f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /"
-    )
-
-
-def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) -> RLHFError:
-    config = folder.parent / f"{folder.name}.yaml"
-    if folder.name in expect and config.is_file():
+def _no_folder_error(folder: Path, expect: Sequence[str], key: str) -> RLHFError:
+    if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
         hint = f"run that stage first: {_command(folder.name, folder)}"
-        return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
-    return missing_folder_error(
-        folder, f"{key}: ", f"set {key} to {finished_stage(expect)} or to a Hugging Face folder", where
-    )
+        return RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
+    otherwise = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
+    return missing_folder_error(folder, f"{key}: ", otherwise)
 
 
-def missing_folder_error(folder: Path, prefix: str, otherwise: str, where: str | None = None) -> RLHFError:
+def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError:
     """Return M01 with the closest existing name as a hint, or else the hint `otherwise`."""
     near = closest_folder(folder)
     hint = f"did you mean {near}?" if near else otherwise
-    return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", where=where, hint=hint)
+    return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", hint=hint)
 
 
 def _command(stage: str, folder: Path) -> str:

@@ -1,15 +1,17 @@
 """References to models: by the keys of a config, and by the RUN, --stage and --step of a command."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.ppo import VALUE_KEYWORDS
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, closest_match, shell_path, shown, translate_read_errors
 from rlhf_cli.files import find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.parents import (
+    FOREIGN,
     SNAPSHOTS,
     Parent,
     damaged_stage_error,
@@ -17,9 +19,10 @@ from rlhf_cli.runs.parents import (
     missing_folder_error,
     open_parent,
     read_manifest,
+    short_hash,
     verify_parents,
 )
-from rlhf_cli.runs.shapes import schema_error
+from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
@@ -41,31 +44,24 @@ def references(config: Any) -> list[Reference]:
     if config.stage in ("sft", "reward"):
         expect = ("sft",) if config.stage == "reward" else ("sft", "ppo")
         return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
+    models = config.models
     if config.stage == "eval":
-        result = [Reference("models.sft", config.models.sft, ("sft",))]
-        result.append(Reference("models.ppo", config.models.ppo, ("ppo",)))
-        if config.models.reward:
-            result.append(Reference("models.reward", config.models.reward, ("reward",)))
-        if config.models.base:
-            result.append(Reference("models.base", config.models.base, ("sft", "ppo")))
+        result = [Reference(f"models.{name}", getattr(models, name), (name,)) for name in ("sft", "ppo", "reward")]
+        result.append(Reference("models.base", models.base, ("sft", "ppo")))
         judges = {name: value for name, value in config.judges.items() if not _is_function(value)}
-        return result + [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
-    result = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
-    if _needs_reward(config):
-        result.append(Reference("models.reward", config.models.reward, ("reward",)))
-    if config.models.value not in VALUE_KEYWORDS:
-        result.append(Reference("models.value", config.models.value, ("reward",)))
-    models: dict[str, str] = {}
+        result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
+        return [reference for reference in result if reference.path]
+    rewards: dict[str, str | None] = {}
+    if models.value == "reward" or not config.rewards:  # reward sources have keys of their own
+        rewards["models.reward"] = models.reward
+    if models.value not in VALUE_KEYWORDS:
+        rewards["models.value"] = models.value
     for name, source in config.rewards.items():
-        models |= {f"rewards.{name}.model": source.model} if source.model else {}
-        models |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
-        models |= {f"rewards.{name}.pipeline": source.pipeline} if source.pipeline else {}
-    return result + [Reference(key, path, ("reward",)) for key, path in models.items()]
-
-
-def _needs_reward(config: Any) -> bool:
-    """Return True if PPO starts the value model from models.reward. Reward sources have keys of their own."""
-    return config.models.value == "reward" or not config.rewards
+        rewards[f"rewards.{name}.model"] = source.model
+        rewards |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
+        rewards[f"rewards.{name}.pipeline"] = source.pipeline
+    sft = Reference("models.sft", models.sft, ("sft",), models.revision)
+    return [sft] + [Reference(key, path, ("reward",)) for key, path in rewards.items() if path]
 
 
 def _is_function(value: str) -> bool:
@@ -74,17 +70,17 @@ def _is_function(value: str) -> bool:
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def open_parents(config: Any, left_out: Collection[Path] = (), *, hashed: bool = True) -> dict[str, Parent]:
+def open_parents(config: Config, pending: Collection[Path] = (), *, hashed: bool = True) -> dict[str, Parent]:
     """Open all parents of a stage, by config key (model.path; models.sft, models.reward, rewards.NAME.model,
     judges.NAME).
 
-    Skips folders in `left_out`, whose stages have yet to run. Without `hashed`, foreign models are not read; see
+    Skips the folders in `pending`, whose stages have yet to run. Without `hashed`, foreign models are not read; see
     `open_parent`. Raises RLHFError with the problems of all parents at once.
     """
     parents: dict[str, Parent] = {}
     problems: dict[str, list[Problem]] = {}  # by path, because several keys may name one folder
     for reference in references(config):
-        if Path(reference.path) in left_out:
+        if Path(reference.path) in pending:
             continue
         try:
             parents[reference.key] = open_reference(config, reference, hashed=hashed)
@@ -95,29 +91,60 @@ def open_parents(config: Any, left_out: Collection[Path] = (), *, hashed: bool =
     return parents
 
 
-def open_reference(config: Any, reference: Reference, *, hashed: bool = True) -> Parent:
+def open_reference(config: Config, reference: Reference, *, hashed: bool = True) -> Parent:
     """Open the parent that a config key names. Raises as `open_parent`, and M10 for the stage's own output."""
-    key, where, expect = reference.key, config.where(reference.key), reference.expect
-    if Path(reference.path) == config.folder:
+    path, key, where, expect = reference.path, reference.key, config.where(reference.key), reference.expect
+    if Path(path) == config.folder:
         text = f"{key} names the folder that this stage writes"
         raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(expect)}")
-    revision = reference.revision
     try:
-        return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
+        return open_parent(path, expect=expect, key=key, where=where, revision=reference.revision, hashed=hashed)
     except RLHFError as error:
-        suffix = _named_too(config, reference)
-        raise RLHFError.from_problems(
-            [replace(problem, text=problem.text + suffix) for problem in error.problems]
-        ) from error
+        # other keys with the same path: a problem is reported once, for the first of them
+        keys = [other.key for other in references(config) if other.path == path]
+        if isinstance(config, PPOConfig) and config.models.reward == path:  # the default reward source
+            keys.append("models.reward")
+        others = [other for other in dict.fromkeys(keys) if other != key and config.is_written(other)]
+        suffix = f" ({' and '.join(others)} too)" if others else ""
+        problems = [replace(problem, text=problem.text + suffix) for problem in error.problems]
+        raise RLHFError.from_problems(problems) from error
 
 
-def _named_too(config: Any, reference: Reference) -> str:
-    """Return the other configured keys with the same path: a problem is reported once, for the first of them."""
-    keys = [same.key for same in references(config) if same.path == reference.path]
-    if config.stage == "ppo" and config.models.reward == reference.path:  # the default reward source
-        keys.append("models.reward")
-    others = [key for key in dict.fromkeys(keys) if key != reference.key and config.is_written(key)]
-    return f" ({' and '.join(others)} too)" if others else ""
+def check_same_tokenizer(
+    a: Parent,
+    b: Parent,
+    *,
+    where: str,
+    foreign: Mapping[str, Mapping[str, str | None]] | None = None,
+    difference: Callable[[Parent, Parent], str | None] = lambda *_: None,
+) -> None:
+    """Raise T04 if two parents have different tokenizers, T05 for different chat templates, with both hashes.
+
+    The hashes are those of the manifests, for foreign parents those in `foreign`, by parent key. Unknown tokenizers are
+    not compared, nor is the template of a foreign parent without one. The hash covers vocabulary, merges and special
+    tokens; `difference` returns any other difference that changes the token ids.
+    """
+    left, right = ((foreign or {}).get(parent.key, parent.manifest) for parent in (a, b))
+
+    def hashes(name: str) -> str:
+        return f"({short_hash(right.get(name))} at {shown(b.path)}, {short_hash(left.get(name))} at {shown(a.path)})"
+
+    known = left.get("tokenizer_sha256") and right.get("tokenizer_sha256")
+    differs = known and left["tokenizer_sha256"] != right["tokenizer_sha256"]
+    reason = None if differs else difference(a, b)
+    if differs or reason:
+        details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes("tokenizer_sha256")
+        instead = {"models.value": "policy_head", "models.reward": "policy_head, or a PATH, not to copy it"}.get(b.key)
+        hint = f"train the model of {b.key} from the checkpoint of {a.key}"
+        hint += f"; or set models.value: {instead}" if instead else ""
+        raise RLHFError("T04", f"{b.key} has another tokenizer than {a.key} {details}", where=where, hint=hint)
+    templates = [(parent, side.get("template_sha256")) for parent, side in ((a, left), (b, right))]
+    both_known = "template_sha256" in left and "template_sha256" in right
+    compared = both_known and not any(parent.stage == FOREIGN and not sha256 for parent, sha256 in templates)
+    if compared and templates[0][1] != templates[1][1]:
+        text = f"{b.key} has another chat template than {a.key} {hashes('template_sha256')}"
+        hint = "set the same model.chat_template in both stages' files and run the later stage again"
+        raise RLHFError("T05", text, where=where, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -159,7 +186,7 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     verify_parents({parent.key: parent})
     problem = schema_error("manifest.json", parent.manifest)
     if problem or (parent.stage == "ppo" and "step" not in parent.manifest):
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem or "manifest.json names no step", "")
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem or "manifest.json names no step")
     report = _report(parent)
     if parent.stage != "ppo":
         if step != LAST:
@@ -214,11 +241,9 @@ def _report(parent: Parent) -> dict[str, Any] | None:
     if manifest.get("parents", {}).get(f"models.{parent.stage}", {}).get("sha256") != parent.sha256:
         return None
     files = select_files(manifest["files"], "report.json")
-    report = (
-        None
-        if find_damage(folder, files, where=str(folder), content=True)
-        else read_json_object(folder / "report.json")
-    )
+    if find_damage(folder, files, where=str(folder), content=True):
+        return None
+    report = read_json_object(folder / "report.json")
     return None if report is None or schema_error("report.json", report) else report
 
 

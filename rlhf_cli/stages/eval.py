@@ -3,15 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation.responses import (
     EvalResponses,
     SamplingParams,
@@ -23,14 +28,14 @@ from rlhf_cli.evaluation.responses import (
 from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.models import devices, forward, load
 from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards.function import score_texts
+from rlhf_cli.rewards.function import RewardFn, load_function, score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import eval_setup, hardware, setup
+from rlhf_cli.stages import setup
 from rlhf_cli.tracking import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
@@ -39,46 +44,32 @@ JudgeFn = Callable[[list[str], list[str]], list[float]]  # (prompts, responses) 
 
 
 def run(config: EvalConfig, options: Options) -> None:
-    """Write RUN/eval with report.json and samples.jsonl. Raises RLHFError E04 and R14 as `ProcessGroup` does."""
-    with open_process_group() as process_group:
-        _run(config, options, process_group)
+    """Write RUN/eval with report.json and samples.jsonl. All ranks sample, the first rank writes.
+
+    Raises RLHFError as `setup.open_stage`.
+    """
+    with setup.open_stage(config, options) as stage:
+        if stage:
+            report = _evaluate(config, stage)
+            stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
 
 
-def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = runs.open_parents(config)
-    identity = runs.compute_identity(config, parents, config.sources())
-    status = process_group.run_on_main(
-        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
-    )
-    if status == "finished":
-        terminal.say(f"eval     finished already: {runs.shown(config.folder)}")
-        return
-    report = _evaluate(config, options, parents, process_group)
-    metrics = {"win_rate": report["win_rate"], "models": report["models"]}
-    fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
-
-
-def _evaluate(
-    config: EvalConfig, options: Options, parents: dict[str, Parent], process_group: ProcessGroup
-) -> dict[str, Any]:
-    """Write samples.jsonl and report.json; return the report. All ranks sample, the first rank writes."""
-    hardware.check(config, parents)
+def _evaluate(config: EvalConfig, stage: setup.StageRun) -> dict[str, Any]:
+    """Write samples.jsonl and report.json; return the report."""
+    options, parents = stage.options, stage.parents
     setup.check_same_tokenization(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = setup.load_tokenizer(config, options, sft)
-    settings = eval_setup.ppo_settings(ppo)
-    sampling = eval_setup.sampling_params(config, settings, ppo.path, data.stop_token_id(tokenizer))
+    sampling = sampling_params(config, ppo_settings(ppo), ppo.path, data.stop_token_id(tokenizer))
     model_config = load.read_config(sft.model, options.trust_remote_code)
-    with process_group.main_process_first():
-        usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
+    with stage.process_group.main_process_first():
+        usable = setup.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
     if usable.num_dropped or len(usable) < config.eval.n:
-        available = setup.describe_rows(usable, "held-out prompts")
-        terminal.say(f"eval     {available}; eval.n asks for {config.eval.n}")
+        terminal.say(f"eval     {setup.describe_rows(usable, 'held-out prompts')}; eval.n is {config.eval.n}")
     prompts = usable[: config.eval.n]
-    eval_setup.warn_of_selection_by_reward(config)
-    series = eval_setup.find_snapshots(config, ppo)
-    evaluated = evaluate_policies(config, options, parents, tokenizer, prompts, sampling, series, process_group)
+    warn_of_selection_by_reward(config)
+    series = find_snapshots(config, ppo)
+    evaluated = evaluate_policies(config, stage, tokenizer, prompts, sampling, series)
     runs.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
@@ -88,97 +79,127 @@ def _evaluate(
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
         return report
 
-    return process_group.run_on_main(write)
+    return stage.process_group.run_on_main(write)
+
+
+# Settings and inputs, also for `rlhf check` and `plan`
+
+
+def ppo_settings(ppo: Parent) -> PPOSettings | None:
+    """Load the settings a policy was trained with; None for an external model."""
+    return configs.load("ppo", ppo.path / "config.yaml").ppo if ppo.stage == "ppo" else None
+
+
+def sampling_params(
+    config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: int | None
+) -> SamplingParams:
+    """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
+    temperature, length = config.eval.temperature, config.eval.response_length
+    if settings:
+        temperature, length = temperature or settings.temperature, length or settings.max_response_length
+        if settings.stop_token == "none":
+            return SamplingParams(temperature, length, None)
+        stop_token_id = stop_token_id if settings.stop_token_id is None else settings.stop_token_id
+    if temperature is None or length is None:
+        text, hint = "does not record how its policy was sampled", "set eval.temperature and eval.response_length"
+        raise RLHFError("C17", f"{shown(path)} {text}", where=config.where("models.ppo"), hint=hint)
+    return SamplingParams(temperature, length, stop_token_id)
+
+
+def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
+    """Find the snapshots of a PPO run if `eval.frontier` is set. Warns (M05) of corrupt ones."""
+    if not config.eval.frontier:
+        return SnapshotSeries()
+    if ppo.stage != "ppo":
+        return SnapshotSeries(missing=f"{shown(ppo.path)} was not written by `rlhf ppo`")
+    folder = ppo.path / runs.SNAPSHOTS
+    valid = runs.valid_states(folder, instead="the frontier omits it")
+    if not valid:
+        return SnapshotSeries(missing=f"{shown(folder)} contains no snapshot")
+    last = ppo.manifest["step"]
+    return SnapshotSeries(last, {step: path for step, path in valid.items() if step != last})
+
+
+def warn_of_selection_by_reward(config: EvalConfig) -> None:
+    """Warn (C18) if a policy is selected by the reward it was trained on."""
+    if config.eval.selection and config.eval.selection.judge == "reward":
+        text = "eval.select: the reward is what PPO was trained on, and keeps rising while the quality falls"
+        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); see docs/evaluation.md"
+        terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
+
+
+def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
+    """Load the judges that are Python functions, by name. Raises RLHFError C17."""
+    return {
+        name: load_function(spec, folder=config.file.parent, where=config.where(f"judges.{name}"))
+        for name, spec in config.judges.items()
+        if FUNCTION.fullmatch(spec)
+    }
 
 
 # Sampling and scoring
 
 
-@dataclass(frozen=True)
-class _PolicyToEvaluate:
-    name: str
-    parent: Parent
-    modes: Sequence[str]
-    step: int | None = None
-
-
 def evaluate_policies(
     config: EvalConfig,
-    options: Options,
-    parents: Mapping[str, Parent],
+    stage: setup.StageRun,
     tokenizer: Any,
     prompts: list[data.Prompt],
     sampling: SamplingParams,
     series: SnapshotSeries,
-    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[EvalResponses]:
     """Sample and score each policy in each mode, PPO's snapshots, and best of n of the SFT policy.
 
-    At most one other policy is in memory beside the SFT policy. Each rank samples a part of the prompts.
+    At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
+    parents, modes = stage.parents, config.eval.modes
     policy_text = setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
-    judges = load_judges(config, options, parents, policy_text)
-    evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, process_group)
-    policies, num_draws = _policies(config, parents, series), max(config.eval.best_of, default=0)
+    judges = load_judges(config, stage, policy_text)
+    evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, stage.process_group)
+    names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
+    policies = [(name, parents[f"models.{name}"], modes, series.step if name == "ppo" else None) for name in names]
+    snapshots = {step: replace(parents["models.ppo"], model=path) for step, path in series.snapshots.items()}
+    policies += [(f"ppo_{model.model.name}", model, ["sampled"], step) for step, model in snapshots.items()]
+    num_draws = max(config.eval.best_of, default=0)
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
     def load_policy(parent: Parent) -> Any:
-        return setup.load_causal_lm(config, options, parent, tokenizer).to(devices.device()).eval()
+        model = setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer)
+        return model.to(devices.device()).eval()
 
     sft = load_policy(parents["models.sft"])
-    with Progress("eval", sum(len(entry.modes) for entry in policies) + num_draws, "round") as bar:
-
-        def evaluate(policy: Any, entry: _PolicyToEvaluate) -> None:
-            for mode in entry.modes:
-                evaluated.append(replace(evaluator.evaluate(entry.name, mode, policy, sft), step=entry.step))
-                bar.advance(note=f"{entry.name} {mode}")
-
-        for entry in policies:
-            evaluate(sft if entry.name == "sft" else load_policy(entry.parent), entry)
-        for draw in range(num_draws):
-            draws.append(evaluator.evaluate("sft", "sampled", sft, sft, draw=draw + 1))
-            bar.advance(note=f"best of {draw + 1}")
+    with Progress("eval", sum(len(modes) for _, _, modes, _ in policies) + num_draws, "round") as bar:
+        for name, parent, modes, step in policies:
+            policy = sft if name == "sft" else load_policy(parent)
+            for mode in modes:
+                evaluated.append(replace(evaluator.evaluate(name, mode, policy, sft), step=step))
+                bar.advance(note=f"{name} {mode}")
+            del policy  # before the next one is loaded
+        for draw in range(1, num_draws + 1):
+            draws.append(evaluator.evaluate("sft", "sampled", sft, sft, draw=draw))
+            bar.advance(note=f"best of {draw}")
     return evaluated + [select_best_of_n(draws[:n]) for n in config.eval.best_of]
 
 
-def _policies(config: EvalConfig, parents: Mapping[str, Parent], series: SnapshotSeries) -> list[_PolicyToEvaluate]:
-    names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
-    policies = [
-        _PolicyToEvaluate(name, parents[f"models.{name}"], config.eval.modes, series.step if name == "ppo" else None)
-        for name in names
-    ]
-    for step, path in series.snapshots.items():
-        snapshot = replace(parents["models.ppo"], model=path)
-        policies.append(_PolicyToEvaluate(f"ppo_{path.name}", snapshot, ["sampled"], step))
-    return policies
-
-
 def load_judges(
-    config: EvalConfig, options: Options, parents: Mapping[str, Parent], policy_text: setup.PolicyText
+    config: EvalConfig, stage: setup.StageRun, policy_text: setup.PolicyText
 ) -> dict[str, JudgeFn | ModelReward]:
     """Load the judges by name: reward models and functions. `reward` is the model PPO was trained on."""
-
-    def reward_model(parent: Parent) -> ModelReward:
-        own_tokenizer = setup.load_own_tokenizer(config, options, policy_text.sft, parent)
-        model = (
-            setup.load_reward_model(config, options, parent, own_tokenizer or policy_text.tokenizer)
-            .to(devices.device())
-            .eval()
-        )
-        return setup.build_model_reward(
-            config, parent.key, policy_text, model, own_tokenizer, rows=config.eval.per_device_batch_size
-        )
-
-    functions = eval_setup.judge_functions(config)
+    options, functions = stage.options, judge_functions(config)
+    keys = {"reward": "models.reward"} if "models.reward" in stage.parents else {}
+    keys |= {name: f"judges.{name}" for name in config.judges}
     judges: dict[str, JudgeFn | ModelReward] = {}
-    if "models.reward" in parents:
-        judges["reward"] = reward_model(parents["models.reward"])
-    for name in config.judges:
-        if name in functions:
+    for name, key in keys.items():
+        if key.startswith("judges.") and name in functions:
             judges[name] = partial(score_texts, name, functions[name])
-        else:
-            judges[name] = reward_model(parents[f"judges.{name}"])
+            continue
+        parent = stage.parents[key]
+        own_tokenizer = setup.load_own_tokenizer(config, options, policy_text.sft, parent)
+        tokenizer = own_tokenizer or policy_text.tokenizer
+        model = setup.load_model(load.load_reward_model, config, options, parent, tokenizer)
+        model, rows = model.to(devices.device()).eval(), config.eval.per_device_batch_size
+        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, rows=rows)
     return judges
 
 
@@ -201,23 +222,18 @@ class PolicyEvaluator:
         """
         temperature = self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
         seeds = tuple(derive_seed(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
-        prompts = replace(
-            Prompts.from_lists([prompt.ids for prompt in self.prompts]),
-            seeds=seeds,
-            response_length=self.sampling.response_length,
+        prompts = Prompts.from_lists([prompt.ids for prompt in self.prompts])
+        prompts = replace(prompts, seeds=seeds, response_length=self.sampling.response_length)
+        parts = self.process_group.map_rows(
+            len(prompts), lambda part: self._sample(name, mode, policy, sft, prompts.rows(part), temperature)
         )
-        responses = concat_responses(
-            self.process_group.map_rows(
-                len(prompts),
-                lambda part: self._sample(name, mode, policy, sft, prompts.rows(part), temperature),
-            )
-        )
-        scores = {
-            judge: responses.scores[judge]
-            if isinstance(source, ModelReward)
-            else self.process_group.run_on_main(partial(source, responses.prompts, responses.responses))
-            for judge, source in self.judges.items()
-        }
+        responses, scores = concat_responses(parts), {}
+        for judge, source in self.judges.items():
+            if isinstance(source, ModelReward):
+                scores[judge] = responses.scores[judge]
+            else:
+                score = partial(source, responses.prompts, responses.responses)
+                scores[judge] = self.process_group.run_on_main(score)
         return replace(responses, scores=scores)
 
     def _sample(
@@ -228,14 +244,11 @@ class PolicyEvaluator:
         pad_id = self.tokenizer.pad_token_id or 0
         rollout = HFEngine(policy, self.sampling.stop_token_id, pad_id, temperature, batch_size).generate(prompts)
         prompt_texts, response_texts = rollout.texts(self.tokenizer)
-        kl = None
-        if mode == "sampled" and policy is sft:
-            kl = [0.0] * len(prompt_texts)
-        elif mode == "sampled":
+        kl = [0.0] * len(prompt_texts) if mode == "sampled" else None
+        if mode == "sampled" and policy is not sft:
             kl = sequence_kl(policy, sft, rollout, temperature, max_rows=batch_size)
-        scores = {
-            judge: source(rollout).tolist() for judge, source in self.judges.items() if isinstance(source, ModelReward)
-        }
+        models = {judge: source for judge, source in self.judges.items() if isinstance(source, ModelReward)}
+        scores = {judge: model(rollout).tolist() for judge, model in models.items()}
         ended, lengths = rollout.ended.tolist(), rollout.response_lengths.tolist()
         return EvalResponses(name, mode, prompt_texts, response_texts, ended, lengths, scores, kl)
 

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import distributed, runs, system, terminal, tracking
-from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
-from rlhf_cli.models import devices, weights
+from rlhf_cli.models import build, devices, memory
 from rlhf_cli.runs.parents import Parent
 
-# Bytes per parameter in float32: the weight, AdamW's two moments (in a checkpoint), and the gradient (in memory).
-WEIGHT_BYTES, CHECKPOINT_BYTES, TRAINING_BYTES = 4, 12, 16
 POLICY_KEYS = ("models.sft", "models.ppo", "models.base")
 # Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
 BITSANDBYTES = {
@@ -30,7 +28,7 @@ BITSANDBYTES = {
     "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit",
     "galore_adamw_8bit_layerwise",
 }  # fmt: skip
-UNCOUNTED_PREFIXES = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm_head
+HEADS = ("lm_head.", "score.")  # prefixes of parameters; a reward model has no lm_head
 
 
 def is_scorer_key(key: str) -> bool:
@@ -54,9 +52,9 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     if "optim" in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
         return ""
     _check_disk(config, trained)
-    needed = _bytes_in_dtype(config, TRAINING_BYTES * trained + WEIGHT_BYTES * frozen)
+    needed = _bytes_in_dtype(config, memory.training_bytes(trained, frozen))
     _check_memory(config, trained, frozen, needed, runs_here=runs_here)
-    contents = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
+    contents = "weights, gradients and the optimizer" if trained else "the weights that the adapters use"
     text = f"memory: {system.format_bytes(needed)} of {system.format_bytes(devices.memory_bytes())} for {contents}"
     return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
@@ -78,7 +76,7 @@ def _on_cpu() -> bool:
     return devices.device().type == "cpu"
 
 
-def _warn_unsupported(config: Any) -> None:
+def _warn_unsupported(config: Config) -> None:
     """Warn of settings that have no effect here (E01) or are slow (E02)."""
     section = "model" if config.stage in ("sft", "reward") else "models"
     dtypes = {f"{section}.dtype": getattr(config, section).dtype}
@@ -100,12 +98,12 @@ def _warn_unsupported(config: Any) -> None:
         terminal.warn("E02", text, where=where, hint="lora is faster if the weights fit in memory without quantization")
 
 
-def _require_bitsandbytes(config: Any) -> None:
+def _require_bitsandbytes(config: Config) -> None:
     """Raise RLHFError E09 if the config asks for 4 or 8 bits and bitsandbytes is not installed."""
     requested = {"model.adapters.kind": adapter_kind(config)}
     if isinstance(config, PPOConfig):
         requested["ppo.optim"] = config.ppo.optim
-    elif "optim" in getattr(config, "trainer", {}):
+    elif isinstance(config, SFTConfig | RewardConfig) and "optim" in config.trainer:
         requested["trainer.optim"] = config.trainer["optim"]
     for key, value in requested.items():
         if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
@@ -127,7 +125,8 @@ def _check_disk(config: Config, trained: int) -> None:
     """Raise RLHFError E03 if the disk cannot hold the checkpoints: those kept and one being written, minus existing."""
     existing = len(runs.state_steps(config.folder / "state"))
     count = max(1, config.output.keep + 1 - existing)
-    checkpoint_bytes, free = _bytes_in_dtype(config, CHECKPOINT_BYTES * trained), system.free_disk_bytes(config.folder)
+    checkpoint_bytes = _bytes_in_dtype(config, memory.CHECKPOINT_BYTES * trained)
+    free = system.free_disk_bytes(config.folder)
     if free is not None and count * checkpoint_bytes > free:
         needed = system.format_bytes(count * checkpoint_bytes)
         text = f"{count} checkpoints of {system.format_bytes(checkpoint_bytes)} need at least {needed}; "
@@ -214,19 +213,19 @@ def full_weight_folders(config: PPOConfig, parents: Mapping[str, Parent]) -> set
     return {parent.model for parent in used if parent is sft or not (sft and runs.is_adapter_of(parent, sft))}
 
 
-def count_parameters(parent: Parent) -> int:
+def count_parameters(parent: Parent, *, heads: bool = False) -> int:
     """Return the number of parameters in the headers of a model's safetensors files; of an adapter, its base's."""
     if parent.base:
-        return count_parameters(parent.base)
-    return sum(map(_count_in_file, weights.weight_files(parent.model)))
+        return count_parameters(parent.base, heads=heads)
+    return sum(_count_in_file(path, () if heads else HEADS) for path in build.weight_files(parent.model))
 
 
-def _count_in_file(path: Path) -> int:
+def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, 100_000_000)))
-        names = [name for name in header if not name.startswith(UNCOUNTED_PREFIXES)]
-        return sum(math.prod(header[name]["shape"]) for name in names if not name.endswith(weights.BUFFERS))
+        names = [name for name in header if not name.startswith(("__metadata__", *uncounted))]
+        return sum(math.prod(header[name]["shape"]) for name in names if not name.endswith(build.BUFFERS))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # corrupt: loading it reports the error

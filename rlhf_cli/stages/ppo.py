@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.evaluation import reward_cards
+from rlhf_cli.evaluation import reward_card
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
-from rlhf_cli.models import devices, forward, load, save, tokenizers
+from rlhf_cli.models import forward, load, save, tokenizers
 from rlhf_cli.models.batch import Prompts
-from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.ppo.metrics import Stats, rollout_histograms, rollout_metrics
-from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, TrainingMonitor, Watchdog
+from rlhf_cli.ppo.experience import Experience, Stats
+from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, Watchdog
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages import hardware
+from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_samples import SampleTables, Snapshots
 from rlhf_cli.stages.ppo_setup import (
     PPOComponents,
@@ -39,30 +39,19 @@ def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and write RUN/ppo; resume from the last checkpoint if there is one.
 
     If ppo.kl_stop or the watchdog stops the run, RUN/ppo is completed with the best policy so far, and R04 or R13 is
-    raised. Raises M05 if that policy's snapshot is corrupt, E04 and R14 as `ProcessGroup` does.
+    raised. Raises M05 if that policy's snapshot is corrupt, and as `setup.open_stage`.
     """
-    with open_process_group() as process_group:
-        _run(config, options, process_group)
+    with setup.open_stage(config, options, check=partial(reward_card.check_required, config)) as stage:
+        if stage:
+            _train(config, stage)
 
 
-def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = runs.open_parents(config)
-    identity = runs.compute_identity(config, parents, config.sources())
-    if options.fresh or runs.stage_status(config, identity).state != "finished":
-        reward_cards.check_required(config, parents)  # before --fresh archives anything
-    status = process_group.run_on_main(
-        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
-    )
-    if status == "finished":
-        terminal.say(f"ppo      finished already: {runs.shown(config.folder)}")
-        return
-    memory = hardware.check(config, parents)
+def _train(config: PPOConfig, stage: setup.StageRun) -> None:
+    process_group = stage.process_group
     config = scale_to_world_size(config, process_group.world_size)
-    components = load_components(config, options, parents, process_group)
-    runs.require_unchanged(parents)
-    if memory:
-        terminal.say(f"ppo      {memory}")
-    runner = PPORunner(config, components, resume=status == "resume")
+    components = load_components(config, stage.options, stage.parents, process_group)
+    stage.begin_training()
+    runner = PPORunner(config, components, resume=stage.resumes)
     stopped: StopTraining | None = None
     step, outcome = components.num_updates, {"model_is": "the last step"}
     try:
@@ -70,23 +59,26 @@ def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> No
     except StopTraining as stop:
         stopped, step = stop, runner.snapshots.best_step
         process_group.barrier()  # until the first rank has written the snapshot
-        restore_policy(config, options, components, runs.state_at(runner.snapshots.folder, step))
+        restore_policy(config, stage.options, components, runs.state_at(runner.snapshots.folder, step))
         outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
         runner.snapshots.prune(components.trainer.updates, finished=True)
     save_models(config, components, step)
     metrics = headline_metrics(config, components)
-    fields = {
-        **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
-        "metrics": metrics,
-        **outcome,
-        "step": step,
-        **runner.snapshots.manifest_fields(),
-        "trust_remote_code": options.trust_remote_code,
-    }
-    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
+    stage.complete(
+        {
+            **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
+            "metrics": metrics,
+            **outcome,
+            "step": step,
+            **runner.snapshots.manifest_fields(),
+        }
+    )
     terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
-        raise _stop_error(stopped, config, step)
+        (problem,) = stopped.problems
+        kept = f"{runs.shown(config.folder / 'model')} holds the best policy, of step {step}"
+        where, hint = config.where(stopped.key), f"{problem.hint}; {kept}"
+        raise RLHFError(problem.code, problem.text, where=where, hint=hint)
 
 
 class PPORunner:
@@ -94,7 +86,7 @@ class PPORunner:
 
     def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
         self.config, self.components, self.trainer = config, components, components.trainer
-        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), runs.CheckpointTimer()
+        self.state_folder, self.cost = config.folder / "state", runs.CheckpointTimer()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
         state = runs.latest_state(self.state_folder) if resume else None
@@ -102,8 +94,7 @@ class PPORunner:
         if state:
             tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
-            self.monitor.load_state_dict(tree["alarms"])
-            self.watchdog.load_state_dict(tree["watchdog"])
+            self.watchdog.load_state_dict(tree)
             self.snapshots.load_state_dict(tree["best"])
             log_positions = tree["logs"]
             self.snapshots.prune(self.trainer.updates)
@@ -114,11 +105,7 @@ class PPORunner:
         samples = config.folder / "samples.jsonl"
         self.samples = SampleTables(samples, components, config.ppo, log_positions.get("samples"), self.trackers)
         self.watchdog_log = Log(config.folder / "watchdog.jsonl", log_positions.get("watchdog"))
-        self.logs: dict[str, Log] = {
-            "metrics": self.metrics,
-            "samples": self.samples.log,
-            "watchdog": self.watchdog_log,
-        }
+        self.logs = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.watchdog_log}
 
     def run(self) -> None:
         """Make the remaining updates. After SIGTERM or SIGINT, save after the step and exit with 143 or 130.
@@ -129,7 +116,10 @@ class PPORunner:
         terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
         if config.ppo.packing and not trainer.model_runner.packed:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
-        self._warn_of_biased_kl_estimator()
+        if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
+            text = f"kl_estimator {config.ppo.kl_estimator} in the reward does not have the KL's policy gradient"
+            where = config.where("ppo.kl_estimator")
+            terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
         save_interval = config.output.save_steps or max(1, num_updates // 10)
         with (
             GracefulStop() as stop,
@@ -146,10 +136,7 @@ class PPORunner:
                 if step % save_interval == 0 or step == num_updates or stop.requested:
                     self._save_checkpoint()
                 if stop.requested and step < num_updates:
-                    text = (
-                        f"ppo      stopped at step {step} of {num_updates}, saved; the same command goes on from here"
-                    )
-                    terminal.say(text)
+                    terminal.say(f"ppo      stopped at step {step} of {num_updates}, saved; the same command resumes")
                     trainer.process_group.barrier()  # the first process to exit terminates the others
                     raise SystemExit(stop.exit_code)
         terminal.say(f"ppo      {self.cost}")
@@ -162,49 +149,48 @@ class PPORunner:
         with self._error_context(batch):
             stats = trainer.step(Prompts.from_lists([prompt.ids for prompt in batch]))
             self.metrics.log(step, stats)
-        assert trainer.experience is not None
+        experience = trainer.experience
+        assert experience is not None
         if self.trackers:
-            self.trackers.histograms(step, rollout_histograms(trainer.experience))
+            self.trackers.histograms(step, experience.histograms())
         with self._error_context():
             self.samples.show(step)
-        self._check(step, stats)
-        self.snapshots.record_metrics(step, stats, trainer.experience)
+        self._check(step, experience, stats)
+        self.snapshots.record_metrics(step, stats, experience)
         self.snapshots.save_if_due(step)
         return stats
 
-    def _check(self, step: int, stats: Stats) -> None:
-        """Warn of problems that the update's metrics show. Raises RLHFError R02, StopTraining R04 and R13."""
+    def _check(self, step: int, experience: Experience, stats: Stats) -> None:
+        """Warn of problems that the update shows. Raises RLHFError R02, StopTraining R04 and R13."""
         if (error := stats["policy/first_ratio_error"]) > RATIO_TOLERANCE:
-            text = f"the first ratio of an update is off 1 by {error:.2g}"
-            terminal.warn("R07", text, where=f"step {step}", hint="another precision or attention code may help")
-        assert self.trainer.experience is not None
-        for problem in self.monitor.check(step, self.trainer.experience, stats, self.config.ppo):
+            text = f"the first ratio of an update differs from 1 by {error:.2g}"
+            terminal.warn("R07", text, where=f"step {step}", hint="another dtype or attention implementation may help")
+        for problem in self.watchdog.check_update(step, experience, stats):
             terminal.warn(problem.code, problem.text, hint=problem.hint)
-        self._handle_firings(self.watchdog.check(step, self.trainer.experience))
+        self._handle_alerts(self.watchdog.check(step, experience))
 
-    def _handle_firings(self, firings: Sequence[Alert]) -> None:
-        """Log the watchdog's firings and take the configured actions. Raises StopTraining R13."""
-        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/rewards.md)"
-        for firing in firings:
-            self.watchdog_log.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
-        for firing in firings:
-            if firing.action == "stop":
-                raise StopTraining("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+    def _handle_alerts(self, alerts: Sequence[Alert]) -> None:
+        """Log the watchdog's alerts and take the configured actions. Raises StopTraining R13."""
+        hint = "read samples.jsonl; raise ppo.kl_coef, or fix the reward (docs/rewards.md)"
+        for alert in alerts:
+            self.watchdog_log.append(asdict(alert) | {"kl_coef": self.trainer.kl_coef})
+        for alert in alerts:
+            if alert.action == "stop":
+                raise StopTraining("R13", alert.text, key=f"ppo.watchdog.{alert.signal}", hint=hint)
             effect = ""
-            if firing.action == "raise_kl_coef":
-                assert self.watchdog.settings is not None  # required for a firing
-                self.trainer.kl_coef *= self.watchdog.settings.kl_factor
+            if alert.action == "raise_kl_coef":
+                assert self.watchdog.limits is not None  # required for an alert
+                self.trainer.kl_coef *= self.watchdog.limits.kl_factor
                 effect = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
-            if effect or firing.times == 1:
-                terminal.warn("R13", firing.text + effect, hint=hint)
+            if effect or alert.times == 1:
+                terminal.warn("R13", alert.text + effect, hint=hint)
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint to resume from."""
         self.saved_step = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
-            "alarms": self.monitor.state_dict(),
-            "watchdog": self.watchdog.state_dict(),
+            **self.watchdog.state_dict(),
             "best": self.snapshots.state_dict(),
             "logs": {name: log.position(step) for name, log in self.logs.items()},
         }
@@ -237,13 +223,6 @@ class PPORunner:
                 self._save_checkpoint()
             raise
 
-    def _warn_of_biased_kl_estimator(self) -> None:
-        settings = self.config.ppo
-        if settings.kl_in == "reward" and settings.kl_estimator != "k1":
-            text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
-            where = self.config.where("ppo.kl_estimator")
-            terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
-
 
 def status_line(stats: Stats) -> str:
     """Return the summary of an update for the progress bar."""
@@ -267,12 +246,5 @@ def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
     """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
     prompts = Prompts.from_lists([prompt.ids for prompt in components.prompts[: config.ppo.episodes_per_update]])
     experience = components.trainer.make_experience(components.trainer.generate(prompts, purpose="headline"))
-    metrics = rollout_metrics(experience, kl_in_reward=config.ppo.kl_in == "reward")
+    metrics = experience.metrics(kl_in_reward=config.ppo.kl_in == "reward")
     return {name: metrics[name] for name in HEADLINE}
-
-
-def _stop_error(stop: StopTraining, config: PPOConfig, step: int) -> RLHFError:
-    """Return the error of a stopped run, whose hint names the policy that was kept."""
-    (problem,) = stop.problems
-    kept = f"{runs.shown(config.folder / 'model')} holds the best policy, of step {step}"
-    return RLHFError(problem.code, problem.text, where=config.where(stop.key), hint=f"{problem.hint}; {kept}")

@@ -10,9 +10,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
-from rlhf_cli.ppo.experience import Experience
-from rlhf_cli.ppo.metrics import Stats
-from rlhf_cli.ppo.scores import unscaled_scores
+from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
 from rlhf_cli.stages.ppo_setup import PPOComponents
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import Log, LogPosition
@@ -35,44 +33,40 @@ class SampleTables:
     def __init__(
         self, path: Path, components: PPOComponents, settings: PPOSettings, mark: LogPosition | None, trackers: Trackers
     ):
-        self.log, self.components, self.trackers = Log(path, mark), components, trackers
+        self.log, self.components, self.trackers, self.settings = Log(path, mark), components, trackers, settings
         count = settings.num_sample_generations
         self.interval = max(1, components.num_updates // count) if count else None
-        self.episodes, self.with_ref = settings.episodes_per_update, settings.generate_ref_response
 
     def show(self, step: int) -> None:
         """Write and print the table of update `step` if one is due."""
         if self.interval is None or step % self.interval:
             return
-        experience = experience_to_show(self.components)
-        tokenizer = self.components.tokenizer
-        rows = [self._row(step, experience, row) for row in range(min(ROWS_LOGGED, len(experience.rollout)))]
+        experience, tokenizer = experience_to_show(self.components), self.components.tokenizer
+        episodes, from_eval = self.settings.episodes_per_update, bool(self.components.eval_prompts)
+        rows = []
+        for index in range(min(ROWS_LOGGED, len(experience.rollout))):
+            episode = step * episodes if from_eval else (step - 1) * episodes + index
+            rows.append({"step": step, "episode": episode, **sample_row(tokenizer, experience, index)})
         rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
-        if self.with_ref:
-            ref_columns = self._reference_columns(experience.rollout)
-            rows = [row | columns for row, columns in zip(rows, ref_columns, strict=True)]
+        columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
+        if self.settings.generate_ref_response:
+            columns |= {"reference": "ref_response", "its score": "ref_score"}
+            for row, sample in zip(rows, self._reference_samples(experience.rollout), strict=True):
+                row |= {"ref_response": sample["response"], "ref_score": sample["score"]}
         for row in rows:
             self.log.append(row)
         self.trackers.table(step, "samples", rows)
-        columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
-        if self.with_ref:
-            columns |= {"reference": "ref_response", "its score": "ref_score"}
         cells = [[_format_cell(row[key]) for key in columns.values()] for row in rows[:ROWS_PRINTED]]
         terminal.table(list(columns), cells, title=f"samples at step {step}")
 
-    def _reference_columns(self, rollout: Rollout) -> list[dict[str, Any]]:
+    def _reference_samples(self, rollout: Rollout) -> list[dict[str, Any]]:
         """Sample and score the reference model's responses to the same prompts, with the same seeds."""
         trainer, count = self.components.trainer, min(ROWS_LOGGED, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
         with trainer.ref_on_device():
             rollout = trainer.generate(prompts, "show", self.components.ref_engine)
         experience = trainer.make_experience(rollout)
-        rows = [sample_row(self.components.tokenizer, experience, row) for row in range(count)]
-        return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
-
-    def _row(self, step: int, experience: Experience, row: int) -> dict[str, Any]:
-        episode = step * self.episodes if self.components.eval_prompts else (step - 1) * self.episodes + row
-        return {"step": step, "episode": episode, **sample_row(self.components.tokenizer, experience, row)}
+        return [sample_row(self.components.tokenizer, experience, row) for row in range(count)]
 
 
 def experience_to_show(components: PPOComponents) -> Experience:
@@ -82,14 +76,12 @@ def experience_to_show(components: PPOComponents) -> Experience:
         assert trainer.experience is not None
         return trainer.experience
     selected = prompts[:: max(1, len(prompts) // ROWS_LOGGED)][:ROWS_LOGGED]  # adjacent rows of a file may be similar
-    return trainer.make_experience(
-        trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), purpose="show")
-    )
+    return trainer.make_experience(trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), "show"))
 
 
 def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
     """Return one row of samples.jsonl, without its step."""
-    rollout, mask = experience.rollout, experience.mask[row]
+    rollout = experience.rollout
     prompt, response = rollout.text(tokenizer, row)
     return {
         "index": row,
@@ -97,7 +89,7 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
         "response": response,
         "ended": bool(rollout.ended[row]),
         "length": int(rollout.response_lengths[row]),
-        "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
+        "kl": float(experience.log_ratio[row][experience.mask[row]].sum()),
         "score": float(experience.scores[row]),
         "scores": {name: float(raw[row]) for name, raw in experience.score_result.raw.items()},
     }
@@ -105,15 +97,14 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
 
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
     """Return text, reward, kl, value and advantage per response token; `kl` sums to the row's KL in nats."""
-    mask = experience.mask[row]
     tensors = {
         "reward": experience.rewards,
-        "kl": experience.logprobs - experience.ref_logprobs,
+        "kl": experience.log_ratio,
         "value": experience.values,
         "advantage": experience.advantages,
     }
     texts = token_texts(tokenizer, experience.rollout.response_tokens(row))
-    return {"text": texts, **{name: tensor[row][mask].tolist() for name, tensor in tensors.items()}}
+    return {"text": texts, **{name: tensor[row][experience.mask[row]].tolist() for name, tensor in tensors.items()}}
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -165,8 +156,17 @@ class Snapshots:
 
     def save_if_due(self, step: int) -> None:
         """Save the policy after update `step` (0: the SFT policy) if it is scheduled or a candidate."""
-        if step in self.schedule or step in self.candidates:
-            self._save(step)
+        if step not in self.schedule and step not in self.candidates:
+            return
+        policy, tokenizer = self.components.policy, self.components.tokenizer
+        card = f"Policy after {step} of {self.components.num_updates} PPO updates."
+        with self.cost.measure():
+            runs.commit_state(
+                self.folder,
+                self.path(step).name,
+                lambda path: save.save_model(policy, tokenizer, path, card),
+                keep=None,  # `prune` deletes them
+            )
 
     def record_metrics(self, step: int, stats: Stats, experience: Experience) -> None:
         """Add the metrics of update `step` to the window of the policy before it, and push a new best to the Hub."""
@@ -182,12 +182,12 @@ class Snapshots:
         The coefficient and the score deviation of an update differ between updates. Runs that began before this rule
         continue with METRIC, because their best value so far is in its units.
         """
+        score, kl_coef = stats["objective/scores"], self.settings.kl_coef
         if self.metric == METRIC:
-            return stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
-        score = stats["objective/scores"]
-        if self.settings.use_score_scaling:
+            kl_coef = stats["objective/kl_coef"]
+        elif self.settings.use_score_scaling:
             score = float(unscaled_scores(experience.score_result, self.settings).mean())
-        return score - self.settings.kl_coef * stats["objective/kl"]
+        return score - kl_coef * stats["objective/kl"]
 
     def prune(self, step: int, *, finished: bool = False) -> None:
         """Delete snapshots that are neither scheduled nor the best, and those after `step`.
@@ -206,7 +206,6 @@ class Snapshots:
         return self.best.step
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Return the best step, for the manifest."""
         return {"best": {"step": self.best.step, "metric": self.metric, "value": self.best.value}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,17 +216,6 @@ class Snapshots:
         metric = best.pop("metric", METRIC)  # missing in older checkpoints
         self.metric = self.metric if self.judge else metric
         self.best = BestPolicy(**best)
-
-    def _save(self, step: int) -> None:
-        card = f"Policy after {step} of {self.components.num_updates} PPO updates."
-        policy, tokenizer = self.components.policy, self.components.tokenizer
-        with self.cost.measure():
-            runs.commit_state(
-                self.folder,
-                self.path(step).name,
-                lambda path: save.save_model(policy, tokenizer, path, card),
-                keep=None,  # `prune` deletes them
-            )
 
     def path(self, step: int) -> Path:
         """Return the folder of the policy after `step`."""

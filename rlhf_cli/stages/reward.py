@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -15,22 +14,22 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
-from rlhf_cli.evaluation.reward_model_table import print_card
 from rlhf_cli.models import devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts, right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware, setup, trl_common
-from rlhf_cli.stages.reward_setup import check_can_sample, check_rows, prepare_tokenizer, read_data
+from rlhf_cli.stages import setup, trl_common
+from rlhf_cli.stages.training_setup import check_can_sample, prepare_tokenizer, read_rows
 
 NUM_PROBES = 8
 SAMPLING_BATCH_SIZE = 64
@@ -47,87 +46,65 @@ class RewardTrainer(trl_common.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError E04 and R14 as `ProcessGroup` does.
+    Raises RLHFError as `setup.open_stage`.
     """
-    with open_process_group() as process_group:
-        _run(config, options, process_group)
+    with setup.open_stage(config, options) as stage:
+        if stage:
+            _train(config, stage)
 
 
-def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = runs.open_parents(config)
-    parent = parents["model.path"]
-    identity = runs.compute_identity(config, parents, config.sources())
-    status = process_group.run_on_main(
-        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
-    )
-    if status == "finished":
-        terminal.say(f"reward   finished already: {shown(config.folder)}")
-        return
-    memory = hardware.check(config, parents)
-    tokenizer, model = load_tokenizer_and_model(config, options, parent)
-    runs.require_unchanged(parents)
+def _train(config: RewardConfig, stage: setup.StageRun) -> None:
+    parent, process_group = stage.parents["model.path"], stage.process_group
+    tokenizer, model = load_tokenizer_and_model(config, stage.options, parent)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = read_rows(config, tokenizer, model.config)
-    if memory:
-        terminal.say(f"reward   {memory}")
+    stage.begin_training()
+    trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
+    del model
     with ExitStack() as trackers:
-        steps, log = trl_common.train(
-            make_trainer(config, model, tokenizer, rows, eval_rows, process_group), config, "reward", rows, trackers
-        )
-        save.set_special_token_ids(model, tokenizer, stop_id)
-        text = model_card(config, parent, len(rows), steps)
-        process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", text))
-        del model
-        gc.collect()  # before it is loaded again
-        scorer = load_saved_model(config, options)
+        steps, log = trl_common.train(trainer, config, rows, trackers)
+        card = model_card(config, parent, len(rows), steps)
+        trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
+        del trainer
+        gc.collect()  # before the model is loaded again
+        # Everything measured describes the saved files.
+        kwargs = load.load_kwargs(config.model, stage.options.trust_remote_code)
+        scorer = load.load_reward_model(config.folder / "model", **kwargs)
+        scorer.to(devices.device()).eval().requires_grad_(False)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:
             trl_common.log_final_evaluation(log, steps, metrics)
     scale = {}
     if config.reward.normalize == "sft":
         with Progress("reward: normalize", 2, "pass", brief=True) as bar:
-            answers = sample_answers(config, options, parent, tokenizer, rows, process_group)
+            answers = sample_answers(config, stage.options, parent, tokenizer, rows, process_group)
             bar.advance()
             scale = normalize_scores(config, scorer, answers, process_group)
             bar.advance()
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
-    fields = {
-        **tokenizers.manifest_fields(tokenizer, stop_id),
-        "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
-        **({"card": report_card} if report_card else {}),
-        "probes": reference_probes(scorer, eval_rows or rows),
-        **scale,
-        "step": steps,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
+    stage.complete(
+        {
+            **tokenizers.manifest_fields(tokenizer, stop_id),
+            "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
+            **({"card": report_card} if report_card else {}),
+            "probes": reference_probes(scorer, eval_rows or rows),
+            **scale,
+            "step": steps,
+        }
+    )
     if report_card:
         print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
-
-
-# Tokenizer and model
 
 
 def load_tokenizer_and_model(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
     """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
     tokenizer = setup.load_tokenizer(config, options, parent)
     set_seed(config.seed)  # for the random initial head
-    model = setup.init_reward_model(config, options, parent, tokenizer)
+    model = setup.load_model(load.init_reward_model, config, options, parent, tokenizer)
     check_can_sample(config, load.read_config(parent.model, options.trust_remote_code))
     tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
-
-
-# Rows and trainer
-
-
-def read_rows(config: RewardConfig, tokenizer: Any, model_config: Any) -> tuple[PairRows, PairRows]:
-    """Return the training pairs and the evaluation pairs ([] without evaluation data)."""
-    rows = read_data(config, "train", tokenizer, model_config)
-    eval_rows = read_data(config, "eval", tokenizer, model_config) if "data.eval" in config.sources() else None
-    check_rows(config, rows, eval_rows, model_config)
-    return rows, eval_rows if eval_rows is not None else []
 
 
 def make_trainer(
@@ -142,34 +119,17 @@ def make_trainer(
     coefficient = config.reward.center_rewards_coefficient or None
     args = trl_common.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
     lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    train_dataset, eval_dataset = (
-        data.as_dataset([{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs])
-        if pairs
-        else None
+    train_rows, heldout_rows = (
+        [{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs]
         for pairs in (rows, eval_rows)
     )
     return trl_common.build_trainer(
-        RewardTrainer,
-        config,
-        lengths if config.reward.group_by_length else None,
-        process_group,
-        model=model,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-    )
+        RewardTrainer, config, args, train_rows, heldout_rows, lengths if config.reward.group_by_length else None,
+        process_group, model=model, processing_class=tokenizer,
+    )  # fmt: skip
 
 
 # Scores of the saved model
-
-
-def load_saved_model(config: RewardConfig, options: Options) -> Any:
-    """Load the reward model from model/, so that everything measured describes the saved files."""
-    scorer = load.load_reward_model(
-        config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code)
-    )
-    return scorer.to(devices.device()).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -189,17 +149,6 @@ def raw_scores(
     for part in process_group.all_gather_object(rank_scores):
         scores |= part
     return [scores[i] for i in range(len(rows))]
-
-
-def finite_scores(
-    config: RewardConfig, scorer: Any, rows: Sequence[list[int]], process_group: ProcessGroup
-) -> list[float]:
-    """Return `raw_scores`. Raises RLHFError R01 if a score is not finite."""
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
-    if not all(map(math.isfinite, scores)):
-        text = "the finished model gives scores that are not finite: the training diverged"
-        raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
-    return scores
 
 
 def reference_probes(scorer: Any, rows: PairRows) -> list[dict[str, Any]]:
@@ -234,8 +183,7 @@ def sample_answers(
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None:
+    if (context := load.context_length(model.config)) is not None:
         length = max(1, min(length, context - max(map(len, selected))))
     stop_id, pad_id = data.stop_token_id(tokenizer), tokenizer.pad_token_id
     engine = HFEngine(model, stop_id, pad_id, temperature=1.0, batch_size=SAMPLING_BATCH_SIZE)
@@ -253,9 +201,8 @@ def normalize_scores(
     config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
 ) -> dict[str, float]:
     """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
-    raw = torch.tensor(
-        raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group), dtype=torch.float64
-    )
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
+    raw = torch.tensor(scores, dtype=torch.float64)
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:
         terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
@@ -283,7 +230,10 @@ def make_report_card(
     scores = {}
     with Progress("reward: report card", len(inputs), "pass", brief=True) as bar:
         for name, answers in inputs.items():
-            scores[name] = finite_scores(config, scorer, answers, process_group)
+            scores[name] = raw_scores(scorer, answers, config.reward.per_device_eval_batch_size, process_group)
+            if not all(map(math.isfinite, scores[name])):
+                text = "the finished model gives scores that are not finite: the training diverged"
+                raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
             bar.advance()
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]

@@ -1,6 +1,7 @@
-"""Inputs of the stages: load tokenizers and models, read rows, and check them. Shared with `rlhf check`."""
+"""What the stages share: start and completion of a stage, loading models, reading rows. `rlhf check` uses it too."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -8,18 +9,20 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, distributed, runs, terminal
+from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
-from rlhf_cli.data.texts import Rows
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import forward, load, tokenizers
+from rlhf_cli.models import devices, forward, load, tokenizers
 from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import hardware
 from rlhf_cli.stages.hardware import POLICY_KEYS
 from rlhf_cli.statistics import wilson
 
@@ -29,8 +32,63 @@ PromptForm = Literal["text", "conversation", "transcript"]  # how a data file wr
 PromptFormat = Literal["template", "transcript", "text"]  # how they are passed to a model
 DATA_KEYS = {"ppo": "data.prompts", "sft": "data.train", "reward": "data.train"}
 WARN_DROPPED_FRACTION = 0.2
-IDENTICAL_HINT = "look at how the pairs were made: identical answers hold no preference"
+IDENTICAL_HINT = "look at how the pairs were made: identical answers express no preference"
 Row = TypeVar("Row")
+AnyConfig = SFTConfig | RewardConfig | PPOConfig | EvalConfig
+
+
+# Start and completion
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A stage that was started by `open_stage`."""
+
+    config: Config
+    options: Options
+    parents: dict[str, Parent]
+    process_group: ProcessGroup
+    identity: dict[str, Any]
+    resumes: bool
+    memory: str
+
+    def begin_training(self) -> None:
+        """Print the memory of a stage whose inputs are loaded. Raises RLHFError as `runs.require_unchanged`."""
+        runs.require_unchanged(self.parents)
+        if self.memory:
+            terminal.say(f"{self.config.stage:<8} {self.memory}")
+
+    def complete(self, fields: Mapping[str, Any]) -> None:
+        """Write the manifest with these fields, which completes the stage."""
+        fields = {**fields, "trust_remote_code": self.options.trust_remote_code}
+        self.process_group.run_on_main(
+            lambda: runs.complete_stage(self.config, self.identity, parents=self.parents, fields=fields)
+        )
+
+
+@contextmanager
+def open_stage(
+    config: AnyConfig, options: Options, check: Callable[[Mapping[str, Parent]], None] | None = None
+) -> Iterator[StageRun | None]:
+    """Context manager that starts a stage on all ranks; it gives None if the stage is finished already.
+
+    `check` is called before --fresh archives anything. Raises RLHFError E04 and R14 as `ProcessGroup` does, as
+    `runs.start_stage`, and as `hardware.check`.
+    """
+    with open_process_group() as process_group:
+        parents = runs.open_parents(config)
+        identity = runs.compute_identity(config, parents, config.sources())
+        if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
+            check(parents)
+        status = process_group.run_on_main(
+            lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        )
+        if status == "finished":
+            terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
+            yield None
+            return
+        memory = hardware.check(config, parents)
+        yield StageRun(config, options, parents, process_group, identity, status == "resume", memory)
 
 
 # Tokenizers and models
@@ -42,7 +100,7 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
         return tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
 
 
-def load_own_tokenizer(config: Any, options: Options, sft: Parent, parent: Parent) -> Any:
+def load_own_tokenizer(config: Config, options: Options, sft: Parent, parent: Parent) -> Any:
     """Load a reward model's tokenizer if it tokenizes differently from the policy, else return None.
 
     Raises RLHFError M01, M08.
@@ -53,44 +111,23 @@ def load_own_tokenizer(config: Any, options: Options, sft: Parent, parent: Paren
     return load_tokenizer(config, options, parent)
 
 
-def load_causal_lm(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
-    """Load a causal language model on the CPU. Raises RLHFError M01, M06-M08, M10."""
+def load_model(loader: Callable[..., Any], config: Config, options: Options, parent: Parent, tokenizer: Any) -> Any:
+    """Load a model on the CPU with `loader`, of models.load, and check that it has an embedding for each token.
+
+    Raises RLHFError as the loader does, and M06 if the vocabulary is too small.
+    """
+    assert isinstance(config, AnyConfig)
+    section = config.model if isinstance(config, SFTConfig | RewardConfig) else config.models
+    kwargs = load.load_kwargs(section, options.trust_remote_code)
+    if loader is load.load_classifier:  # of a reward's `pipeline`, which keeps its own dtype
+        kwargs = {"trust_remote_code": options.trust_remote_code}
     with at_location(config.where(parent.key)):
-        model = load.load_causal_lm(parent.model, **_load_kwargs(config, options))
+        model = loader(parent.model, **kwargs)
         tokenizers.check_vocabulary(model, tokenizer)
     return model
 
 
-def load_reward_model(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
-    """Load a trained reward model on the CPU. Raises RLHFError M01-M03, M06-M08."""
-    with at_location(config.where(parent.key)):
-        model = load.load_reward_model(parent.model, **_load_kwargs(config, options))
-        tokenizers.check_vocabulary(model, tokenizer)
-    return model
-
-
-def init_reward_model(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
-    """Load a causal language model with a new one-label head on the CPU. Raises RLHFError M01, M03, M06-M08."""
-    with at_location(config.where(parent.key)):
-        model = load.init_reward_model(parent.model, **_load_kwargs(config, options))
-        tokenizers.check_vocabulary(model, tokenizer)
-    return model
-
-
-def load_classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
-    """Load the text classifier of a reward's `pipeline` on the CPU. Raises RLHFError M01, M02, M06-M08."""
-    with at_location(config.where(parent.key)):
-        model = load.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
-        tokenizers.check_vocabulary(model, tokenizer)
-    return model
-
-
-def _load_kwargs(config: Any, options: Options) -> dict[str, Any]:
-    section = config.model if config.stage in ("sft", "reward") else config.models
-    return load.load_kwargs(section, options.trust_remote_code)
-
-
-def check_same_tokenization(config: Any, options: Options, parents: Mapping[str, Parent]) -> None:
+def check_same_tokenization(config: Config, options: Options, parents: Mapping[str, Parent]) -> None:
     """Raise RLHFError T04 or T05 if a policy or value model tokenizes differently from models.sft.
 
     Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy. The
@@ -119,7 +156,7 @@ class PolicyText:
 
 
 def build_model_reward(
-    config: Any, key: str, policy_text: PolicyText, model: Any, own_tokenizer: Any, *, rows: int, **options: bool
+    config: Config, key: str, policy_text: PolicyText, model: Any, own_tokenizer: Any, *, rows: int, **options: bool
 ) -> ModelReward:
     """Build a reward source from a loaded reward model, scoring `rows` at a time.
 
@@ -138,7 +175,7 @@ def build_model_reward(
 
 
 def retokenize_prompts(
-    config: Any, key: str, tokenizer: Any, prompts: Sequence[data.Prompt], model_config: Any
+    config: Config, key: str, tokenizer: Any, prompts: Sequence[data.Prompt], model_config: Any
 ) -> dict[tuple[int, ...], list[int]]:
     """Map each prompt's token ids to the reward tokenizer's ids of the same text or conversation.
 
@@ -151,7 +188,7 @@ def retokenize_prompts(
         longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(model_config)
         if context is not None and longest >= context:
             text = f"{key}: a prompt has {longest} of its tokens, and its model reads {context} at most"
-            raise RLHFError("C13", text, hint="take longer prompts out, or name another reward model")
+            raise RLHFError("C13", text, hint="remove longer prompts, or name another reward model")
     return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
 
 
@@ -198,9 +235,7 @@ def prompt_format(form: PromptForm | None, tokenizer: Any) -> PromptFormat:
 # Rows and batches
 
 
-def read_rows(
-    config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer_hint: str, read: Callable[[], Rows[Row]]
-) -> Rows[Row]:
+def read_rows(config: AnyConfig, key: str, longer_hint: str, read: Callable[[], Rows[Row]]) -> Rows[Row]:
     """Read the rows of a data key with `read`. `longer_hint`: how to allow longer rows.
 
     Warns (D16) if more than WARN_DROPPED_FRACTION of the rows are dropped. Raises RLHFError D16 if they are more than
@@ -217,19 +252,15 @@ def read_rows(
     return rows
 
 
-def _check_dropped(
-    config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer_hint: str, rows: Rows[Any]
-) -> None:
+def _check_dropped(config: AnyConfig, key: str, longer_hint: str, rows: Rows[Any]) -> None:
     limit, fraction = config.data.max_dropped, rows.dropped_share
     if key == f"data.{config.data.EVAL_KEY}" and config.sources()[key].share:
-        fraction = wilson(rows.num_dropped, rows.num_expected)[
-            0
-        ]  # a small part of a file has more or fewer of them by chance
+        fraction = wilson(rows.num_dropped, rows.num_expected)[0]  # a small part of a file varies by chance
     if fraction <= min(WARN_DROPPED_FRACTION, limit):
         return
     causes = ", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in rows.dropped.items())
     sampled = "sampled " if rows.stride > 1 else ""
-    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are left out: {causes}"
+    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are dropped: {causes}"
     hints = {"D10": f"{longer_hint}; the longest row has {rows.longest_read} tokens", "D07": IDENTICAL_HINT}
     hint = hints.get(next(iter(rows.dropped)), "data.on_bad: error shows each of them")
     if fraction > limit:
@@ -238,76 +269,31 @@ def _check_dropped(
     terminal.warn("D16", text, where=config.where(key), hint=hint)
 
 
-def longer_rows_hint(config: SFTConfig | RewardConfig, model_config: Any) -> str:
-    """Return how to allow longer rows in SFT or reward training; `model_config` None: unknown context."""
-    settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    context, key = None if model_config is None else load.context_length(model_config), f"{config.stage}.max_length"
-    if context is None:
-        return f"raise {key} (now {settings.max_length})"
-    if settings.max_length < context:
-        return f"raise {key} (now {settings.max_length}; the model has {context} positions)"
-    return f"take a model with a longer context than {context} positions, or shorten the rows"
+def read_prompts(
+    config: PPOConfig | EvalConfig,
+    key: str,
+    tokenizer: Any,
+    model_config: Any,
+    response_length: int,
+    *,
+    sample: int | None = None,
+) -> Rows[data.Prompt]:
+    """Read the prompts of a data key that leave room for a response in the model's context.
 
-
-def longer_prompts_hint(stage: str, max_prompt_length: int | None, response_length: int) -> str:
-    """Return how to allow longer prompts in a stage; `max_prompt_length` None: unknown."""
-    budget = f"{response_length} tokens for a response leave {max_prompt_length} to a prompt"
-    if max_prompt_length is not None and response_length >= max_prompt_length:
-        return f"lower {stage}.response_length ({budget}), or take a model with a longer context"
-    return f"take a model with a longer context ({budget}), shorten the prompts, or lower {stage}.response_length"
-
-
-def check_batch_size(config: SFTConfig | RewardConfig, rows: Rows[Any], count: int, unit: str = "usable rows") -> None:
-    """Raise RLHFError D11 if `count` rows or packed sequences do not fill one optimizer step of all processes."""
-    settings, stage = config.sft if isinstance(config, SFTConfig) else config.reward, config.stage
-    size, grad_accum_steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    world_size = distributed.world_size()
-    if count >= size * grad_accum_steps * world_size:
-        return
-    product = f"per_device_train_batch_size {size} x gradient_accumulation_steps {grad_accum_steps}"
-    product += f" x {world_size} processes" if world_size > 1 else ""
-    text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes"
-    text += f" ({product} = {size * grad_accum_steps * world_size})"
-    if count >= size * world_size:
-        hint = f"set {stage}.gradient_accumulation_steps to {count // (size * world_size)} at most"
-    elif count >= world_size:
-        hint = f"set {stage}.per_device_train_batch_size to {count // world_size} at most"
-        hint += ", and gradient_accumulation_steps to 1" if grad_accum_steps > 1 else ""
-    else:
-        hint = f"start {count} processes at most, or bring more rows"
-    raise RLHFError("D11", text, where=config.where(f"{stage}.per_device_train_batch_size"), hint=hint)
-
-
-def check_prompt_count(config: PPOConfig, prompts: Rows[Any]) -> None:
-    """Raise RLHFError D11 if there are fewer prompts than one update takes."""
-    settings = config.ppo
-    needed = settings.prompts_per_update
-    if len(prompts) >= needed:
-        return
-    product = f"{settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} episodes"
-    product += f" / {settings.num_samples_per_prompt} to a prompt" if settings.num_samples_per_prompt > 1 else ""
-    text = f"{prompts.source.shown()} has {len(prompts)} usable prompts, fewer than one update takes"
-    hint = f"lower ppo.gradient_accumulation_steps or per_device_train_batch_size, or bring {needed} prompts"
-    where = config.where("ppo.per_device_train_batch_size")
-    raise RLHFError("D11", f"{text} ({product} = {needed})", where=where, hint=hint)
-
-
-def check_context_length(
-    config: SFTConfig | RewardConfig, model_config: Any, longest: int, *, strict: bool = False
-) -> None:
-    """Raise RLHFError C13 if the longest row exceeds the model's context; `model_config` None: unknown context.
-
-    `strict`: max_length itself must fit, because sequences are filled up to it or the model is built for it.
+    Of more than `sample` rows only a sample is read. `model_config` None: unknown context. Warns D16. Raises RLHFError
+    C13 if no prompt can fit, D01-D14, D16.
     """
-    settings, stage = config.sft if isinstance(config, SFTConfig) else config.reward, config.stage
-    context, limit = None if model_config is None else load.context_length(model_config), settings.max_length
-    required = limit if strict else longest
-    if context is None or required <= context:
-        return
-    text = f"{stage}.max_length {limit}" if strict else f"{stage}.max_length {limit} lets rows of {required} tokens in,"
-    text += f" {'is' if strict else 'which is'} {required - context} more than the model's {context} positions"
-    hint = f"lower {stage}.max_length by {limit - context}, to {context}; longer rows are left out then"
-    raise RLHFError("C13", text, where=config.where(f"{stage}.max_length"), hint=hint)
+    length_key, max_length = f"{config.stage}.response_length", None
+    if model_config is not None:
+        max_length = load.max_prompt_tokens(model_config, response_length, config.where(length_key))
+    budget = f"{response_length} tokens for a response leave {max_length} to a prompt"
+    hint = f"use a model with a longer context ({budget}), shorten the prompts, or lower {length_key}"
+    if max_length is not None and response_length >= max_length:
+        hint = f"lower {length_key} ({budget}), or use a model with a longer context"
+    on_long = config.data.on_long if isinstance(config, PPOConfig) else "drop"
+    source = config.sources()[key]
+    read = partial(data.prompt_rows, source, tokenizer, max_length=max_length, on_long=on_long, sample=sample)
+    return read_rows(config, key, hint, read)
 
 
 def warn_long_intervals(config: Config, steps: int) -> None:
@@ -320,33 +306,7 @@ def warn_long_intervals(config: Config, steps: int) -> None:
     for event, (key, every) in intervals.items():
         if every and every > steps:
             text = f"one {event} every {every} {unit} is more than the {steps} of the run: only the last one gets one"
-            terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or leave it out")
-
-
-# Batch arithmetic
-
-TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
-
-
-def describe_batches(
-    config: SFTConfig | RewardConfig,
-    rows: Sequence[Mapping[str, Sequence[int]]],
-    processes: int = 1,
-    *,
-    packed: int | None = None,
-) -> str:
-    """Return rows, batch size and steps of SFT or reward training as one line.
-
-    `packed`: the number of sequences the rows were packed into, 0 if not known yet.
-    """
-    settings, unit = (config.sft, "rows") if isinstance(config, SFTConfig) else (config.reward, "pairs")
-    num_tokens, count = count_tokens(rows), len(rows) if packed is None else packed
-    text = describe_rows(rows, unit)
-    text += (f", {num_tokens} tokens" if num_tokens else "") + (f" in {packed} sequences" if packed else "")
-    size, grad_accum_steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    step = batch_product(size, grad_accum_steps, processes, unit if packed is None else "sequences")
-    total = f"; in all {settings.steps(count, processes)} steps" if count or settings.max_steps else ""
-    return f"{text}; a step: {step}{total}"
+            terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or remove it")
 
 
 def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -> str:
@@ -355,12 +315,7 @@ def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -
     return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"
 
 
-def count_tokens(rows: Iterable[Mapping[str, Sequence[int]]]) -> int:
-    """Return the number of tokens of all rows, 0 if they were read without a tokenizer."""
-    return sum(len(row[column]) for row in rows for column in TOKEN_COLUMNS if column in row)
-
-
 def describe_rows(rows: Sequence[Any], unit: str) -> str:
     """Return the number of rows, and of dropped rows if there are any, as text."""
-    left_out = rows.dropped_text() if isinstance(rows, Rows) else ""
-    return f"{len(rows)} {unit}" + (f", {left_out}" if left_out else "")
+    dropped = rows.dropped_text() if isinstance(rows, Rows) else ""
+    return f"{len(rows)} {unit}" + (f", {dropped}" if dropped else "")

@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,24 +17,24 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
-from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.models import build, devices, load, lora, save, tokenizers
+from rlhf_cli.errors import RLHFError, at_location
+from rlhf_cli.models import build, devices, load, lora, tokenizers
 from rlhf_cli.models.batch import right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware, setup, trl_common
-from rlhf_cli.stages.sft_setup import (
+from rlhf_cli.stages import setup, trl_common
+from rlhf_cli.stages.training_setup import (
     IGNORE_INDEX,
-    add_labels,
-    check_rows,
+    log_packing,
     new_model_config,
     packing_strategy,
     prepare_tokenizer,
-    read_data,
+    read_rows,
+    train_tokenizer,
 )
 
 TokenRows = list[dict[str, list[int]]]
@@ -98,59 +98,36 @@ def _use_own_lm_head(model: Any) -> None:
 def run(config: SFTConfig, options: Options) -> None:
     """Train a model and write RUN/sft; resume from the last checkpoint if there is one.
 
-    Raises RLHFError E04 and R14 as `ProcessGroup` does.
+    Raises RLHFError as `setup.open_stage`.
     """
-    with open_process_group() as process_group:
-        _run(config, options, process_group)
+    with setup.open_stage(config, options) as stage:
+        if stage:
+            _train(config, stage)
 
 
-def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = runs.open_parents(config)
-    identity = runs.compute_identity(config, parents, config.sources())
-    status = process_group.run_on_main(
-        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
-    )
-    if status == "finished":
-        terminal.say(f"sft      finished already: {shown(config.folder)}")
-        return
-    memory = hardware.check(config, parents)
-    tokenizer, model = load_tokenizer_and_model(config, options, parents)
-    runs.require_unchanged(parents)
+def _train(config: SFTConfig, stage: setup.StageRun) -> None:
+    process_group = stage.process_group
+    tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
-    strategy = packing_strategy(config)
+    log_packing(config)
     with process_group.main_process_first():
-        rows, eval_rows = read_rows(config, tokenizer, model.config, strategy)
-    if memory:
-        terminal.say(f"sft      {memory}")
+        rows, eval_rows = read_rows(config, tokenizer, model.config)
+    stage.begin_training()
+    trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
+    del model
     with ExitStack() as trackers:
-        steps, log = trl_common.train(
-            make_trainer(config, model, tokenizer, rows, eval_rows, strategy, process_group),
-            config,
-            "sft",
-            rows,
-            trackers,
-        )
-        save.set_special_token_ids(model, tokenizer, stop_id)
-        card = model_card(config, parents, len(rows), steps)
-        process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", card))
-        del model
-        gc.collect()  # before it is loaded again
+        steps, log = trl_common.train(trainer, config, rows, trackers)
+        card = model_card(config, stage.parents, len(rows), steps)
+        trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
+        del trainer
+        gc.collect()  # before the model is loaded again
         metrics: dict[str, float] = {}
         if eval_rows:
-            metrics = evaluate_saved_model(config, options, eval_rows, tokenizer.pad_token_id, process_group)
+            metrics = evaluate_saved_model(config, stage.options, eval_rows, tokenizer.pad_token_id, process_group)
             logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
             logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
             trl_common.log_final_evaluation(log, steps, logged)
-    fields = {
-        **tokenizers.manifest_fields(tokenizer, stop_id),
-        "metrics": metrics,
-        "step": steps,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
-
-
-# Tokenizer and model
+    stage.complete({**tokenizers.manifest_fields(tokenizer, stop_id), "metrics": metrics, "step": steps})
 
 
 def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
@@ -160,37 +137,20 @@ def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mappi
     model.adapters.
     """
     new, parent = config.model.new, parents.get("model.path")
-    parent_tokenizer = model = None
-    if parent is not None:
-        parent_tokenizer = setup.load_tokenizer(config, options, parent)
-        model = setup.load_causal_lm(config, options, parent, parent_tokenizer)
-    elif new is not None:
-        new_model_config(config, new.tokenizer.vocab_size)
-    tokenizer = prepare_tokenizer(config, parent_tokenizer)
-    set_seed(config.seed)
-    if model is None:
-        assert new is not None
+    if new is not None:
+        new_model_config(config)
+        tokenizer = prepare_tokenizer(config, train_tokenizer(config))
+        set_seed(config.seed)
         with at_location(config.where("model.new")):
             attention = config.model.attn_implementation
             model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
+    else:
+        assert parent is not None
+        tokenizer = setup.load_tokenizer(config, options, parent)
+        model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer)
+        tokenizer = prepare_tokenizer(config, tokenizer)
+        set_seed(config.seed)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
-
-
-# Rows
-
-
-def read_rows(
-    config: SFTConfig, tokenizer: Any, model_config: Any, strategy: str | None
-) -> tuple[TokenRows, TokenRows]:
-    """Return {input_ids, labels} of each training row and each evaluation row ([] without evaluation data)."""
-    rows = read_data(config, "train", tokenizer, strategy, model_config)
-    has_eval = "data.eval" in config.sources()
-    eval_rows = read_data(config, "eval", tokenizer, strategy, model_config) if has_eval else None
-    check_rows(config, rows, eval_rows, model_config, strategy)
-    return add_labels(config, rows), add_labels(config, eval_rows) if eval_rows is not None else []
-
-
-# Training and evaluation
 
 
 def make_trainer(
@@ -199,27 +159,17 @@ def make_trainer(
     tokenizer: Any,
     rows: TokenRows,
     eval_rows: TokenRows,
-    strategy: str | None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
     """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    if strategy:
+    if strategy := packing_strategy(config):
         packing = {"packing": True, "packing_strategy": strategy}
         random.Random(config.seed).shuffle(rows)  # adjacent rows of a file may be similar
     args = trl_common.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
     lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
-    return trl_common.build_trainer(
-        SFTTrainer,
-        config,
-        lengths,
-        process_group,
-        model=model,
-        args=args,
-        train_dataset=data.as_dataset(rows),
-        eval_dataset=data.as_dataset(eval_rows) if eval_rows else None,
-        processing_class=tokenizer,
-    )
+    models = {"model": model, "processing_class": tokenizer}
+    return trl_common.build_trainer(SFTTrainer, config, args, rows, eval_rows, lengths, process_group, **models)
 
 
 def evaluate_saved_model(
@@ -283,9 +233,6 @@ def model_card(config: SFTConfig, parents: Mapping[str, Parent], num_rows: int, 
     origin = "fresh weights" if config.model.new else trl_common.parent_label(parents["model.path"])
     settings = config.sft
     loss = "the answers alone" if settings.completion_only_loss else "whole rows"
-    return trl_common.model_card(
-        config,
-        "sft",
-        f"A causal language model, fine-tuned from {origin} on {num_rows} rows of {Path(config.data.train).name}: "
-        f"{steps} steps, learning rate {settings.learning_rate:g}, loss on {loss}.",
-    )
+    text = f"A causal language model, fine-tuned from {origin} on {num_rows} rows of {Path(config.data.train).name}: "
+    text += f"{steps} steps, learning rate {settings.learning_rate:g}, loss on {loss}."
+    return trl_common.model_card(config, "sft", text)

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,13 +16,13 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, data, runs, terminal
-from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import devices, sharding
+from rlhf_cli.models import devices, save, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
+from rlhf_cli.stages.training_setup import TRLConfig, describe_batches, packing_strategy, settings_of
 from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import MetricsLog, read_log
@@ -74,9 +75,9 @@ class TrainerMixin:
         return data.LengthGroupedSampler(self.lengths, args.train_batch_size * self.process_group.world_size, args.seed)
 
 
-def training_args(args_class: Any, config: SFTConfig | RewardConfig, **overrides: Any) -> Any:
+def training_args(args_class: Any, config: TRLConfig, **overrides: Any) -> Any:
     """Build TRL's arguments, of its SFTConfig or RewardConfig class. Raises RLHFError C17 if TRL rejects them."""
-    section = config.sft if isinstance(config, SFTConfig) else config.reward
+    section: Any = settings_of(config)
     gpu = devices.device().type == "cuda"
     same_names = (
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
@@ -113,25 +114,33 @@ def training_args(args_class: Any, config: SFTConfig | RewardConfig, **overrides
 
 def build_trainer(
     trainer_class: Any,
-    config: SFTConfig | RewardConfig,
+    config: TRLConfig,
+    args: Any,
+    rows: list[dict[str, Any]],
+    eval_rows: list[dict[str, Any]],
     lengths: Sequence[int] | None,
     process_group: ProcessGroup,
-    **kwargs: Any,
+    **models: Any,
 ) -> Any:
-    """Build a TRL trainer; `trainer_class` has TrainerMixin mixed in.
+    """Build a TRL trainer; `trainer_class` has TrainerMixin mixed in. `lengths` groups rows of similar length.
 
     Raises RLHFError C17 if TRL rejects the settings, E04 if accelerate found another number of processes.
     """
-    trainer = _construct(config, trainer_class, **kwargs)
+    datasets = {
+        "train_dataset": data.as_dataset(rows),
+        "eval_dataset": data.as_dataset(eval_rows) if eval_rows else None,
+    }
+    trainer = _construct(config, trainer_class, args=args, **datasets, **models)
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
-        raise RLHFError("E04", text, hint="take the variables ACCELERATE_* out of the environment, or use --nproc N")
+        hint = "remove the variables ACCELERATE_* from the environment, or use --nproc N"
+        raise RLHFError("E04", text, hint=hint)
     trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _construct(config: SFTConfig | RewardConfig, trl_class: Any, **kwargs: Any) -> Any:
+def _construct(config: TRLConfig, trl_class: Any, **kwargs: Any) -> Any:
     """Construct a TRL object without its warnings. Raises RLHFError C17 if TRL rejects the arguments."""
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -147,11 +156,7 @@ def _construct(config: SFTConfig | RewardConfig, trl_class: Any, **kwargs: Any) 
 
 
 def train(
-    trainer: Any,
-    config: SFTConfig | RewardConfig,
-    label: str,
-    rows: Sequence[Mapping[str, Sequence[int]]],
-    trackers: ExitStack,
+    trainer: Any, config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]], trackers: ExitStack
 ) -> tuple[int, MetricsLog]:
     """Train to the end, resuming from the newest valid checkpoint in state/. Return the number of steps and the log.
 
@@ -160,50 +165,51 @@ def train(
     After SIGTERM or SIGINT, save after the step and raise SystemExit(143 or 130).
     Raises RLHFError R01 if the loss is not finite.
     """
-    folder, process_group = config.folder, trainer.process_group
-    settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    count = len(trainer.train_dataset)
-    setup.warn_long_intervals(config, settings.steps(count, process_group.world_size))
-    packed = count if isinstance(config, SFTConfig) and config.sft.packing else None
-    terminal.say(f"{label:<8} {setup.describe_batches(config, rows, process_group.world_size, packed=packed)}")
-    checkpoint = process_group.run_on_main(lambda: runs.latest_state(folder / "state"))
+    folder, world_size, count = config.folder, trainer.process_group.world_size, len(trainer.train_dataset)
+    setup.warn_long_intervals(config, settings_of(config).steps(count, world_size))
+    packed = count if packing_strategy(config) else None
+    terminal.say(f"{config.stage:<8} {describe_batches(config, rows, world_size, packed=packed)}")
+    checkpoint = trainer.process_group.run_on_main(lambda: runs.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")) if checkpoint else {}
     resumed = state["stateful_callbacks"][CALLBACK_STATE]["attributes"] if checkpoint else {}
     run_trackers = Trackers(config)
     log = MetricsLog(folder / "metrics.jsonl", resumed.get("log"), run_trackers)
     trackers.enter_context(run_trackers)
     if checkpoint:
-        terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
+        terminal.say(f"{config.stage:<8} resumes at step {state['global_step']} of {state['max_steps']}")
     if checkpoint and state["global_step"] >= state["max_steps"]:
         steps = int(state["max_steps"])
         with _reject_unsafe_pickles(checkpoint):
             best = state.get("best_model_checkpoint") if trainer.args.load_best_model_at_end else None
             trainer._load_from_checkpoint(str(best or checkpoint))  # train() would make one step too many
     else:
-        steps = _run_trainer(trainer, checkpoint, log, label, resumed)
+        steps = _run_trainer(trainer, checkpoint, log, config.stage, resumed)
     sharding.disable_zero3()
     return steps, log
+
+
+def save_trained_model(trainer: Any, config: TRLConfig, tokenizer: Any, stop_token_id: int, card: str) -> None:
+    """Save the trained model to RUN/STAGE/model, with the model card `card`."""
+    save.set_special_token_ids(trainer.model, tokenizer, stop_token_id)
+    write = partial(save.save_model, trainer.model, tokenizer, config.folder / "model", card)
+    trainer.process_group.gather_results(write)
 
 
 def log_final_evaluation(log: MetricsLog, steps: int, metrics: Mapping[str, float]) -> None:
     """Log the finished model's evaluation like the trainer's own ones, with `eval_` before each name."""
     last: dict[str, Any] = next((line for line in reversed(read_log(log.path)) if "num_tokens" in line), {})
-    columns = (("num_tokens", "eval_num_tokens"), ("epoch", "epoch"))
-    progress = {new_name: last[name] for name, new_name in columns if name in last}
-    log.log(steps, {**{f"eval_{name}": value for name, value in metrics.items()}, **progress})
+    columns = {"num_tokens": "eval_num_tokens", "epoch": "epoch"}
+    progress = {columns[name]: last[name] for name in columns if name in last}
+    log.log(steps, {f"eval_{name}": value for name, value in metrics.items()} | progress)
 
 
-def _run_trainer(trainer: Any, checkpoint: Path | None, log: MetricsLog, label: str, resumed: Mapping[str, Any]) -> int:
+def _run_trainer(trainer: Any, checkpoint: Path | None, log: MetricsLog, stage: str, resumed: Mapping[str, Any]) -> int:
     trainer.cost = runs.CheckpointTimer()
-    with GracefulStop() as stop:
-        callback = TrainingCallback(trainer, log, label, stop, resumed)
-        trainer.add_callback(callback)
-        try:
-            with _reject_unsafe_pickles(checkpoint), trainer.process_group.translate_dist_errors():
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        finally:
-            callback.close()
-    terminal.say(f"{label:<8} {trainer.cost}")
+    with GracefulStop() as stop, ExitStack() as bars:
+        trainer.add_callback(TrainingCallback(trainer, log, stage, stop, bars, resumed))
+        with _reject_unsafe_pickles(checkpoint), trainer.process_group.translate_dist_errors():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    terminal.say(f"{stage:<8} {trainer.cost}")
     return int(trainer.state.max_steps)
 
 
@@ -222,24 +228,24 @@ def _reject_unsafe_pickles(checkpoint: Path | None) -> Iterator[None]:
 class TrainingCallback(TrainerCallback, ExportableState):
     """Progress, metrics.jsonl, non-finite checks, and graceful stops of a TRL training run."""
 
+    bar: Progress
+    evaluation: Progress | None = None
+
     def __init__(
-        self, trainer: Any, log: MetricsLog, label: str, stop: GracefulStop, resumed: Mapping[str, Any]
+        self, trainer: Any, log: MetricsLog, stage: str, stop: GracefulStop, bars: ExitStack, resumed: Mapping[str, Any]
     ) -> None:
-        self.trainer, self.log, self.label, self.stop, self.resumed = trainer, log, label, stop, resumed
-        self.bar: Progress | None = None
-        self.evaluation: Progress | None = None
+        self.trainer, self.log, self.stage, self.stop, self.bars = trainer, log, stage, stop, bars
+        self.resumed = resumed  # `state()` of the checkpoint, empty without one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the progress bar, and restore the sums behind the next log line, from the checkpoint."""
-        self.bar = Progress(self.label, state.max_steps, "step", done=state.global_step)
-        self.bar.__enter__()
+        self.bar = self.bars.enter_context(Progress(self.stage, state.max_steps, "step", done=state.global_step))
         trainer = self.trainer
         if sums := self.resumed:
             trainer._tr_loss += sums["losses"][trainer.process_group.rank]
             trainer._globalstep_last_logged = sums["logged_at"]
             trainer._total_train_tokens = sums["tokens"]
-            for name, values in sums["metrics"]:
-                trainer._metrics["train"][name] = list(values)
+            trainer._metrics["train"].update((name, list(values)) for name, values in sums["metrics"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **kwargs: Any) -> None:
         """Set the sampler's epoch; accelerate does not when several processes resume within an epoch."""
@@ -268,7 +274,6 @@ class TrainingCallback(TrainerCallback, ExportableState):
         step: transformers would make it after that step's checkpoint, so that a resumed run would miss it. The run's
         last step has none, because the stage measures the finished model itself, unless the best checkpoint is loaded.
         """
-        assert self.bar
         self.bar.advance()
         self.stop.sync(self.trainer.process_group.all_gather_object)
         last = state.global_step >= state.max_steps
@@ -277,9 +282,8 @@ class TrainingCallback(TrainerCallback, ExportableState):
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)
         control.should_evaluate &= not last or args.load_best_model_at_end
-        if control.should_save and not all(
-            bool(sharding.zero3_shard(w).isfinite().all()) for w in self.trainer.model.parameters()
-        ):
+        weights = map(sharding.zero3_shard, self.trainer.model.parameters())
+        if control.should_save and not all(bool(weight.isfinite().all()) for weight in weights):
             raise _not_finite_error("a weight", math.nan, args, state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -288,20 +292,17 @@ class TrainingCallback(TrainerCallback, ExportableState):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise _not_finite_error(name, value, args, state)
-        if "loss" in metrics and self.bar:
+        if "loss" in metrics:
             self.bar.advance(0, note=f"loss {metrics['loss']:.4f}")
         if {"loss", "eval_loss"} & metrics.keys():
             self.log.log(state.global_step, {LOG_NAMES.get(name, name): value for name, value in metrics.items()})
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **kwargs: Any) -> None:
-        """Show the progress of an evaluation."""
         if self.evaluation is None:
-            self.evaluation = Progress("evaluation: batch", len(eval_dataloader), "")
-            self.evaluation.__enter__()
+            self.evaluation = Progress("evaluation: batch", len(eval_dataloader), "").__enter__()
         self.evaluation.advance()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the progress of an evaluation."""
         if self.evaluation:
             self.evaluation.__exit__(None, None, None)
         self.evaluation = None
@@ -311,14 +312,9 @@ class TrainingCallback(TrainerCallback, ExportableState):
         self.stop.sync(self.trainer.process_group.all_gather_object)  # it may arrive during the save
         if self.stop.requested and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
-            terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
+            terminal.say(f"{self.stage:<8} stopped at {step}, saved; the same command resumes")
             self.trainer.process_group.barrier()  # the first process to exit terminates the others
             raise SystemExit(self.stop.exit_code)
-
-    def close(self) -> None:
-        """Close the progress bar."""
-        if self.bar:
-            self.bar.__exit__(None, None, None)
 
 
 TrainingCallback.__name__ = CALLBACK_STATE  # transformers stores a callback's state under its class name
@@ -337,15 +333,14 @@ def parent_label(parent: Parent) -> str:
     return parent.hub or (f"the {parent.stage} stage" if parent.stage != runs.FOREIGN else parent.path.name)
 
 
-def model_card(config: SFTConfig | RewardConfig, tag: str, text: str) -> str:
+def model_card(config: TRLConfig, tag: str, text: str) -> str:
     """Return a model card with `text`, the kind of adapters, and the library versions."""
     adapters, library = config.model.adapters, "transformers"
     if adapters:
         library = "peft"
         text += (
-            f"\n\nThese are adapters alone ({'LoRA' if adapters.kind == 'lora' else 'QLoRA'}, rank {adapters.r}, alpha "
-            f"{adapters.lora_alpha}): they belong beside the weights that they were trained on, which "
-            "`adapter_config.json` names."
+            f"\n\nThese are only adapters ({'LoRA' if adapters.kind == 'lora' else 'QLoRA'}, rank {adapters.r}, alpha "
+            f"{adapters.lora_alpha}) of the weights that `adapter_config.json` names."
         )
     versions = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
     return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{versions}\n"

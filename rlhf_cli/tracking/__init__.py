@@ -13,10 +13,7 @@ from typing import Any
 from rlhf_cli import distributed, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.errors import RLHFError, install_hint, redact
-from rlhf_cli.tracking.tensorboard import TensorBoard
-from rlhf_cli.tracking.tracker_run import NO_STEP, Tracker, TrackerRun
-from rlhf_cli.tracking.trackio import Trackio
-from rlhf_cli.tracking.wandb import WandB
+from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, Tracker, TrackerRun, Trackio, WandB
 
 Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 
@@ -61,7 +58,7 @@ class Trackers:
         self._send(step, lambda tracker: tracker.metrics(step, values), again=_line_key(line) in self._logged)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table whose rows have the same keys; values other than text and numbers are left out."""
+        """Log a table whose rows have the same keys; values other than text and numbers are dropped."""
         if rows and self:
             plain = [_cells(row) for row in rows]
             self._send(step, lambda tracker: tracker.table(step, name, plain))

@@ -1,7 +1,7 @@
-"""Watches a Python process from outside: where its CPU seconds go, and what it loads, hashes and reads how often.
+"""Profile a Python process from outside: CPU seconds by phase, and how often it loads, hashes and reads what.
 
-Python imports a module of this name at its start from any folder on PYTHONPATH, and so in the children too. Nothing of
-the product knows of it. At its end each process writes WATCH_OUT/PID.json; files are counted below WATCH_BELOW.
+Python imports a module of this name at start-up from any folder on PYTHONPATH, also in child processes, so rlhf_cli
+needs no code for it. Each process writes WATCH_OUT/PID.json when it exits; file names are relative to WATCH_BELOW.
 """
 
 import atexit
@@ -17,7 +17,7 @@ _main, _phases, _stack, _mark = get_ident(), Counter(), ["other"], [0.0]
 _counts = {kind: Counter() for kind in ("models", "tokenizers", "hashes", "reads", "tokenised")}
 _below = os.path.realpath(os.environ.get("WATCH_BELOW", "/"))
 
-# Module: its functions that are a phase, and whose calls are counted under what they are given.
+# Module -> (function, its phase, the kind under which its calls are counted by argument).
 WATCHED = {
     "hashlib": [("file_digest", "hashing", "hashes")],
     "rlhf_cli.data.readers": [("read", "reading rows", "reads")],
@@ -38,13 +38,13 @@ WATCHED = {
 
 
 def _switch() -> None:
-    """Give the CPU seconds since the last switch to the innermost phase."""
+    """Add the CPU seconds since the last switch to the innermost phase."""
     now = time.process_time()
     _phases[_stack[-1]] += now - _mark[0]
     _mark[0] = now
 
 
-def _within(phase, call, *args, **kwargs):
+def _in_phase(phase, call, *args, **kwargs):
     if get_ident() != _main:
         return call(*args, **kwargs)
     _switch()
@@ -56,21 +56,21 @@ def _within(phase, call, *args, **kwargs):
         _stack.pop()
 
 
-def _told(kind, args):
-    """What a call is about: a file's or folder's name, or how many rows of what."""
+def _argument(kind, args):
+    """Return a name for the argument of a call: a file, a folder, or a number of rows with their hash."""
     if kind == "tokenised":
         return f"{len(args[1])} rows, {hash((str(args[1]), str(args[2])))}"
     first = next((arg for arg in args if not isinstance(arg, type)), None)
-    return _named(first.name if hasattr(first, "read") else first)
+    return _relative(first.name if hasattr(first, "read") else first)
 
 
-def _named(path):
+def _relative(path):
     path = os.path.realpath(str(path))
     return os.path.relpath(path, _below) if path.startswith(_below) else path
 
 
-def _passes(name, rows):
-    """The rows of a file; that somebody read it counts from the second one on, a look at the first one does not."""
+def _count_read(name, rows):
+    """Yield the rows of a file, and count a read at its second row: reading only the first does not count."""
     for number, row in enumerate(rows):
         _counts["reads"][name] += number == 1
         yield row
@@ -82,10 +82,10 @@ def _watch(owner, name, phase, kind):
 
     def watched(*args, **kwargs):
         if kind == "reads":
-            return _passes(_told(kind, args), inner(*args, **kwargs))
+            return _count_read(_argument(kind, args), inner(*args, **kwargs))
         if kind:
-            _counts[kind][_told(kind, args)] += 1
-        return _within(phase, inner, *args, **kwargs)
+            _counts[kind][_argument(kind, args)] += 1
+        return _in_phase(phase, inner, *args, **kwargs)
 
     watched.__wrapped__ = inner
     watched.__name__, watched.__qualname__, watched.__doc__ = inner.__name__, inner.__qualname__, inner.__doc__
@@ -93,7 +93,7 @@ def _watch(owner, name, phase, kind):
 
 
 def _hook(module):
-    """Watch a module's functions, once: importlib asks for modules that are there as well."""
+    """Wrap the functions of a module, once: importlib also looks up modules that are loaded already."""
     for path, phase, kind in WATCHED.pop(getattr(module, "__name__", None), ()):
         *owners, name = path.split(".")
         owner = module
@@ -106,7 +106,7 @@ def _watch_imports():
     load = _frozen._find_and_load
 
     def timed(name, import_):
-        module = _within(f"imports {name.partition('.')[0]}", load, name, import_)
+        module = _in_phase(f"imports {name.partition('.')[0]}", load, name, import_)
         _hook(sys.modules.get(name))
         return module
 
@@ -117,9 +117,9 @@ def _watch_imports():
 
 def _write():
     _switch()
-    found = {"command": sys.argv, "phases": _phases, "counts": {kind: +counts for kind, counts in _counts.items()}}
+    profile = {"command": sys.argv, "phases": _phases, "counts": {kind: +counts for kind, counts in _counts.items()}}
     with open(os.path.join(os.environ["WATCH_OUT"], f"{os.getpid()}.json"), "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(profile, file)
 
 
 if "WATCH_OUT" in os.environ:

@@ -8,196 +8,21 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat.generate import ConversationFormat, LoadedModel, SamplingParams
-from rlhf_cli.commands.chat.models import ChatModels, resolve_models
-from rlhf_cli.commands.chat.session import ChatSession, ReplyScorer, export_rows
+from rlhf_cli.commands.chat.models import ChatModels, display_name, load_models, resolve_models
+from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, SamplingParams, export_rows
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.jsonl import decode, write_jsonl
-from rlhf_cli.models import devices, load, tokenizers
-from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.resolve import LAST
-from rlhf_cli.stages import ppo_setup
 
 QUOTES = '"""'
-
-
-class InputReader:
-    """Reader of prompts and commands from stdin; counts lines for error messages."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def read(self) -> str | None:
-        """Return the next prompt or command, or None at the end of the input.
-
-        A prompt between two triple quotes may span lines and is never a command.
-        Raises RLHFError D04 if the input is not UTF-8, C11 if the closing quotes are missing.
-        """
-        line = self._read_line("> ")
-        if line is None or not line.startswith(QUOTES):
-            return line
-        lines, first = [line.removeprefix(QUOTES)], self.number
-        while not lines[-1].endswith(QUOTES):
-            more = self._read_line("... ")
-            if more is None:
-                raise RLHFError("C11", f"the prompt that starts here has no closing {QUOTES}", where=f"stdin:{first}")
-            lines.append(more)
-        text = "\n".join(lines).removesuffix(QUOTES).strip("\n")
-        return f"/{text}" if text.startswith("/") else text
-
-    def _read_line(self, prompt: str) -> str | None:
-        line = terminal.ask(prompt)
-        self.number += 1
-        return None if line is None else decode(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
-
-
-Number = TypeVar("Number", int, float)
 SEED_COUNT = 2**32
-
-
-@dataclass(frozen=True)
-class Command:
-    """A slash command. `function` None ends the chat."""
-
-    argument: str  # its placeholder in /help; empty if the command has none
-    description: str
-    function: Callable[[ChatSession, str], None] | None
-
-
-def is_command(line: str) -> bool:
-    """Return True if a line is a command. A line that starts with // is a prompt that starts with /."""
-    return line.startswith("/") and not line.startswith("//")
-
-
-def run_command(session: ChatSession, line: str) -> bool:
-    """Run a command line; return False if it ends the chat.
-
-    Raises RLHFError C07 for an unknown command, C11 for an unexpected argument, and the errors of the command.
-    """
-    name, _, rest = line[1:].strip().partition(" ")
-    if name not in COMMANDS:
-        near, names = closest_match(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
-        hint = f"did you mean /{near}?" if near else "to send a prompt that starts with /, type //"
-        raise RLHFError("C07", f"/{name}: not one of {names}", hint=hint)
-    command = COMMANDS[name]
-    if command.function is None:
-        return False
-    if rest and not command.argument:
-        raise RLHFError("C11", f"/{name} takes no argument: {rest}")
-    command.function(session, rest.strip())
-    return True
-
-
-def parse_number(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
-    """Parse a number between `minimum` and `maximum`. Raises RLHFError C06 for any other text."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = kind(minimum - 1)
-    if not minimum <= value < math.inf or (maximum is not None and value > maximum):
-        noun = "a whole number" if kind is int else "a number"
-        bounds = f"from {minimum:g} up" if maximum is None else f"from {minimum} to {maximum}"
-        raise RLHFError("C06", f"{name} {text}: {noun} {bounds} is needed")
-    return value
-
-
-def _help(session: ChatSession, text: str) -> None:
-    lines = {f"/{name} {command.argument}": command.description for name, command in COMMANDS.items()}
-    lines[f"{QUOTES}TEXT{QUOTES}"] = "a prompt of several lines"
-    for usage, description in lines.items():
-        terminal.say(f"{usage:<14}{description}")
-
-
-def _system(session: ChatSession, text: str) -> None:
-    if not session.prompt_format.supports_system_prompt:
-        is_template = session.prompt_format.kind == "template"
-        reason = "the chat template takes none" if is_template else "there is no chat template to take it"
-        raise RLHFError("C11", f"/system: {reason}")
-    session.system = text or None
-    terminal.say("system prompt: " + (text or "none"))
-
-
-def _temp(session: ChatSession, text: str) -> None:
-    if text:
-        session.sampling = replace(session.sampling, temperature=parse_number(float, "/temp", text, 0.0))
-    terminal.say(
-        f"temperature {session.sampling.temperature:g}"
-        + ("" if session.sampling.temperature else ": the most likely tokens")
-    )
-
-
-def _max(session: ChatSession, text: str) -> None:
-    if text:
-        session.sampling = replace(session.sampling, max_new_tokens=parse_number(int, "/max", text, 1))
-    terminal.say(f"at most {session.sampling.max_new_tokens} tokens")
-
-
-def _seed(session: ChatSession, text: str) -> None:
-    if text:
-        session.sampling = replace(
-            session.sampling, seed=parse_number(int, "/seed", text, 0, SEED_COUNT - 1), reply_index=0
-        )
-    terminal.say(f"seed {session.sampling.seed}, {session.sampling.reply_index} replies sampled")
-
-
-def _retry(session: ChatSession, text: str) -> None:
-    _require_turn(session, "/retry")
-    session.retry()
-
-
-def _undo(session: ChatSession, text: str) -> None:
-    _require_turn(session, "/undo")
-    terminal.say(f"removed: {' '.join(session.turns.pop().prompt.split())}")
-
-
-def _clear(session: ChatSession, text: str) -> None:
-    session.turns = []
-    terminal.say("a new conversation")
-
-
-def _save(session: ChatSession, text: str) -> None:
-    _require_turn(session, "/save")
-    if not text:
-        raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
-    path, rows = Path(os.path.expanduser(text)), list(export_rows(session))
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten") from None
-    except (OSError, ValueError) as error:  # ValueError: not a valid file name
-        reason = getattr(error, "strerror", error)
-        raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
-    try:
-        write_jsonl(path, rows)
-    except OSError as error:
-        path.unlink()
-        raise RLHFError("E03", f"{shown(path)} cannot be written: {error.strerror}") from error
-    terminal.say(f"saved: {shown(path)}, {len(rows)} row{'s' * (len(rows) != 1)}")
-
-
-def _require_turn(session: ChatSession, name: str) -> None:
-    if not session.turns:
-        raise RLHFError("C11", f"{name}: the conversation is empty")
-
-
-COMMANDS: dict[str, Command] = {
-    "help": Command("", "this list", _help),
-    "system": Command("TEXT", "set the system prompt of the whole conversation; without TEXT: remove it", _system),
-    "temp": Command("X", "set the sampling temperature; 0: always the most likely token", _temp),
-    "max": Command("N", "set the maximum number of tokens of a reply", _max),
-    "seed": Command("N", "set the sampling seed", _seed),
-    "retry": Command("", "replace the last reply with another one", _retry),
-    "undo": Command("", "remove the last prompt and its reply", _undo),
-    "clear": Command("", "start a new conversation; keep the system prompt", _clear),
-    "save": Command("FILE", "save the conversation since the last /clear, with rewards and KL, as JSON Lines", _save),
-    "quit": Command("", "end the chat", None),
-}
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -216,57 +41,31 @@ def run(folder: Path, chat_options: ChatOptions, options: Options) -> None:
     """Chat until the input ends, /quit, or a second Ctrl-C.
 
     Off a terminal each line of stdin is a prompt or a command, replies go to stdout, everything else to stderr, and the
-    first error ends the chat. Raises RLHFError as `resolve_models` does, M01 and M06-M08 if a model cannot be loaded,
-    and off a terminal D04 and the errors of `ChatSession.send` and of the commands.
+    first error ends the chat. Raises RLHFError as `resolve_models` and `load_models` do, and off a terminal D04 and the
+    errors of `ChatSession.send` and of the commands.
     """
     with no_bytecode_files():
         chat_models = resolve_models(folder, chat_options.stage, chat_options.step, chat_options.compare)
-        session = _load(chat_models, _sampling(chat_models.config, chat_options), options)
+        session = open_session(chat_models, chat_options, options)
         for line in _start_lines(chat_models, session):
             terminal.say(f"chat     {line}")
         _run_loop(session)
 
 
+def open_session(chat_models: ChatModels, chat_options: ChatOptions, options: Options) -> ChatSession:
+    """Load the models. Sampling is as in PPO's training, unless the command line overrides it."""
+    sampling = _sampling(chat_models.config, chat_options)
+    models, scorer = load_models(chat_models, options)
+    prompt_format = ConversationFormat.detect(chat_models.written, scorer.tokenizer)
+    return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
+
+
 def _sampling(config: PPOConfig, chat_options: ChatOptions) -> SamplingParams:
-    """Return the initial sampling parameters: those of PPO's training, unless the command line overrides them."""
     temperature, length = chat_options.temperature, chat_options.max_new_tokens
     if temperature is not None and not math.isfinite(temperature):
         raise RLHFError("C06", f"--temperature {temperature}: a number from 0 up is needed")
-    return SamplingParams(
-        config.ppo.temperature if temperature is None else temperature, length or config.ppo.max_response_length,
-        chat_options.seed,
-    )  # fmt: skip
-
-
-def _load(chat_models: ChatModels, sampling: SamplingParams, options: Options) -> ChatSession:
-    """Load the models that reply, the SFT model and the reward sources."""
-    first, trust = chat_models.models[0].parent, options.trust_remote_code
-    tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=trust)
-    parents = {info.parent.model: info.parent for info in chat_models.models}
-    parents |= {chat_models.sft.model: chat_models.sft} if chat_models.sft else {}
-    weights: dict[Path, Any] = {}
-    with Progress("chat", len(parents) + len(chat_models.rewards), "model", brief=True) as bar:
-        for folder, parent in parents.items():
-            model = load.load_causal_lm(folder, **load.load_kwargs(chat_models.config.models, trust))
-            tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
-            weights[folder] = model.to(devices.device()).eval()
-            bar.advance(note=shown(parent.path))
-        stop = ppo_setup.stop_token_id(
-            chat_models.config, tokenizer, weights[first.model].get_input_embeddings().weight.shape[0]
-        )
-        scorer = ReplyScorer(
-            chat_models, options, tokenizer, stop, weights[chat_models.sft.model] if chat_models.sft else None
-        )
-        bar.advance(len(chat_models.rewards), note="rewards")
-    loaded_models = [LoadedModel(info, weights[info.parent.model]) for info in chat_models.models]
-    return ChatSession(
-        loaded_models,
-        scorer,
-        ConversationFormat.detect(chat_models.written, tokenizer),
-        stop,
-        sampling,
-        live=terminal.is_interactive(),
-    )
+    temperature = config.ppo.temperature if temperature is None else temperature
+    return SamplingParams(temperature, length or config.ppo.max_response_length, chat_options.seed)
 
 
 def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]:
@@ -280,8 +79,7 @@ def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]
     yield _describe_prompts(session.prompt_format, chat_models.written)
     metrics = [f"{name} ({_source_name(chat_models.config.rewards[name])})" for name in session.scorer.sources]
     if chat_models.sft and any(info.parent is not chat_models.sft for info in chat_models.models):
-        name = chat_models.sft.hub or shown(chat_models.sft.path)
-        metrics.append(f"KL from {name} at temperature {ppo.temperature:g}, in nats")
+        metrics.append(f"KL from {display_name(chat_models.sft)} at temperature {ppo.temperature:g}, in nats")
     yield from [f"below each reply: {', '.join(metrics)}"] if metrics else []
     yield from session.scorer.missing
     if session.live:
@@ -315,7 +113,7 @@ def _run_loop(session: ChatSession) -> None:
             if (line := reader.read()) is None:
                 return
             session.stopped = False
-            if is_command(line):
+            if line.startswith("/") and not line.startswith("//"):
                 if not run_command(session, line):
                     return
             elif line.strip():
@@ -332,3 +130,160 @@ def _run_loop(session: ChatSession) -> None:
                 return
             session.stopped = True
             terminal.say("Ctrl-C again, Ctrl-D or /quit ends the chat")
+
+
+class InputReader:
+    """Reader of prompts and commands from stdin; counts lines for error messages."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def read(self) -> str | None:
+        """Return the next prompt or command, or None at the end of the input.
+
+        A prompt between two triple quotes may span lines and is never a command.
+        Raises RLHFError D04 if the input is not UTF-8, C11 if the closing quotes are missing.
+        """
+        line = self._read_line("> ")
+        if line is None or not line.startswith(QUOTES):
+            return line
+        lines, first = [line.removeprefix(QUOTES)], self.number
+        while not lines[-1].endswith(QUOTES):
+            more = self._read_line("... ")
+            if more is None:
+                raise RLHFError("C11", f"the prompt that starts here has no closing {QUOTES}", where=f"stdin:{first}")
+            lines.append(more)
+        text = "\n".join(lines).removesuffix(QUOTES).strip("\n")
+        return f"/{text}" if text.startswith("/") else text
+
+    def _read_line(self, prompt: str) -> str | None:
+        line = terminal.ask(prompt)
+        self.number += 1
+        return None if line is None else decode(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
+
+
+# Slash commands
+
+
+class Command(NamedTuple):
+    """A slash command. `function` None ends the chat."""
+
+    argument: str  # its placeholder in /help; empty if the command has none
+    description: str
+    function: Callable[[ChatSession, str], None] | None
+    needs_turn: bool = False  # of the conversation
+
+
+def run_command(session: ChatSession, line: str) -> bool:
+    """Run a command line; return False if it ends the chat.
+
+    Raises RLHFError C07 for an unknown command, C11 for an unexpected argument or an empty conversation, and the errors
+    of the command.
+    """
+    name, _, rest = line[1:].strip().partition(" ")
+    if name not in COMMANDS:
+        near, names = closest_match(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
+        hint = f"did you mean /{near}?" if near else "to send a prompt that starts with /, type //"
+        raise RLHFError("C07", f"/{name}: not one of {names}", hint=hint)
+    command = COMMANDS[name]
+    if command.function is None:
+        return False
+    if rest and not command.argument:
+        raise RLHFError("C11", f"/{name} takes no argument: {rest}")
+    if command.needs_turn and not session.turns:
+        raise RLHFError("C11", f"/{name}: the conversation is empty")
+    command.function(session, rest.strip())
+    return True
+
+
+def _parse(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
+    """Parse a number between `minimum` and `maximum`. Raises RLHFError C06 for any other text."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(minimum - 1)
+    if not minimum <= value < math.inf or (maximum is not None and value > maximum):
+        noun = "a whole number" if kind is int else "a number"
+        bounds = f"from {minimum:g} up" if maximum is None else f"from {minimum} to {maximum}"
+        raise RLHFError("C06", f"{name} {text}: {noun} {bounds} is needed")
+    return value
+
+
+def _help(session: ChatSession, text: str) -> None:
+    lines = {f"/{name} {command.argument}": command.description for name, command in COMMANDS.items()}
+    lines[f"{QUOTES}TEXT{QUOTES}"] = "a prompt of several lines"
+    for usage, description in lines.items():
+        terminal.say(f"{usage:<14}{description}")
+
+
+def _system(session: ChatSession, text: str) -> None:
+    if not session.prompt_format.supports_system_prompt:
+        is_template = session.prompt_format.kind == "template"
+        reason = "the chat template takes none" if is_template else "there is no chat template to take it"
+        raise RLHFError("C11", f"/system: {reason}")
+    session.system = text or None
+    terminal.say("system prompt: " + (text or "none"))
+
+
+def _temp(session: ChatSession, text: str) -> None:
+    if text:
+        session.sampling = replace(session.sampling, temperature=_parse(float, "/temp", text, 0.0))
+    temperature = session.sampling.temperature
+    terminal.say(f"temperature {temperature:g}" + ("" if temperature else ": the most likely tokens"))
+
+
+def _max(session: ChatSession, text: str) -> None:
+    if text:
+        session.sampling = replace(session.sampling, max_new_tokens=_parse(int, "/max", text, 1))
+    terminal.say(f"at most {session.sampling.max_new_tokens} tokens")
+
+
+def _seed(session: ChatSession, text: str) -> None:
+    if text:
+        seed = _parse(int, "/seed", text, 0, SEED_COUNT - 1)
+        session.sampling = replace(session.sampling, seed=seed, reply_index=0)
+    terminal.say(f"seed {session.sampling.seed}, {session.sampling.reply_index} replies sampled")
+
+
+def _undo(session: ChatSession, text: str) -> None:
+    terminal.say(f"removed: {' '.join(session.turns.pop().prompt.split())}")
+
+
+def _clear(session: ChatSession, text: str) -> None:
+    session.turns = []
+    terminal.say("a new conversation")
+
+
+def _save(session: ChatSession, text: str) -> None:
+    if not text:
+        raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
+    path, rows = Path(os.path.expanduser(text)), list(export_rows(session))
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten") from None
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
+        reason = getattr(error, "strerror", error)
+        raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
+    try:
+        write_jsonl(path, rows)
+    except OSError as error:
+        path.unlink()
+        raise RLHFError("E03", f"{shown(path)} cannot be written: {error.strerror}") from error
+    terminal.say(f"saved: {shown(path)}, {len(rows)} row{'s' * (len(rows) != 1)}")
+
+
+COMMANDS: dict[str, Command] = {
+    "help": Command("", "this list", _help),
+    "system": Command("TEXT", "set the system prompt of the whole conversation; without TEXT: remove it", _system),
+    "temp": Command("X", "set the sampling temperature; 0: always the most likely token", _temp),
+    "max": Command("N", "set the maximum number of tokens of a reply", _max),
+    "seed": Command("N", "set the sampling seed", _seed),
+    "retry": Command("", "replace the last reply with another one", lambda session, _: session.retry(), True),
+    "undo": Command("", "remove the last prompt and its reply", _undo, True),
+    "clear": Command("", "start a new conversation; keep the system prompt", _clear),
+    "save": Command(
+        "FILE", "save the conversation since the last /clear as JSON Lines, with rewards and KL", _save, True
+    ),
+    "quit": Command("", "end the chat", None),
+}

@@ -1,20 +1,31 @@
-"""The models of a chat, resolved from a run without loading weights."""
+"""The models of a chat: those that reply, resolved from a run and loaded, and the sources that score replies."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf_cli import config as configs
 from rlhf_cli import runs
-from rlhf_cli.config.base import Origin
+from rlhf_cli.config.base import Options, Origin
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.files import file_sha256
+from rlhf_cli.models import devices, load, tokenizers
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.ppo.experience import weighted_sum
+from rlhf_cli.progress import Progress
+from rlhf_cli.rewards.function import RewardFn, RewardSource
+from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
 from rlhf_cli.runs.discover import POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.resolve import resolve_model
-from rlhf_cli.stages import setup
-from rlhf_cli.stages.ppo_setup import load_run_config
+from rlhf_cli.stages import ppo_models, ppo_setup, setup
+from rlhf_cli.stages.eval import sequence_kl
 
 REFERENCE = "models.sft"
 
@@ -27,6 +38,7 @@ class ChatModel:
     parent: Parent
     description: str
     sha256: str | None  # of its files; None for a PPO snapshot
+    weights: Any = None  # once loaded
 
 
 @dataclass(frozen=True)
@@ -42,18 +54,21 @@ class ChatModels:
     written: setup.PromptForm | None  # how the training prompts were formatted; None: unknown
 
 
+# Resolving
+
+
 def resolve_models(folder: Path, stage: str | None, step: str, compare: str | None) -> ChatModels:
     """Return the models that the command line selects. In a comparison `sft` is the model that PPO started from.
 
-    Raises RLHFError as `references.choose` and `config.load` do; C07, C11 for models that cannot chat or be compared;
-    in a comparison also M01 or M10 if PPO's SFT model is missing or has changed.
+    Raises RLHFError as `resolve_model` and `config.load` do; C07, C11 for models that cannot chat or be compared; in a
+    comparison also M01 or M10 if PPO's SFT model is missing or has changed.
     """
     names = _parse_compare(compare, stage)
     chosen = resolve_model(folder, "ppo" if names else stage, step)
     model = chosen.model
     if model.stage not in POLICY_STAGES:
         text = f"{shown(model.path)} is a {model.stage} model, which generates no text"
-        raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores are below each reply")
+        raise RLHFError("C11", text, hint="omit --stage, or name sft or ppo; its scores are below each reply")
     config = _config(model)
     parents, problems = _parents(config, model)
     main = ChatModel(model.stage, model, str(chosen), model.sha256 if chosen.last else None)
@@ -62,15 +77,14 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
         if REFERENCE in problems:
             raise problems[REFERENCE]
         sft = parents[REFERENCE]
-        models = [main if name == "ppo" else ChatModel("sft", sft, _name(sft), sft.sha256) for name in names]
+        models = [main if name == "ppo" else ChatModel("sft", sft, display_name(sft), sft.sha256) for name in names]
     rewards, missing = _rewards(config, model, problems)
     if main.name == "sft" and stage is None and model.path != folder:
         missing.insert(0, "no PPO policy: PPO was not started, so the SFT model replies")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    return ChatModels(
-        models, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.training_prompt_form(model)
-    )
+    form, reference = setup.training_prompt_form(model), parents.pop(REFERENCE, None)
+    return ChatModels(models, config, reference, parents, rewards, missing, form)
 
 
 def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
@@ -86,22 +100,21 @@ def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
     if sorted(names) != sorted(POLICY_STAGES):
         raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
     if stage is not None:
-        raise RLHFError("C11", "--compare and --stage both select the models", hint="leave --stage out")
+        raise RLHFError("C11", "--compare and --stage both select the models", hint="omit --stage")
     return names
 
 
 def _config(model: Parent) -> PPOConfig:
     """Return PPO's config of the model's run: of its ppo/, else of its ppo.yaml, else the defaults."""
-    if model.stage == "ppo":
-        return load_run_config(model.path)
     run = model.path.resolve().parent
-    if (run / "ppo/config.yaml").is_file():
-        return load_run_config(run / "ppo")
+    ppo = model.path if model.stage == "ppo" else run / "ppo"
+    if model.stage == "ppo" or (ppo / "config.yaml").is_file():
+        return ppo_setup.load_run_config(ppo)
     if (run / "ppo.yaml").is_file():
         return configs.load("ppo", run / "ppo.yaml")
     models = {"sft": str(run / "sft"), "reward": str(run / "reward")}
-    needed = {"data": {"prompts": "none"}, "ppo": {"total_episodes": 1}}  # required, but not used by a chat
-    config = PPOConfig.model_validate({"run": str(run), "models": models, **needed})
+    required = {"data": {"prompts": "none"}, "ppo": {"total_episodes": 1}}  # not used by a chat
+    config = PPOConfig.model_validate({"run": str(run), "models": models, **required})
     config._origin = Origin(run / "ppo.yaml", shown(run / "ppo.yaml"))
     return config
 
@@ -127,23 +140,19 @@ def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[
         if trained_with.get(key, {}).get("sha256", parent.sha256) == parent.sha256:
             parents[key] = parent
         else:
-            text = f"{_name(parent)} is no longer the model that PPO was trained with"
+            text = f"{display_name(parent)} is no longer the model that PPO was trained with"
             problems[key] = RLHFError("M10", text, hint=f"run PPO again, or restore the old {key}")
     return parents, problems
 
 
-def _rewards(config: PPOConfig, model: Parent, problems: dict[str, RLHFError]) -> tuple[list[str], list[str]]:
+def _rewards(config: PPOConfig, model: Parent, problems: Mapping[str, RLHFError]) -> tuple[list[str], list[str]]:
     """Return the names of the available rewards, and a line on each other one."""
     rewards: list[str] = []
     missing: list[str] = []
     trained_with, code = model.manifest.get("data", {}), config.code()
-    for name, source in config.rewards.items():
-        keys = [
-            f"rewards.{name}.{inner}"
-            for inner in ("model", "pipeline", *(f"models.{member}" for member in source.models))
-        ]
+    for name in config.rewards:
         function = f"rewards.{name}.function"
-        if errors := [problems[key] for key in keys if key in problems]:
+        if errors := [error for key, error in problems.items() if key.startswith(f"rewards.{name}.")]:
             missing.append(f"no {name}: {errors[0].problems[0].text}")
         elif function in code and trained_with.get(function, sha256 := file_sha256(code[function])) != sha256:
             missing.append(f"no {name}: {shown(code[function])} has changed since PPO was trained with it")
@@ -152,5 +161,106 @@ def _rewards(config: PPOConfig, model: Parent, problems: dict[str, RLHFError]) -
     return rewards, missing
 
 
-def _name(parent: Parent) -> str:
+def display_name(parent: Parent) -> str:
     return parent.hub or shown(parent.path)
+
+
+# Loading and scoring
+
+
+def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatModel], "ReplyScorer"]:
+    """Load the models that reply, the SFT model and the reward sources.
+
+    Raises RLHFError M01, M06-M08 if a model cannot be loaded.
+    """
+    trust = options.trust_remote_code
+    tokenizer = tokenizers.load_tokenizer(chat_models.models[0].parent.model, trust_remote_code=trust)
+    parents = {info.parent.model: info.parent for info in chat_models.models}
+    parents |= {chat_models.sft.model: chat_models.sft} if chat_models.sft else {}
+    weights: dict[Path, Any] = {}
+    with Progress("chat", len(parents) + len(chat_models.rewards), "model", brief=True) as bar:
+        for folder, parent in parents.items():
+            model = load.load_causal_lm(folder, **load.load_kwargs(chat_models.config.models, trust))
+            tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
+            weights[folder] = model.to(devices.device()).eval()
+            bar.advance(note=shown(parent.path))
+        sft = weights[chat_models.sft.model] if chat_models.sft else None
+        loaded = [replace(info, weights=weights[info.parent.model]) for info in chat_models.models]
+        vocab_size = loaded[0].weights.get_input_embeddings().weight.shape[0]
+        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, vocab_size)
+        scorer = ReplyScorer(chat_models, options, tokenizer, stop, sft)
+        bar.advance(len(chat_models.rewards), note="rewards")
+    return loaded, scorer
+
+
+@dataclass(frozen=True)
+class ReplyMetrics:
+    """Scores and KL of a reply; empty if they could not be computed."""
+
+    scores: Mapping[str, float] = field(default_factory=dict)  # raw, by source
+    total: float | None = None  # weighted sum of the sources; None if it equals the only score
+    kl: float | None = None  # sum over the tokens of log pi - log pi_sft, nats
+
+
+class ReplyScorer:
+    """Scores replies as PPO and the evaluation do. `sft` is the loaded SFT model; None: no KL is measured.
+
+    Raises RLHFError as the stages do if a reward model cannot be loaded.
+    """
+
+    def __init__(
+        self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: int | None, sft: Any
+    ) -> None:
+        self.config, self.tokenizer, self.sft, self.stop_token_id = chat_models.config, tokenizer, sft, stop_token_id
+        self.missing = [*chat_models.missing]
+        functions: dict[str, RewardFn] = {}  # the sources that read text
+        rewards: dict[str, Any] = {}
+        for name in chat_models.rewards:
+            section = {name: self.config.rewards[name]}
+            config = self.config.model_copy(update={"rewards": section})
+            try:
+                functions |= ppo_models.build_reward_fns(config, options, chat_models.parents)
+            except RLHFError as error:
+                self.missing.append(f"no {name}: {error.problems[0].text}")
+            else:
+                rewards |= section
+        config = self.config.model_copy(update={"rewards": rewards})
+        policy_text = setup.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
+        cache = ppo_models.RewardModelCache(config, options, chat_models.parents, policy_text)
+        self.sources: dict[str, RewardSource] = ppo_models.build_reward_sources(config, functions, cache)
+
+    def score(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> ReplyMetrics:
+        """Return the metrics of one reply of `policy`, given as token ids. The KL is at the training temperature.
+
+        Raises RLHFError R05 if a source fails or returns no finite number, R01 if the KL is not finite.
+        """
+        for source in self.sources.values():
+            for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
+                if isinstance(model, RetokenizingReward):
+                    model.add_prompt(ids, prompt)
+        rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
+        scores = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
+        kl = None
+        if self.sft is not None and policy is not self.sft:
+            (kl,) = sequence_kl(policy, self.sft, rollout, self.config.ppo.temperature, max_rows=1)
+            if not math.isfinite(kl):
+                raise RLHFError("R01", f"the KL of the reply is {kl}: the logits of a model are not finite")
+        return ReplyMetrics(scores, self._total(scores), kl)
+
+    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
+        scores = source(rollout)
+        score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
+        if not math.isfinite(score):
+            raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
+        return score
+
+    def _total(self, scores: Mapping[str, float]) -> float | None:
+        """Return the weighted sum that PPO maximizes; None if it equals the only score, or a term is missing."""
+        terms = {name: source for name, source in self.config.rewards.items() if source.weight}
+        is_plain = len(terms) == 1 and all(term.weight == 1 and not term.clip for term in terms.values())
+        if is_plain or not terms.keys() <= scores.keys():
+            return None
+        raw = {name: torch.tensor([scores[name]]) for name in terms}
+        weights = {name: source.weight for name, source in terms.items()}
+        clips = {name: source.clip for name, source in terms.items() if source.clip is not None}
+        return float(weighted_sum(raw, weights, clips))

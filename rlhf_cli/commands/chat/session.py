@@ -1,107 +1,158 @@
-"""A chat session: generates and shows replies, scores them, and exports the conversation."""
+"""A chat session: prompts in the format of the training data, streamed replies, and export of the conversation."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
-
-from rlhf_cli import terminal
-from rlhf_cli.commands.chat.generate import (
-    ConversationFormat,
-    LoadedModel,
-    Reply,
-    ReplyMetrics,
-    SamplingParams,
-    StreamingReply,
-    Turn,
-)
-from rlhf_cli.commands.chat.models import ChatModels
-from rlhf_cli.config.base import Options
-from rlhf_cli.data.tokens import Conversation
+from rlhf_cli import data, terminal
+from rlhf_cli.commands.chat.models import ChatModel, ReplyMetrics, ReplyScorer
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.data.texts import render_transcript
+from rlhf_cli.data.tokens import Conversation, render
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models.batch import EnsembleScores, Rollout
-from rlhf_cli.ppo.scores import weighted_sum
-from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
-from rlhf_cli.rewards.source import RewardFn, RewardSource
-from rlhf_cli.stages import ppo_setup, setup
-from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.models import load
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.stages import setup
+
+_MARKER = "system-prompt-marker"
 
 
-class ReplyScorer:
-    """Scores replies as PPO and the evaluation do. `sft` is the loaded SFT model; None: no KL is measured.
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of a reply. Its noise depends on the seed and `reply_index`, the number of the reply."""
 
-    Raises RLHFError as the stages do if a reward model cannot be loaded.
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    reply_index: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A model's reply, its sampling parameters and its metrics."""
+
+    text: str
+    length: int  # tokens
+    ended: bool  # with the stop token
+    stopped: bool  # by Ctrl-C
+    seconds: float
+    sampling: SamplingParams
+    metrics: ReplyMetrics = field(default_factory=ReplyMetrics)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and the models' replies to it, by name. A model stopped before its first token has no reply."""
+
+    prompt: str
+    replies: dict[str, Reply]
+
+
+@dataclass(frozen=True)
+class ConversationFormat:
+    """Format of prompts: the chat template, a transcript ("Human:", "Assistant:"), or plain text.
+
+    Plain text is single-turn: each prompt is sent without the history, as in PPO.
+    """
+
+    kind: setup.PromptFormat
+    tokenizer: Any
+
+    @classmethod
+    def detect(cls, written: setup.PromptForm | None, tokenizer: Any) -> "ConversationFormat":
+        """Return the format for a model whose training prompts were `written` in a way (None: unknown)."""
+        return cls(setup.prompt_format(written, tokenizer), tokenizer)
+
+    @property
+    def is_multi_turn(self) -> bool:
+        return self.kind != "text"
+
+    @property
+    def supports_system_prompt(self) -> bool:
+        """Return True if the chat template renders a system prompt."""
+        if self.kind != "template":
+            return False
+        messages = [{"role": "system", "content": _MARKER}, {"role": "user", "content": "text"}]
+        try:
+            return _MARKER in render(self.tokenizer, messages, generation_prompt=True)
+        except RLHFError:  # some templates reject one
+            return False
+
+    def conversation(self, system: str | None, turns: Sequence[Turn], name: str) -> Conversation:
+        """Return the turns that model `name` replied to, as messages."""
+        messages = [{"role": "system", "content": system}] if system else []
+        for turn in turns:
+            if name in turn.replies:
+                messages.append({"role": "user", "content": turn.prompt})
+                messages.append({"role": "assistant", "content": turn.replies[name].text})
+        return messages
+
+    def prompt(self, system: str | None, turns: Sequence[Turn], name: str, text: str) -> str | Conversation:
+        """Return the prompt of the next reply of model `name`: the history and the new `text`."""
+        if self.kind == "text":
+            return text
+        messages = [*self.conversation(system, turns, name), {"role": "user", "content": text}]
+        if self.kind == "template":
+            return messages
+        return render_transcript([{**message, "content": message["content"].strip()} for message in messages])
+
+    def encode(self, prompt: str | Conversation) -> list[int]:
+        """Return the prompt's token ids, as in every stage. Raises RLHFError D06, D08."""
+        ids, _ = data.encode(self.tokenizer, prompt, None)
+        if not ids:
+            raise RLHFError("D08", "the prompt has no tokens")
+        return ids
+
+
+class StreamingReply:
+    """A reply as it is generated: iterate over its text. `ids` are its tokens so far, `seconds` the time they took.
+
+    Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only on
+    the seed and the number of the reply, so that compared models get the same.
+    Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `ConversationFormat.encode` does.
     """
 
     def __init__(
-        self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: int | None, sft: Any
-    ) -> None:
-        self.config, self.sft, self.stop_token_id, self.missing = (
-            chat_models.config,
-            sft,
-            stop_token_id,
-            [*chat_models.missing],
-        )
-        texts, rewards = self._texts(chat_models, options)
-        config = chat_models.config.model_copy(update={"rewards": rewards})
-        writing = setup.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
-        cache = ppo_setup.RewardModelCache(config, options, chat_models.parents, writing)
-        self.sources: dict[str, RewardSource] = ppo_setup.build_reward_sources(config, texts, cache)
+        self, model: ChatModel, tokenizer: Any, prompt: str | Conversation, prompt_ids: list[int],
+        stop_token_id: int | None, sampling: SamplingParams,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.prompt, self.prompt_ids = model, tokenizer, prompt, prompt_ids
+        self.stop_token_id, self.sampling = stop_token_id, sampling
+        self.ids: list[int] = []
+        self.seconds = 0.0
+        context, room = load.context_length(model.weights.config), sampling.max_new_tokens
+        if context is not None:
+            room = min(room, context - len(prompt_ids))
+        if room < 1:
+            limit = f"the context of {model.name} has {context}, reply included"
+            text = f"the prompt has {len(prompt_ids)} tokens, and {limit}"
+            raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
+        seed = derive_seed(sampling.seed, "chat", sampling.reply_index)
+        prompts = replace(Prompts.from_lists([prompt_ids]), seeds=(seed,), response_length=room)
+        engine = HFEngine(model.weights, stop_token_id, tokenizer.pad_token_id or 0, sampling.temperature)
+        self._stream = engine.stream(prompts)
 
-    def _texts(self, chat_models: ChatModels, options: Options) -> tuple[dict[str, RewardFn], dict[str, Any]]:
-        """Build the sources that read text; return them, and the config sections of all available sources."""
-        texts: dict[str, RewardFn] = {}
-        rewards: dict[str, Any] = {}
-        for name in chat_models.rewards:
-            section = {name: chat_models.config.rewards[name]}
-            try:
-                texts |= ppo_setup.build_reward_fns(
-                    chat_models.config.model_copy(update={"rewards": section}), options, chat_models.parents
-                )
-            except RLHFError as error:
-                self.missing.append(f"no {name}: {error.problems[0].text}")
-            else:
-                rewards |= section
-        return texts, rewards
+    def __iter__(self) -> Iterator[str]:
+        return data.decode_stream(self.tokenizer, self._tokens())
 
-    def score(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> ReplyMetrics:
-        """Return the metrics of one reply of `policy`, given as token ids. The KL is at the training temperature.
+    def _tokens(self) -> Iterator[int]:
+        while True:
+            start = time.perf_counter()
+            token = next(self._stream, None)
+            self.seconds += time.perf_counter() - start
+            if token is None:
+                return
+            self.ids.append(token)
+            yield token
 
-        Raises RLHFError R05 if a source fails or returns no finite number, R01 if the KL is not finite.
-        """
-        for source in self.sources.values():
-            for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
-                if isinstance(model, RetokenizingReward):
-                    model.add_prompt(ids, prompt)
-        rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
-        scores = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
-        kl = None
-        if self.sft is not None and policy is not self.sft:
-            (kl,) = sequence_kl(policy, self.sft, rollout, self.config.ppo.temperature, max_rows=1)
-            if not math.isfinite(kl):
-                raise RLHFError("R01", f"the KL of the reply is {kl}: the logits of a model are not finite")
-        return ReplyMetrics(scores, self._total(scores), kl)
-
-    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
-        scores = source(rollout)
-        score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
-        if not math.isfinite(score):
-            raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
-        return score
-
-    def _total(self, scores: Mapping[str, float]) -> float | None:
-        """Return the weighted sum that PPO maximizes; None if it equals the only score, or a term is missing."""
-        terms = {name: source for name, source in self.config.rewards.items() if source.weight}
-        is_plain = len(terms) == 1 and all(term.weight == 1 and not term.clip for term in terms.values())
-        if is_plain or not terms.keys() <= scores.keys():
-            return None
-        raw = {name: torch.tensor([scores[name]]) for name in terms}
-        weights = {name: source.weight for name, source in terms.items()}
-        clips = {name: source.clip for name, source in terms.items() if source.clip is not None}
-        return float(weighted_sum(raw, weights, clips))
+    def finish(self, *, stopped: bool) -> Reply:
+        """Return the reply so far, without special tokens; `stopped`: Ctrl-C ended it."""
+        ended = self.ids[-1:] == [self.stop_token_id]
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        return Reply(text, len(self.ids), ended, stopped and not ended, self.seconds, self.sampling)
 
 
 class ChatSession:
@@ -111,18 +162,11 @@ class ChatSession:
     """
 
     def __init__(
-        self,
-        models: list[LoadedModel],
-        scorer: ReplyScorer,
-        prompt_format: ConversationFormat,
-        stop_token_id: int | None,
-        sampling: SamplingParams,
-        *,
-        live: bool,
-    ) -> None:
+        self, models: list[ChatModel], scorer: ReplyScorer, prompt_format: ConversationFormat,
+        sampling: SamplingParams, *, live: bool,
+    ) -> None:  # fmt: skip
         self.models, self.scorer, self.prompt_format = models, scorer, prompt_format
-        self.stop_token_id, self.live = stop_token_id, live
-        self.sampling = sampling
+        self.sampling, self.live = sampling, live
         self.system: str | None = None
         self.turns: list[Turn] = []
         self.stopped = False  # Ctrl-C ended the last reply
@@ -140,20 +184,23 @@ class ChatSession:
 
     def _generate_turn(self, text: str, history: Sequence[Turn]) -> Turn | None:
         """Generate and show all replies; None if Ctrl-C came before the first token."""
-        replies = []
+        replies, tokenizer, stop = [], self.prompt_format.tokenizer, self.scorer.stop_token_id
         for model in self.models:
             prompt = self.prompt_format.prompt(self.system, history, model.name, text)
-            replies.append(StreamingReply(model, self.prompt_format, prompt, self.stop_token_id, self.sampling))
+            ids = self.prompt_format.encode(prompt)
+            replies.append(StreamingReply(model, tokenizer, prompt, ids, stop, self.sampling))
         self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
         turn, compared = Turn(text, {}), len(replies) > 1
         side_by_side = compared and terminal.fits_side_by_side(len(replies))
         if side_by_side:
             self._show_side_by_side(replies)
         for reply in replies:
+            label = reply.model.name if compared else ""
             if not side_by_side and not self.stopped:
-                terminal.print_partial(f"{reply.model.name}: " if compared else "")
+                terminal.print_partial(f"{label}: " if label else "")
                 self._show(reply)
-            self._finish(reply, turn, compared=compared)
+            if reply.ids:
+                turn.replies[reply.model.name] = self._score(reply, label)
         if self.live:
             terminal.out()
         return turn if turn.replies else None
@@ -181,14 +228,11 @@ class ChatSession:
             raise KeyboardInterrupt
         self.stopped = True
 
-    def _finish(self, stream: StreamingReply, turn: Turn, *, compared: bool) -> None:
-        """Add a reply to the turn, and show its metrics."""
-        if not stream.ids:
-            return
-        stopped = self.stopped and not stream.ended
-        reply = Reply(stream.text, len(stream.ids), stream.ended, stopped, stream.seconds, stream.sampling)
+    def _score(self, stream: StreamingReply, label: str) -> Reply:
+        """Return a reply with its metrics, and show them."""
+        reply = stream.finish(stopped=self.stopped)
         try:
-            metrics = self.scorer.score(stream.model.model, stream.prompt, stream.prompt_ids, stream.ids)
+            metrics = self.scorer.score(stream.model.weights, stream.prompt, stream.prompt_ids, stream.ids)
             reply = replace(reply, metrics=metrics)
         except RLHFError as error:
             if not self.live:
@@ -198,8 +242,8 @@ class ChatSession:
             if self.stopped:  # the second one
                 raise
             self._stop()
-        turn.replies[stream.model.name] = reply
-        terminal.log_dim((f"{stream.model.name}  " if compared else "") + format_metrics(reply))
+        terminal.log_dim((f"{label}  " if label else "") + format_metrics(reply))
+        return reply
 
 
 def format_metrics(reply: Reply) -> str:
@@ -220,25 +264,21 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
     """
     for model in session.models:
         turns = [turn for turn in session.turns if model.name in turn.replies]
-        if not session.prompt_format.is_multi_turn:
-            yield from (_single_turn_row(model, turn, turn.replies[model.name]) for turn in turns)
-        elif turns:
-            messages = session.prompt_format.conversation(session.system, turns, model.name)
-            replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
-            yield {"messages": messages, "chat": {**_model_fields(model), "replies": replies}}
-
-
-def _single_turn_row(model: LoadedModel, turn: Turn, reply: Reply) -> dict[str, Any]:
-    return {"prompt": turn.prompt, "completion": reply.text, "chat": {**_model_fields(model), **_reply_fields(reply)}}
-
-
-def _model_fields(model: LoadedModel) -> dict[str, Any]:
-    info = model.info
-    return {"model": info.name, "from": info.description} | ({"sha256": info.sha256} if info.sha256 else {})
+        about: dict[str, Any] = {"model": model.name, "from": model.description}
+        about |= {"sha256": model.sha256} if model.sha256 else {}
+        replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
+        if session.prompt_format.is_multi_turn:
+            if turns:
+                messages = session.prompt_format.conversation(session.system, turns, model.name)
+                yield {"messages": messages, "chat": about | {"replies": replies}}
+            continue
+        for turn, fields in zip(turns, replies, strict=True):
+            completion = turn.replies[model.name].text
+            yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
-    """Return the sampling parameters and metrics of a reply; unknown metrics are left out."""
+    """Return the sampling parameters and metrics of a reply; unknown metrics are absent."""
     sampling, metrics = reply.sampling, reply.metrics
     optional = {"scores": metrics.scores or None, "sum": metrics.total, "kl": metrics.kl}
     return {

@@ -1,308 +1,261 @@
-"""Conversion rules for related options and other units, one function per topic; and the defaults of TRL."""
+"""Convert TRL's PPO options to a valid ppo.yaml: options that belong together, and TRL's defaults."""
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from fractions import Fraction
+from math import ceil, gcd
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_cli.commands.convert import options
-from rlhf_cli.commands.convert.options import (
-    MappedOption,
-    OptionMapping,
-    UnsupportedOption,
-    accepts_none,
-    coerce,
-    is_no_op,
-    target_key,
-    translate_value,
-)
-from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, NEW, OLD, OPTIONS, UNCLIPPED
+from rlhf_cli.commands.convert.mapping import NEW, OLD, Conversion, Row, map_option
+from rlhf_cli.commands.convert.read import Setting, Source
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.messages import translate_validation_error
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import BELONGS_TO
 from rlhf_cli.errors import Problem, RLHFError
 
-ADAPTER_OPTIONS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
-PEFT_DEFAULTS = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
-ROWS, PARTS, MINIBATCHES = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"
-# Batch options, in the order of their keys in BATCH_KEYS.
-BATCH_KEYS = (ROWS, PARTS, MINIBATCHES, ROWS)
-BATCH_OPTIONS = {
-    OLD: ("mini_batch_size", "batch_size", PARTS, "forward_batch_size"),
-    NEW: (ROWS, PARTS, MINIBATCHES),
+UNCLIPPED = 1e9  # max_grad_norm without effect
+NO_CLIPPING = "gradients were not clipped: a limit that is never reached"
+# TRL's defaults and fixed behaviour where they differ from this tool's defaults: {key: (value, option, note)}.
+DEFAULTS: dict[str, dict[str, tuple[Any, str, str]]] = {
+    OLD: {
+        "models.value": ("policy_head", "", "AutoModelForCausalLMWithValueHead"),
+        "ppo.learning_rate": (1.41e-5, "learning_rate", ""),
+        "ppo.adap_kl_ctrl": (True, "adap_kl_ctrl", ""),
+        "ppo.kl_coef": (0.2, "init_kl_coef", ""),
+        "ppo.num_train_epochs": (1.0, "", "your own loop; TRL's examples make one pass over the prompts"),
+        "ppo.lr_scheduler_type": ("constant", "", "no schedule, unless one was passed to PPOTrainer"),
+        "ppo.temperature": (1.0, "", "log-probs were computed at temperature 1"),
+        "ppo.missing_eos_penalty": (None, "", "TRL had no such penalty"),
+        "ppo.max_grad_norm": (UNCLIPPED, "", NO_CLIPPING),
+    },
+    NEW: {
+        "ppo.learning_rate": (3e-6, "learning_rate", ""),
+        "ppo.num_train_epochs": (3.0, "num_train_epochs", ""),
+        "ppo.local_rollout_forward_batch_size": (64, "local_rollout_forward_batch_size", ""),
+        "ppo.missing_eos_penalty": (None, "missing_eos_penalty", ""),
+        "ppo.stop_token": ("none", "", "a response never ended early; eos: at the SFT checkpoint's stop token"),
+        "ppo.max_grad_norm": (UNCLIPPED, "", f"{NO_CLIPPING}; 1.0 is recommended"),
+        "ppo.ratio_threshold": (None, "", "no minibatch was ever skipped"),
+        "ppo.bf16": (True, "bf16", "in effect with transformers 4, not with 5.23"),
+    },
 }
-LARGEST = 10**9
-SPLIT = re.compile(r"[\w.-]+")
+PROMPTS = Row("", None, "data.prompts", "prompts.jsonl", "to be set by you", is_default=True)
+EXCLUSIVE = ({"ppo.num_train_epochs", "ppo.total_episodes"}, {"ppo.stop_token", "ppo.stop_token_id"})
+BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+# The options that set these keys, in their order, with TRL's defaults.
+BATCH_OPTIONS = {
+    OLD: {"mini_batch_size": 128, "batch_size": 128, "gradient_accumulation_steps": 1},
+    NEW: {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_mini_batches": 1},
+}
+LARGEST_BATCH = 10**9
+ADAPTER_OPTIONS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's examples use
-OWN_REWARD = 'TRL 0.11 got scores from your code; set e.g. rewards: {mine: {function: "module:function"}}'
-COLUMN = "{prompt: NAME} if the column of the prompts has another name"
+
+Batch = tuple[int, int, int]  # the values of BATCH_KEYS
 
 
-def batches(mapping: OptionMapping) -> None:
-    """Convert the batch sizes to the three batch keys."""
-    for name in BATCH_OPTIONS[mapping.version]:
-        setting = mapping.pop(name)
-        if setting and (type(setting.value) is not int or not 1 <= setting.value <= LARGEST):
-            mapping.reject(setting, "not a whole number from 1 up")
-            del mapping.options[name]
-    names = BATCH_OPTIONS[mapping.version][:3]
-    if mapping.version == OLD and mapping.has("forward_batch_size"):
-        names = ("forward_batch_size", *names[1:])
-        if unused := mapping.options.get("mini_batch_size"):
-            mapping.reject(unused, "forward_batch_size replaced it")
-    first, second, third = (mapping.value(name) for name in names)
-    if mapping.version == OLD:
-        sizes, note = options.convert_old_sizes(second, first, third)
-    else:
-        sizes, note = options.convert_new_sizes(first, second, third, grown="PPOv2Config" in mapping.parsed.signs)
-    values = (sizes.rows, sizes.parts, sizes.minibatches)
-    for last, value, name in zip(BATCH_KEYS[:3], values, names, strict=True):
-        key, remark = f"ppo.{last}", note if last == MINIBATCHES else ""
-        where = mapping.options[name].where if mapping.has(name) else ""
-        mapping.mapped[key] = MappedOption(key, value, name, mapping.value(name), remark, mapping.has(*names), where)
+def convert_settings(source: Source, version: str) -> Conversion:
+    """Map the options of a file to the keys of a valid ppo.yaml, with TRL's defaults for the other keys.
 
-
-def length(mapping: OptionMapping) -> None:
-    """Convert the training length, in episodes or epochs."""
-    epochs, note = mapping.pop("num_train_epochs"), "counted in episodes, rounded up to whole updates"
-    episodes = [setting for name in ("total_episodes", "steps") if (setting := mapping.pop(name))]
-    for setting in episodes:
-        mapping.map("ppo.total_episodes", setting.value, setting, note if setting.name == "steps" else "")
-    if epochs and "ppo.total_episodes" in mapping.mapped:
-        mapping.reject(epochs, "overridden by total_episodes, as in TRL")
-    elif epochs:
-        mapping.map("ppo.num_train_epochs", epochs.value, epochs)
-
-
-def responses(mapping: OptionMapping) -> None:
-    """Convert the stop token and the response length."""
-    for name in ("stop_token_id", "eos_token_id"):
-        setting = mapping.pop(name)
-        if setting and isinstance(setting.value, int) and setting.value < 0:
-            mapping.map("ppo.stop_token", "none", setting, "no token has this id: a response never ends early")
-        elif setting:
-            note = "if the model never generates this token: stop_token: none"
-            mapping.map("ppo.stop_token_id", setting.value, setting, note if name == "eos_token_id" else "")
-    stop, by_id = mapping.pop("stop_token"), "ppo.stop_token_id" in mapping.mapped
-    if stop and by_id:
-        mapping.reject(stop, "already set by stop_token_id")
-    elif stop:
-        mapping.map("ppo.stop_token", stop.value, stop)
-    sampled = mapping.options.get("response_length")
-    if sampled and isinstance(sampled.value, dict) and mapping.pop("response_length"):
-        note = "sampled once per update, not per response"
-        mapping.map("ppo.response_length", sampled.value, sampled, note)
-    if mapping.version == OLD and not mapping.has("response_length", "max_new_tokens"):
-        mapping.to_set["ppo.response_length"] = "an argument of your generate() call; default here: 53"
-
-
-def models(mapping: OptionMapping) -> None:
-    """Convert the models; a text-classification pipeline becomes a reward."""
-    policy = [setting for name in ("sft_model_path", "model_name") if (setting := mapping.pop(name))]
-    for setting in policy:
-        mapping.map("models.sft", setting.value, setting)
-    if policy:
-        mapping.reject_if_set(
-            "model_name_or_path", "in TRL the source of the tokenizer; here the tokenizer is that of models.sft"
-        )
-    elif start := mapping.pop("model_name_or_path"):
-        mapping.map("models.sft", start.value, start)
-    else:
-        mapping.to_set["models.sft"] = "initial policy and reference; default: RUN/sft, written by `rlhf sft`"
-    ref = mapping.options.get("ref_model_path")
-    if ref and ref.value in [setting.value for setting in policy] and mapping.pop("ref_model_path"):
-        mapping.skip(ref, "the reference is models.sft")
-    reward = mapping.options.get("reward_model")
-    if reward and isinstance(reward.value, str) and ":" in reward.value and mapping.pop("reward_model"):
-        model = reward.value.partition(":")[2]
-        mapping.map("rewards.classifier.pipeline", model, reward)
-        extra = {"reads": ("both", "prompt and response as one text, as in TRL's examples; the reward is a logit")}
-        if model in LABELS:
-            extra["label"] = (LABELS[model], "the label that the examples use")
-        else:
-            mapping.to_set["rewards.classifier.label"] = "the label whose score is the reward, if there are several"
-        for key, (value, note) in extra.items():
-            option = MappedOption(f"rewards.classifier.{key}", value, "", None, note, where=reward.where)
-            mapping.mapped[option.key] = option
-    elif not mapping.has("reward_model", "reward_model_path"):
-        if mapping.version == OLD:
-            mapping.to_set["rewards"] = OWN_REWARD
-        else:
-            mapping.to_set["models.reward"] = "default: RUN/reward, written by `rlhf reward`"
-
-
-def prompts(mapping: OptionMapping) -> None:
-    """Convert the dataset and its splits."""
-    data = mapping.pop("dataset_name") or mapping.pop("query_dataset")
-    train, test = mapping.pop("dataset_train_split"), mapping.pop("dataset_test_split")
-    folder = mapping.options.get("data_dir")
-    if data and folder and isinstance(folder.value, str) and mapping.pop("data_dir"):
-        data = replace(data, value=f"{data.value}/{folder.value}")
-        mapping.skip(folder, f"data.prompts: {data.value}")
-    if data is None:
-        for split in filter(None, (train, test)):
-            mapping.reject(split, "the file does not name the dataset")
-        return
-    mapping.to_set["data.columns"] = COLUMN
-    for setting, key in ((train, "data.prompts"), (test, "data.eval_prompts")):
-        name = data.value
-        if setting and not (isinstance(setting.value, str) and SPLIT.fullmatch(setting.value)):
-            mapping.reject(setting, "not a plain split name; use data.max_rows for the first rows")
-        elif setting:
-            is_default = setting.value == "train" and key == "data.prompts"
-            name = data.value if is_default else f"{data.value}[{setting.value}]"
-            mapping.skip(setting, f"{key}: {name}")
-        if key == "data.prompts" or name != data.value:
-            mapping.map(key, name, data)
-
-
-def adapters(mapping: OptionMapping) -> None:
-    """Convert the adapter options, if adapters are used."""
-    flag = mapping.options.get("use_peft") or mapping.options.get("is_peft_model")
-    if not (flag and coerce("ppo.bf16", flag.value) is True):
-        if flag and mapping.pop(flag.name):
-            (mapping.reject if flag.value else mapping.skip)(flag, "all weights are trained")
-        for name in sorted(ADAPTER_OPTIONS & mapping.remaining.keys()):
-            mapping.reject_if_set(name, "without use_peft all weights are trained, as in TRL")
-        return
-    for name in ("use_peft", "is_peft_model"):
-        if setting := mapping.pop(name):
-            mapping.map("models.adapters.kind", "lora", setting)
-    if "LoraConfig" in mapping.parsed.signs:
-        for name, (key, value) in PEFT_DEFAULTS.items():
-            if not mapping.has(name):
-                mapping.mapped[key] = MappedOption(key, value, name, value, "default of peft", False)
-    if not mapping.has("lora_target_modules"):
-        text = "peft has a default for each architecture, such as [q_proj, v_proj]; default here: all-linear"
-        mapping.to_set["models.adapters.target_modules"] = text
-
-
-def training(mapping: OptionMapping) -> None:
-    """Convert optimizer and process options that differ from TRL."""
-    limit = mapping.options.get("max_grad_norm")
-    if limit and not limit.value and mapping.pop("max_grad_norm"):
-        mapping.map("ppo.max_grad_norm", UNCLIPPED, limit, "no clipping: a limit that is never reached")
-    steps, ratio = mapping.options.get("warmup_steps"), mapping.options.get("warmup_ratio")
-    if steps and isinstance(steps.value, float) and 0 < steps.value < 1 and mapping.pop("warmup_steps"):
-        mapping.map("ppo.warmup_ratio", steps.value, steps)
-    if steps and steps.value and ratio and ratio.value:
-        mapping.reject_if_set("warmup_ratio", "overridden by warmup_steps, as in TRL")
-    fp16 = mapping.options.get("fp16")
-    if fp16 and coerce("ppo.fp16", fp16.value) is True:
-        mapping.without_default.add("ppo.bf16")
-    fsdp = mapping.options.get("fsdp")
-    if fsdp and fsdp.value and mapping.pop("fsdp"):
-        mapping.map("ppo.fsdp", True, fsdp, "models are sharded over the processes; docs/scaling.md")
-    best = mapping.options.get("push_to_hub_if_best_kwargs")
-    if best and isinstance(best.value, dict) and best.value and mapping.pop("push_to_hub_if_best_kwargs"):
-        mapping.map("ppo.push_to_hub_if_best", best.value.get("repo_id"), best)
-    if count := mapping.pop("num_processes"):
-        mapping.processes = count.value
-        mapping.skip(count, f"--nproc {count.value} on the command line")
-
-
-RULES: tuple[Callable[[OptionMapping], None], ...] = (batches, length, responses, models, prompts, adapters, training)
-
-
-PROMPTS = "data.prompts"
-LENGTHS = ("ppo.num_train_epochs", "ppo.total_episodes")
-# Groups of mutually exclusive keys.
-ONE_OF = ({*LENGTHS}, {"ppo.stop_token", "ppo.stop_token_id"})
-
-
-def fill_defaults(mapping: OptionMapping) -> None:
-    """Add TRL's defaults so that the result is a valid config.
-
-    Raises RLHFError if the config is invalid and no option of the file is responsible.
+    Raises RLHFError if the config is invalid and no option is responsible.
     """
-    defaults = _trl_defaults(mapping.version) | {
-        key: option for key, option in mapping.mapped.items() if not option.from_file
+    conversion = Conversion(source, version)
+    for rule in (_batches, _length, _stop_tokens, _models, _prompts, _adapters, _training):
+        rule(conversion)
+    for setting in conversion.take(*conversion.options):
+        map_option(conversion, setting)
+    _complete(conversion)
+    return conversion
+
+
+def convert_old_batch(rows: int, episodes: int, accumulated: int) -> Batch:
+    """Convert TRL 0.11's mini_batch_size, batch_size and gradient_accumulation_steps.
+
+    An update has batch_size episodes, a forward pass mini_batch_size rows, and an optimizer step
+    gradient_accumulation_steps forward passes (trl/trainer/ppo_trainer.py, `step`).
+    """
+    if episodes % (rows * accumulated):  # TRL rejects these sizes
+        rows = gcd(episodes, rows)
+        return rows, episodes // rows, 1
+    return rows, episodes // rows, episodes // (rows * accumulated)
+
+
+def trl_optimizer_steps(parts: int, minibatches: int) -> Fraction:
+    """Return the optimizer steps per epoch in TRL since 0.17: forward passes / gradient_accumulation_steps.
+
+    A minibatch takes parts / minibatches forward passes, rounded up. Here, and in TRL before 0.17, num_mini_batches is
+    the number of optimizer steps; before 0.17 an update had num_mini_batches times the episodes.
+    """
+    return Fraction(minibatches * ceil(Fraction(parts, minibatches)), parts)
+
+
+def _batches(conversion: Conversion) -> None:
+    sizes = dict(BATCH_OPTIONS[conversion.version])
+    if conversion.version == OLD and "forward_batch_size" in conversion.options:
+        for unused in conversion.take("mini_batch_size"):
+            conversion.leave(unused, "forward_batch_size replaced it")
+        sizes = {"forward_batch_size": sizes.pop("mini_batch_size"), **sizes}
+    is_default = True
+    for setting in conversion.take(*sizes):
+        if type(setting.value) is int and 1 <= setting.value <= LARGEST_BATCH:
+            sizes[setting.name] = setting.value
+            is_default = False
+        else:
+            conversion.leave(setting, "not a whole number from 1 up")
+    rows, parts, minibatches = sizes.values()
+    trl_steps = trl_optimizer_steps(parts, minibatches)
+    if conversion.version == OLD:
+        rows, parts, minibatches = convert_old_batch(rows, parts, minibatches)
+    elif "PPOv2Config" in conversion.source.classes:  # before 0.17
+        parts *= minibatches
+    note = f"{rows * parts} episodes per update, optimizer steps per epoch: {minibatches}"
+    if conversion.version == NEW and "PPOv2Config" not in conversion.source.classes and trl_steps != minibatches:
+        note += f"; {float(trl_steps):.3g} in TRL since 0.17, and before 0.17 {minibatches} times the episodes"
+    for key, value, option in zip(BATCH_KEYS, (rows, parts, minibatches), sizes, strict=True):
+        remark = note if key == BATCH_KEYS[-1] else f"default of TRL {conversion.version}" if is_default else ""
+        conversion.rows[f"ppo.{key}"] = Row(option, sizes[option], f"ppo.{key}", value, remark, is_default)
+
+
+def _length(conversion: Conversion) -> None:
+    for setting in conversion.take("total_episodes", "steps"):
+        note = "counted in episodes, rounded up to whole updates" if setting.name == "steps" else ""
+        conversion.set("ppo.total_episodes", setting, note=note)
+    for epochs in conversion.take("num_train_epochs"):
+        if "ppo.total_episodes" in conversion.rows:
+            conversion.leave(epochs, "overridden by total_episodes, as in TRL")
+        else:
+            conversion.set("ppo.num_train_epochs", epochs)
+
+
+def _stop_tokens(conversion: Conversion) -> None:
+    for setting in conversion.take("stop_token_id", "eos_token_id"):
+        if isinstance(setting.value, int) and setting.value < 0:
+            conversion.set("ppo.stop_token", setting, "none", "no token has this id: a response never ends early")
+        else:
+            conversion.set("ppo.stop_token_id", setting, note="stop_token: none, if the model never generates it")
+    for setting in conversion.take("stop_token"):
+        if "ppo.stop_token_id" in conversion.rows:
+            conversion.leave(setting, "already set by stop_token_id")
+        else:
+            conversion.set("ppo.stop_token", setting)
+    if conversion.version == OLD and not conversion.options.keys() & {"response_length", "max_new_tokens"}:
+        conversion.to_set["ppo.response_length"] = "an argument of your generate() call; default here: 53"
+
+
+def _models(conversion: Conversion) -> None:
+    """Convert the models; a text-classification pipeline becomes a reward."""
+    for setting in conversion.take("sft_model_path", "model_name"):
+        conversion.set("models.sft", setting)
+    for start in conversion.take("model_name_or_path"):
+        if "models.sft" in conversion.rows:
+            conversion.leave(start, "in TRL the source of the tokenizer; here that of models.sft is used")
+        else:
+            conversion.set("models.sft", start)
+    if "models.sft" not in conversion.rows:
+        conversion.to_set["models.sft"] = "initial policy and reference; default: RUN/sft, written by `rlhf sft`"
+    pipeline = conversion.value("reward_model")
+    if isinstance(pipeline, str) and ":" in pipeline:
+        setting = conversion.options.pop("reward_model")
+        model = pipeline.partition(":")[2]
+        conversion.set("rewards.classifier.pipeline", setting, model)
+        note = "prompt and response as one text, as in TRL's examples; the reward is a logit"
+        conversion.set("rewards.classifier.input", setting, "both", note)
+        if model in LABELS:
+            conversion.set("rewards.classifier.label", setting, LABELS[model], "the label that the examples use")
+        else:
+            conversion.to_set["rewards.classifier.label"] = "the label whose score is the reward, if there are several"
+    elif not pipeline and "reward_model_path" not in conversion.options:
+        if conversion.version == OLD:
+            text = 'TRL 0.11 got scores from your code; set e.g. rewards: {mine: {function: "module:function"}}'
+            conversion.to_set["rewards"] = text
+        else:
+            conversion.to_set["models.reward"] = "default: RUN/reward, written by `rlhf reward`"
+
+
+def _prompts(conversion: Conversion) -> None:
+    """Convert the dataset and its splits."""
+    splits = {"data.prompts": ""}
+    for split in conversion.take("dataset_train_split", "dataset_test_split"):
+        key = "data.prompts" if split.name == "dataset_train_split" else "data.eval_prompts"
+        if isinstance(split.value, str) and re.fullmatch(r"[\w.-]+", split.value):
+            splits[key] = "" if (key, split.value) == ("data.prompts", "train") else f"[{split.value}]"
+            conversion.leave(split, f"the split in {key}")
+        else:
+            conversion.leave(split, "not a plain split name; use data.max_rows for the first rows")
+    for dataset in conversion.take("dataset_name", "query_dataset"):
+        for key, name in splits.items():
+            conversion.set(key, dataset, f"{dataset.value}{name}")
+    if "data.prompts" in conversion.rows:
+        conversion.to_set["data.columns"] = "{prompt: NAME} if the column of the prompts has another name"
+    else:
+        conversion.to_set["data.prompts"] = "rows {prompt}, or preference pairs, whose distinct prompts are used"
+
+
+def _adapters(conversion: Conversion) -> None:
+    """Convert the adapter options, if adapters are used."""
+    flags = conversion.take("use_peft", "is_peft_model")
+    if not any(flag.value is True for flag in flags):
+        for flag in flags:
+            conversion.leave(flag, "all weights are trained")
+        for setting in conversion.take(*sorted(ADAPTER_OPTIONS)):
+            conversion.leave(setting, "without use_peft all weights are trained, as in TRL")
+        return
+    for flag in flags:
+        conversion.set("models.adapters.kind", flag, "lora")
+    if "lora_target_modules" not in conversion.options:
+        text = "peft has a default for each architecture, such as [q_proj, v_proj]; default here: all-linear"
+        conversion.to_set["models.adapters.target_modules"] = text
+
+
+def _training(conversion: Conversion) -> None:
+    """Convert training options whose values mean something else in TRL."""
+    options = conversion.options
+    steps = conversion.value("warmup_steps")
+    if steps and conversion.value("warmup_ratio"):
+        conversion.leave(options.pop("warmup_ratio"), "overridden by warmup_steps, as in TRL")
+    if isinstance(steps, float) and 0 < steps < 1:
+        conversion.set("ppo.warmup_ratio", options.pop("warmup_steps"), steps, "a number below 1 was a ratio")
+    if conversion.value("fsdp"):
+        conversion.set("ppo.fsdp", options.pop("fsdp"), True, "shards the models; see docs/scaling.md")
+
+
+def _complete(conversion: Conversion) -> None:
+    """Add TRL's defaults, and remove the options that make the config invalid. Raises RLHFError if none does."""
+    rows = conversion.rows
+    defaults = {
+        key: Row(option, value, key, value, note or f"default of TRL {conversion.version}", is_default=True)
+        for key, (value, option, note) in DEFAULTS[conversion.version].items()
     }
-    mapping.mapped = {key: option for key, option in mapping.mapped.items() if option.from_file}
-    config = _valid_config(mapping, defaults)
-    for key, option in list(mapping.mapped.items()):
-        del mapping.mapped[key]
-        if option.from_file or not _is_same_config(config, config_tree(mapping)):
-            mapping.mapped[key] = option
-
-
-def config_tree(mapping: OptionMapping) -> dict[str, Any]:
-    """Return the keys as a nested config."""
-    tree: dict[str, Any] = {}
-    for key, option in mapping.mapped.items():
-        *sections, last = key.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = option.value
-    return tree
-
-
-def _trl_defaults(version: str) -> dict[str, MappedOption]:
-    """Return the defaults of a TRL version for the keys of PPO."""
-    defaults: dict[str, MappedOption] = {}
-    for name, option in OPTIONS[version].items():
-        key, value = target_key(name), option.default
-        if not key or not key.startswith("ppo.") or option.ignored or option.computed or is_no_op(name, value):
-            continue
-        if value is None and (not accepts_none(key) or any(key in group for group in ONE_OF)):
-            continue
-        converted = coerce(key, translate_value(name, value))
-        defaults[key] = MappedOption(key, converted, name, value, option.remark, from_file=False)
-    return defaults | {
-        key: MappedOption(key, value, "", None, note, False) for key, (value, note) in FIXED_BEHAVIOR[version].items()
-    }
-
-
-def _valid_config(mapping: OptionMapping, defaults: dict[str, MappedOption]) -> PPOConfig:
-    """Return the config with TRL's defaults; keys that it rejects are removed."""
+    if (fp16 := rows.get("ppo.fp16")) and fp16.value:
+        defaults.pop("ppo.bf16", None)
+    defaults |= {PROMPTS.key: PROMPTS, **{key: row for key, row in rows.items() if row.is_default}}
     while True:
-        _add_defaults(mapping, defaults)
-        tree = config_tree(mapping)
+        for key, row in defaults.items():
+            if not rows.keys() & next((group for group in EXCLUSIVE if key in group), {key}):
+                rows[key] = row
+        tree = conversion.tree()
         try:
-            return PPOConfig.model_validate(tree)
+            PPOConfig.model_validate(tree)
+            return
         except ValidationError as error:
-            _remove_rejected(mapping, defaults, translate_validation_error(error, tree, PPOConfig, lambda key: key)[0])
+            problem = translate_validation_error(error, tree, PPOConfig, lambda key: key)[0]
+        row = rows.pop(_responsible_key(rows, problem))
+        if row.is_default:
+            del defaults[row.key]
+        text = problem.text.removeprefix(f"{problem.where}: ").removeprefix(f"{row.key.partition('.')[0]}: ")
+        reason = f"{text}; {problem.hint}" if problem.hint else text
+        conversion.leave(Setting(row.option or row.key, row.trl_value), reason)
 
 
-def _add_defaults(mapping: OptionMapping, defaults: dict[str, MappedOption]) -> None:
-    for key, option in defaults.items():
-        if key not in mapping.without_default and _is_free(key, mapping):
-            note = "a default: the value in the file could not be parsed" if key in mapping.to_set else option.note
-            mapping.mapped[key] = replace(option, note=note)
-    if PROMPTS not in mapping.mapped:
-        mapping.mapped[PROMPTS] = MappedOption(PROMPTS, "prompts.jsonl", "", None, "set by you", False)
-        mapping.to_set[PROMPTS] = "rows {prompt}, or preference pairs, whose distinct prompts are used"
-
-
-def _remove_rejected(mapping: OptionMapping, defaults: dict[str, MappedOption], problem: Problem) -> None:
-    """Remove the key that caused a problem. Raises RLHFError if it cannot be determined."""
+def _responsible_key(rows: dict[str, Row], problem: Problem) -> str:
+    """Return the key that caused a problem. Raises RLHFError if there is none."""
     where, words = problem.where or "", re.findall(r"\w+", problem.text)
-    exact = [key for key in mapping.mapped if key == where or where.startswith(f"{key}.")]
-    switch = [key for key in mapping.mapped if key == f"ppo.{BELONGS_TO.get(where.removeprefix('ppo.'))}"]
-    named = [key for word in words for key in mapping.mapped if key.rpartition(".")[2] == word]
-    below = [key for key in mapping.mapped if where and key.startswith(f"{where}.")]
-    if not (candidates := exact or switch or named or below):
+    candidates = [key for key in rows if key == where or where.startswith(f"{key}.")]
+    candidates += [key for key in rows if key == f"ppo.{BELONGS_TO.get(where.removeprefix('ppo.'))}"]
+    candidates += [key for word in words for key in rows if key.rpartition(".")[2] == word]
+    candidates += [key for key in rows if where and key.startswith(f"{where}.")]
+    if not candidates:
         raise RLHFError.from_problems([problem])
-    option = mapping.mapped.pop(candidates[0])
-    if not option.from_file:
-        defaults.pop(option.key, None)
-    text = problem.text.removeprefix(f"{where}: ").removeprefix(f"{where.partition('.')[0]}: ")
-    reason = f"{text}; {problem.hint}" if problem.hint else text
-    mapping.unsupported.append(UnsupportedOption(option.name or option.key, option.trl_value, option.where, reason))
-
-
-def _is_free(key: str, mapping: OptionMapping) -> bool:
-    exclusive = next((group for group in ONE_OF if key in group), {key})
-    return not exclusive & mapping.mapped.keys()
-
-
-def _is_same_config(config: PPOConfig, tree: dict[str, Any]) -> bool:
-    """Return True if a tree gives this config."""
-    try:
-        return PPOConfig.model_validate(tree) == config
-    except ValidationError:
-        return False
+    return candidates[0]

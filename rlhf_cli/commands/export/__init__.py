@@ -6,7 +6,7 @@ with the run's model before it is moved into place.
 
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli import __version__, runs, system, terminal
-from rlhf_cli.commands.export import card, card_context
+from rlhf_cli import __version__, config, data, runs, system, terminal
+from rlhf_cli.commands.export.card import Card, Prompt
 from rlhf_cli.config.base import Options
-from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, closest_match, collect_errors, shown
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.models import hub, load, lora, save, tokenizer_diff, tokenizers
-from rlhf_cli.models.tokenizers import PAD, template_sha256, tokenizer_sha256
+from rlhf_cli.models import hub, load, lora, memory, save, tokenizers
+from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import LAST, ResolvedModel
@@ -32,90 +31,9 @@ from rlhf_cli.stages import hardware
 STORED_ROWS, RANDOM_ROWS, ROW_LENGTH = 6, 2, 64
 TOLERANCE = 1e-4  # of the largest logit
 ROUNDINGS = 10  # tolerance of lower precision, in rounding errors: 0.8 % each in bfloat16, 0.1 % in float16
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of tokens to compare models on; the first `stored` are texts of the run."""
-
-    ids: list[list[int]]
-    stored: int
-
-    def __str__(self) -> str:
-        random = len(self.ids) - self.stored
-        return f"{self.stored} stored rows and {random} of random tokens" if self.stored else f"{random} random rows"
-
-
-def rows_of(model: Parent, tokenizer: Any, config: Any) -> Rows:
-    """Return rows of the run's held-out texts, and rows of random tokens, which cover the vocabulary better."""
-    stored = _probes(model) or _answers(model, tokenizer)
-    length = min(ROW_LENGTH, load.context_length(config) or ROW_LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    size = (RANDOM_ROWS if stored else STORED_ROWS + RANDOM_ROWS, length)
-    random = torch.randint(config.get_text_config().vocab_size, size, generator=generator).tolist()
-    return Rows([*(ids[-length:] for ids in stored), *random], len(stored))
-
-
-def _probes(model: Parent) -> list[list[int]]:
-    """Return the probe rows in a reward model's manifest."""
-    return [probe["prompt_ids"] + probe["response_ids"] for probe in model.manifest.get("probes", [])[:STORED_ROWS]]
-
-
-def _answers(model: Parent, tokenizer: Any) -> list[list[int]]:
-    """Return prompts and responses of the evaluation, or else of PPO's training."""
-    run = model.path.resolve().parent
-    for path in (run / "eval/samples.jsonl", run / "ppo/samples.jsonl"):
-        with suppress(RLHFError):  # missing or incomplete
-            samples = [row for _, row in islice(read_jsonl(path), STORED_ROWS)]
-            texts = [row["prompt"] + row["response"] for row in samples if {"prompt", "response"} <= row.keys()]
-            if ids := [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids]:
-                return ids
-    return []
-
-
-@torch.no_grad()
-def logits(model: Any, rows: Rows) -> list[Tensor]:
-    """Return the model's logits of each row, computed without padding."""
-    return [model(input_ids=torch.tensor([ids])).logits[0] for ids in rows.ids]
-
-
-def verify_export(
-    folder: Path, rows: Rows, expected: list[Tensor], dtype: torch.dtype, tokenizer: Any, trust: bool
-) -> float:
-    """Return the largest difference between a folder's and the `expected` logits, relative to the largest of these.
-
-    Both are in float32, so that only the weights are compared. Raises RLHFError M12 if the difference exceeds the
-    rounding to `dtype`, or if weights or tokenizer differ.
-    """
-    kind = AutoModelForSequenceClassification if expected[0].shape == (1,) else AutoModelForCausalLM
-    model, report = kind.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=trust,
-        output_loading_info=True,
-    )  # fmt: skip
-    if mismatched := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
-        raise _mismatch(f"the weights of {', '.join(mismatched[:3])} are missing or unexpected")
-    exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    for name, sha256_of in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
-        if sha256_of(exported) != sha256_of(tokenizer):
-            raise _mismatch(f"its {name} differs")
-    if token_difference := tokenizer_diff.first_difference(tokenizer, exported, PAD):
-        raise _mismatch(f"its tokenizer differs: {token_difference}")
-    pairs = zip(expected, logits(model.eval(), rows), strict=True)
-    difference = max(float((row - exported_row).abs().max()) for row, exported_row in pairs)
-    difference /= max(float(row.abs().max()) for row in expected)
-    allowed = TOLERANCE if dtype == torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
-    if not difference <= allowed:  # also true of nan
-        raise _mismatch(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")
-    return difference
-
-
-def _mismatch(text: str) -> RLHFError:
-    hint = "nothing was written; try other versions of transformers or peft, or leave --dtype out"
-    return RLHFError("M12", f"loaded again, the exported folder is not the run's model: {text}", hint=hint)
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = "."  # the address of a folder in its model card: code runs in the folder
+EXAMPLE_ROWS, EXAMPLE_LENGTH = 1000, 400  # rows searched for a short prompt, and its maximum characters
 
 
 @dataclass(frozen=True)
@@ -141,89 +59,41 @@ def run(
 
     The folder contains no local paths and no pickles; without `out` it is a temporary folder in the run. Its card shows
     a text of the run's data, a held-out prompt, only with `show_prompt`.
-    Raises RLHFError as `runs.choose` does; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03 if
-    memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
+    Raises RLHFError as `runs.resolve_model` does; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03
+    if memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
     loaded; C05, C17 and E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
     """
-    chosen = list[ResolvedModel]()
+    resolved = list[ResolvedModel]()
     collect_errors(
         partial(_check_dtype, dtype),
         *([partial(runs.require_empty, out.resolve())] if out else []),
-        lambda: chosen.append(runs.resolve_model(folder, stage, step)),
+        lambda: resolved.append(runs.resolve_model(folder, stage, step)),
         *([partial(hub.require_access, repository.name, public=repository.public)] if repository else []),
     )
-    (model,) = chosen
-    example = card.held_out(model) if show_prompt else None
-    temporary = runs.scratch_folder(model.model.path.resolve().parent)
-    with nullcontext(out.resolve()) if out else temporary as target:
-        description, check = _write(model, target, options, dtype, repository, example)
-        terminal.out(f"export   {description}" + (f": {shown(out)}" if out else ""))
-        terminal.out(f"export   {check}")
+    (chosen,) = resolved
+    run_folder = chosen.model.path.resolve().parent
+    example = held_out_prompt(run_folder) if show_prompt else None
+    with nullcontext(out.resolve()) if out else runs.scratch_folder(run_folder) as target:
+        name = repository.name.partition("/")[2] if repository else f"{run_folder.name}-{chosen.model.stage}"
+        card = partial(Card, chosen, name=name, address=repository.name if repository else HERE, example=example)
+        _write(chosen, target, options, dtype, card, f": {shown(out)}" if out else "")
         if repository:
-            _push(model, target, repository)
+            _push(chosen, target, repository)
 
 
-def _write(
-    chosen: ResolvedModel,
-    target: Path,
-    options: Options,
-    dtype: str | None,
-    repository: Repository | None,
-    example: str | Conversation | None,
-) -> tuple[str, str]:
-    """Write the folder and compare it with the run's model; return a description of the model and of the check."""
-    source = chosen.model.model
-    with Progress("export", 4, "part") as bar:
-        original = load.read_config(source, options.trust_remote_code).dtype or torch.float32
-        export_dtype = DTYPES[dtype] if dtype else original
-        _check_room(chosen.model, target, export_dtype)
-        tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
-        model = load.load_unmerged(source, trust_remote_code=options.trust_remote_code).eval()
-        bar.advance(note="loaded")
-        rows = rows_of(chosen.model, tokenizer, lora.unwrap(model).config)
-        expected = logits(lora.unwrap(model), rows)
-        bar.advance(note="the run's own logits")
-        model = lora.merge_and_unload(model).to(export_dtype)
-        run_name = chosen.model.path.resolve().parent.name
-        name, address = f"{run_name}-{chosen.model.stage}", HERE
-        if repository:
-            name, address = repository.name.partition("/")[2], repository.name
-        context = card_context.build_context(
-            chosen, model, tokenizer, _dtype_name(export_dtype), name, address, example
-        )
-        parameters = model.num_parameters()
-        with runs.new_folder(target) as scratch:
-            save.save_model(model, tokenizer, scratch, card.write(context))
-            for path in scratch.glob("*.safetensors"):  # safetensors makes them readable only by the owner
-                path.chmod((scratch / "README.md").stat().st_mode)
-            del model, context  # frees memory for the exported model
-            bar.advance(note="written")
-            difference = verify_export(scratch, rows, expected, export_dtype, tokenizer, options.trust_remote_code)
-            bar.advance(note="loaded again")
-    merged = " with its adapters merged" if chosen.model.base else ""
-    precision = f"to {difference:.1e} of the largest" if difference else "to the last bit"
-    return (
-        f"{chosen}{merged}, {parameters:,} parameters in {_dtype_name(export_dtype)}",
-        f"loaded again with transformers, its logits are the run's own {precision}, on {rows}",
-    )
+def held_out_prompt(run_folder: Path) -> Prompt:
+    """Return a prompt of the evaluation's data: the first short one, or else the shortest of the first rows.
 
-
-def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> None:
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
-    at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
-    run_name = chosen.model.path.resolve().parent.name
-    message = f"{chosen.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
-    done = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
-    visibility = "private" if done.private else "public"
-    commit = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
-    terminal.out(f"push     {done.url} ({visibility}), {commit}; file hashes verified")
-    if done.removed:
-        terminal.out(f"push     removed files of an older upload: {', '.join(done.removed)}")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    Raises RLHFError M01 if the run has no evaluation, and as the data reader does.
+    """
+    file = run_folder / "eval" / "config.yaml"
+    if not file.is_file():
+        text = f"--show-prompt: {shown(run_folder)} has no evaluation to take a prompt from"
+        raise RLHFError("M01", text, hint="run `rlhf eval` first, or remove --show-prompt")
+    source = config.load("eval", file).sources()["data.prompts"]
+    prompts = [row.text for row in data.prompt_rows(replace(source, max_rows=EXAMPLE_ROWS), None, max_length=None)]
+    short_prompts = [prompt for prompt in prompts if len(str(prompt)) <= EXAMPLE_LENGTH]
+    return short_prompts[0] if short_prompts else min(prompts, key=lambda prompt: len(str(prompt)))
 
 
 def _check_dtype(dtype: str | None) -> None:
@@ -233,10 +103,43 @@ def _check_dtype(dtype: str | None) -> None:
         raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(DTYPES)}", hint=hint)
 
 
+def _write(
+    chosen: ResolvedModel, target: Path, options: Options, dtype: str | None, card: "partial[Card]", place: str
+) -> None:
+    """Write the folder, compare it with the run's model, and print the result."""
+    source, trust = chosen.model.model, options.trust_remote_code
+    with Progress("export", 4, "part") as bar:
+        export_dtype = DTYPES[dtype] if dtype else load.read_config(source, trust).dtype or torch.float32
+        dtype_name = str(export_dtype).removeprefix("torch.")
+        _check_room(chosen.model, target, export_dtype)
+        tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=trust)
+        model = load.load_unmerged(source, trust_remote_code=trust).eval()
+        bar.advance(note="loaded")
+        stored = _stored_rows(chosen.model, tokenizer)
+        rows = _with_random_rows(stored, lora.unwrap(model).config)
+        expected = logits(lora.unwrap(model), rows)
+        bar.advance(note="logits of the run's model")
+        model = lora.merge_and_unload(model).to(export_dtype)
+        parameters = model.num_parameters()
+        with runs.new_folder(target) as scratch:
+            save.save_model(model, tokenizer, scratch, str(card(model, tokenizer, dtype=dtype_name)))
+            for path in scratch.glob("*.safetensors"):  # safetensors makes them readable only by the owner
+                path.chmod((scratch / "README.md").stat().st_mode)
+            del model  # frees memory for the exported model
+            bar.advance(note="written")
+            difference = verify_export(scratch, rows, expected, export_dtype, tokenizer, trust)
+            bar.advance(note="loaded again")
+    merged = " with its adapters merged" if chosen.model.base else ""
+    equal = f"equals the run's model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
+    on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
+    terminal.out(f"export   {chosen}{merged}, {parameters:,} parameters in {dtype_name}{place}")
+    terminal.out(f"export   loaded again with transformers, its output {equal}, on {on}")
+
+
 def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
     """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
     count = hardware.count_parameters(model)
-    needed, available = count * hardware.WEIGHT_BYTES, system.total_memory()
+    needed, available = count * memory.WEIGHT_BYTES, system.total_memory()
     if needed > available:
         limit = f"{system.format_bytes(available)} are available"
         text = f"{count:,} parameters need at least {system.format_bytes(needed)} of memory, {limit}"
@@ -246,3 +149,86 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
         text = f"the model needs at least {system.format_bytes(needed)}, {system.format_bytes(free)} are free"
         hint = "free disk space, or use a folder on another disk"
         raise RLHFError("E03", text, where=shown(target), hint=hint)
+
+
+# Comparison of the exported folder with the run's model
+
+Rows = list[list[int]]
+
+
+def _stored_rows(model: Parent, tokenizer: Any) -> Rows:
+    """Return token ids of a reward model's probes, or of answers in the evaluation or in PPO's training."""
+    if probes := model.manifest.get("probes", [])[:STORED_ROWS]:
+        return [probe["prompt_ids"] + probe["response_ids"] for probe in probes]
+    run_folder = model.path.resolve().parent
+    for path in (run_folder / "eval/samples.jsonl", run_folder / "ppo/samples.jsonl"):
+        with suppress(RLHFError):  # missing or incomplete
+            samples = [row for _, row in islice(read_jsonl(path), STORED_ROWS)]
+            texts = [row["prompt"] + row["response"] for row in samples if {"prompt", "response"} <= row.keys()]
+            if rows := [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids]:
+                return rows
+    return []
+
+
+def _with_random_rows(stored: Rows, model_config: Any) -> Rows:
+    """Add rows of random tokens, which cover the vocabulary better, and shorten all."""
+    length = min(ROW_LENGTH, load.context_length(model_config) or ROW_LENGTH)
+    size = (RANDOM_ROWS if stored else STORED_ROWS + RANDOM_ROWS, length)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(model_config.get_text_config().vocab_size, size, generator=generator).tolist()
+    return [ids[-length:] for ids in stored] + random
+
+
+@torch.no_grad()
+def logits(model: Any, rows: Rows) -> list[Tensor]:
+    """Return the model's logits of each row, computed without padding."""
+    return [model(input_ids=torch.tensor([ids])).logits[0] for ids in rows]
+
+
+def verify_export(
+    folder: Path, rows: Rows, expected: list[Tensor], dtype: torch.dtype, tokenizer: Any, trust: bool
+) -> float:
+    """Return the largest difference between a folder's and the `expected` logits, relative to the largest of these.
+
+    Both are in float32, so that only the weights are compared. Raises RLHFError M12 if the difference exceeds the
+    rounding to `dtype`, or if weights or tokenizer differ.
+    """
+    kind = AutoModelForSequenceClassification if expected[0].shape == (1,) else AutoModelForCausalLM
+    model, report = kind.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=trust,
+        output_loading_info=True,
+    )  # fmt: skip
+    if mismatched := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+        raise _mismatch(f"the weights of {', '.join(mismatched[:3])} are missing or unexpected")
+    exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    for name, sha256_of in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
+        if sha256_of(exported) != sha256_of(tokenizer):
+            raise _mismatch(f"its {name} differs")
+    if token_difference := tokenizers.first_difference(tokenizer, exported):
+        raise _mismatch(f"its tokenizer differs: {token_difference}")
+    pairs = zip(expected, logits(model.eval(), rows), strict=True)
+    difference = max(float((row - exported_row).abs().max()) for row, exported_row in pairs)
+    difference /= max(float(row.abs().max()) for row in expected)
+    allowed = TOLERANCE if dtype == torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
+    if not difference <= allowed:  # also true of nan
+        raise _mismatch(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")
+    return difference
+
+
+def _mismatch(text: str) -> RLHFError:
+    hint = "nothing was written; try other versions of transformers or peft, or remove --dtype"
+    return RLHFError("M12", f"loaded again, the exported folder is not the run's model: {text}", hint=hint)
+
+
+def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> None:
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
+    at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
+    run_name = chosen.model.path.resolve().parent.name
+    message = f"{chosen.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
+    push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
+    visibility = "private" if push.private else "public"
+    commit = f"commit {push.commit[:12]}" if push.changed else f"unchanged since commit {push.commit[:12]}"
+    terminal.out(f"push     {push.url} ({visibility}), {commit}; file hashes verified")
+    if push.removed:
+        terminal.out(f"push     removed files of an older upload: {', '.join(push.removed)}")

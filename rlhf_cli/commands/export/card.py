@@ -1,352 +1,382 @@
-"""The model card of an exported folder: description, usage, training, evaluation and limitations.
+"""The model card of an exported folder: facts from the run's files, for the template card.md.jinja.
 
-Every number is read from the run's files; unknown facts are left out.
+Every number is read from the run's files; unknown facts are omitted. Texts from files are escaped, by `text` or `code`.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from rlhf_cli import __version__, data
-from rlhf_cli import config as configs
-from rlhf_cli.commands.export import card_training
-from rlhf_cli.commands.export.card_context import ModelCardContext, data_name, is_hub_model, report_card
-from rlhf_cli.commands.export.card_training import OWN, judges
-from rlhf_cli.commands.export.markdown import bullets, code, text
-from rlhf_cli.commands.report import summary
-from rlhf_cli.commands.report.health import ILL
-from rlhf_cli.commands.report.runs import Stage, is_number
+from rlhf_cli.commands.report import diagnosis, tables
+from rlhf_cli.commands.report.rules import ILL, readings
 from rlhf_cli.commands.report.tables import visible
-from rlhf_cli.config.sources import hub_dataset
-from rlhf_cli.data import other_formats
+from rlhf_cli.config.fields import key_at
+from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.ppo import KINDS
+from rlhf_cli.config.sources import hub_dataset, split_name
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.data.texts import is_transcript, render_transcript
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.evaluation import render
-from rlhf_cli.runs.adapters import read_adapter
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.evaluation import render, reward_card
+from rlhf_cli.jsonl import at, flatten, is_number
+from rlhf_cli.runs.discover import STAGES
+from rlhf_cli.runs.parents import FOREIGN, is_hub_id, read_adapter
+from rlhf_cli.runs.read import Run, Stage, at_step, from_defaults, read_stage, value_text
 from rlhf_cli.runs.resolve import ResolvedModel
+from rlhf_cli.stages import setup
+from rlhf_cli.statistics import with_interval
+from rlhf_cli.tracking.metrics_log import read_log
 
-ASKED = "Write a prompt here, of the kind that it was trained on."
-ROWS, LONGEST = 1000, 400  # rows searched for a short prompt, and its maximum characters
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+TASKS = {"ppo": "text-generation", "sft": "text-generation", "reward": "text-classification"}
+TAGS = {"ppo": "ppo", "sft": "sft", "reward": "reward-model"}
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
+COURSE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
+# Settings that are shown even at their default.
+MAIN_SETTINGS = """
+    recipe total_episodes num_train_epochs learning_rate per_device_train_batch_size gradient_accumulation_steps
+    max_length num_ppo_epochs num_mini_batches response_length temperature kl_coef kl_estimator gamma lam cliprange
+    vf_coef missing_eos_penalty"""
+# Sections and settings that are not shown: logging, saving, network services.
+HIDDEN = {"output", "run", "logging_steps", "num_sample_generations", "push_to_hub_if_best"}
+HIDDEN |= {"url", "headers", "timeout", "retries", "batch_size"}
+REWARDS = {
+    "model": "a reward model", "models": "an ensemble of reward models", "function": "a Python function",
+    "builtin": "a rule", "url": "a service on the network", "pipeline": "a text classifier",
+}  # fmt: skip
+OWN_JUDGE = "the reward model that PPO was trained on: a win by it alone proves nothing"
+WARNING = re.compile(r"warning\[([A-Z]\d\d)\]")
+REWARD_FLAGS = ("R10", "R11", "R12")  # warnings that are shown with the reward model
+EXAMPLE = "Write a prompt here, of the kind that it was trained on."
 
 Prompt = str | Conversation
 
 
-def held_out(chosen: ResolvedModel) -> Prompt:
-    """Return a prompt of the evaluation's data: the first short one, or else the shortest of the first rows.
+def text(value: str) -> str:
+    """Return a value on one line, with Markdown and HTML characters escaped."""
+    return re.sub(r"([\\`*_{}\[\]<>~$&#])", r"\\\1", visible(" ".join(str(value).split())))
 
-    Raises RLHFError M01 if the run has no evaluation, and as the data reader does.
+
+def code(value: str) -> str:
+    """Return a value on one line as a code span; empty if the value is."""
+    plain = visible(" ".join(str(value).split()))
+    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
+    return f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}" if plain else ""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. Cells must already be Markdown."""
+    lines = ([cell.replace("|", "\\|") for cell in line] for line in (columns, ["---"] * len(columns), *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def sha256_of(stage: Stage) -> str:
+    return str((stage.manifest or {}).get("model_sha256"))
+
+
+def short(sha256: Any) -> str:
+    return code(str(sha256)[:12])
+
+
+class Card:
+    """The facts of a model card: the model, the stages that produced it, and the evaluation of this model.
+
+    `name` is the model's name at its destination, `address` the argument of from_pretrained(), `example` a held-out
+    prompt that may be shown. `stages` are those that produced the model, its own first, if they have not changed since.
     """
-    file = chosen.model.path.resolve().parent / "eval" / "config.yaml"
-    if not file.is_file():
-        text = f"--show-prompt: {shown(file.parents[1])} has no evaluation to take a prompt from"
-        raise RLHFError("M01", text, hint="run `rlhf eval` first, or leave --show-prompt out")
-    source = configs.load("eval", file).sources()["data.prompts"]
-    rows = data.prompt_rows(replace(source, max_rows=ROWS), None, max_length=None)
-    texts = [row.text for row in rows]
-    return next((text for text in texts if len(str(text)) <= LONGEST), min(texts, key=lambda text: len(str(text))))
 
+    def __init__(
+        self,
+        chosen: ResolvedModel,
+        model: Any,
+        tokenizer: Any,
+        *,
+        dtype: str,
+        name: str,
+        address: str,
+        example: Prompt | None = None,
+    ) -> None:
+        self.chosen, self.model, self.tokenizer = chosen, model, tokenizer
+        self.dtype, self.name, self.address, self.example = dtype, name, address, example
+        own = read_stage(chosen.model.stage, chosen.model.path)
+        self.updates = max((row["step"] for row in own.metrics), default=0)
+        if not chosen.last:  # without later updates
+            own = replace(own, metrics=tuple(row for row in own.metrics if row["step"] <= (chosen.step or 0)))
+        self.stage, self.stages = own, list(_lineage(own))
+        self.run = self._run()
+        self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
+        self.is_evaluated = own.name in self.report.get("models", {})
+        self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), tokenizer)
+        self.adapter = read_adapter(chosen.model.model)
+        is_selected = chosen.step is not None and chosen.step == self.report.get("selected_step")
+        self.selected = self.report["selected"] if is_selected else None
 
-def example_prompt(context: ModelCardContext) -> Prompt:
-    """Return the prompt of the card's code in the format of training: messages for a chat template, else text."""
-    prompt = ASKED if context.example is None else context.example
-    if context.prompts == "template":
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return [{key: visible(turn[key]) for key in ("role", "content")} for turn in turns]
-    if context.prompts == "transcript" and isinstance(prompt, str) and not other_formats.is_transcript(prompt):
-        prompt = [{"role": "user", "content": prompt}]
-    return visible(other_formats.render_transcript(prompt))
+    def _run(self) -> Run:
+        """Return the run with the evaluation of the chosen step; without one if it was not evaluated."""
+        chosen, root = self.chosen, self.chosen.model.path.resolve().parent
+        stages = {name: Stage(name, root / name) for name in STAGES}
+        stages |= {stage.name: stage for stage in reversed(self.stages)}
+        if chosen.report:
+            stages["eval"] = read_stage("eval", root / "eval")
+        firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
+        firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
+        run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
+        if chosen.last:
+            return run
+        try:
+            return at_step(run, str(chosen.step))
+        except RLHFError:
+            return replace(run, report=None)
 
+    # Parents
 
-TASKS = {"ppo": "text-generation", "sft": "text-generation", "reward": "text-classification"}
-TAGS = {"ppo": "ppo", "sft": "sft", "reward": "reward-model"}
-DIGITS = 4
-HELD_OUT = ("data.eval", "data.eval_prompts")
-LOCAL = "local-file"  # type of a dataset that is not on the hub
+    @property
+    def hub_base(self) -> Mapping[str, Any]:
+        """Return the manifest entry of the base model if it is on the hub; else empty."""
+        stage = self.stage
+        for _ in self.stages:
+            parents = stage.table("parents")
+            entry = parents.get("models.sft") or parents.get("model.path")
+            if not entry or entry["stage"] == FOREIGN:
+                return entry if entry and is_hub_id(entry["path"]) else {}
+            stage = next((each for each in self.stages if sha256_of(each) == entry["sha256"]), stage)
+        return {}
 
+    @property
+    def reward_stages(self) -> list[Stage]:
+        """Return the reward stages of the card: the model's own stage, or those that PPO was trained on."""
+        stages = [stage for stage in self.stages if stage.name == "reward"]
+        return [stage for stage in stages if stage is self.stage or sha256_of(stage) in self._reward_hashes]
 
-def front_matter(context: ModelCardContext) -> str:
-    """Return the YAML metadata block. Unknown fields, such as the license, are left out."""
-    kind = context.stage.name
-    base = context.base["path"] if is_hub_model(context.base) else None
-    results = list(_reward_model(context) if kind == "reward" else _policy(context))
-    card_data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag=TASKS[kind],
-        base_model=base,
-        base_model_relation="finetune" if base else None,
-        datasets=sorted(_training_datasets(context)) or None,
-        tags=["rlhf", TAGS[kind], "rlhf-cli"],
-        model_name=visible(context.name) if results else None,
-        eval_results=results or None,
-    )
-    return f"---\n{card_data.to_yaml()}\n---"
+    @property
+    def _reward_hashes(self) -> set[str]:
+        parents = self.stage.table("parents").items()
+        return {entry["sha256"] for key, entry in parents if key.startswith("rewards.")}
 
+    def label(self, sha256: str, default: str) -> str:
+        """Return the name of the stage with this model; for a stage of another run with that run and the hash."""
+        stage = next((stage for stage in self.stages if sha256_of(stage) == sha256), None)
+        if stage is None or stage.folder.resolve().parent == self.run.folder:
+            return default
+        return f"{text(stage.folder.resolve().parent.name)}/{stage.name} {sha256[:4]}"
 
-def _training_datasets(context: ModelCardContext) -> set[str]:
-    """Return the hub datasets that the model was trained on."""
-    named = [(stage, key) for stage in context.stages for key in stage.told("data") if key not in HELD_OUT]
-    paths = [stage.setting(key) for stage, key in named]
-    return {dataset for path in paths if isinstance(path, str) and (dataset := hub_dataset(path))}
+    def parent(self, entry: Mapping[str, Any]) -> str:
+        """Return the name and hash of an input model, without local paths."""
+        if entry["stage"] != FOREIGN:
+            return f"{self.label(entry['sha256'], entry['stage'])} {short(entry['sha256'])}"
+        name = entry["path"] if is_hub_id(entry["path"]) else PurePosixPath(entry["path"]).name
+        return code(name + (f" at {entry['revision']}" if "revision" in entry else "")) + f" {short(entry['sha256'])}"
 
+    def data_name(self, stage: Stage, key: str) -> str:
+        """Return the name of a stage's data: a hub dataset or a file name, never a path."""
+        keys = (key, "data.train", "data.prompts")  # the evaluation data may be a part of the training data
+        path = next((path for path in map(stage.setting, keys) if path), None)
+        name, split = split_name(path) if isinstance(path, str) else ("", None)
+        return (name if hub_dataset(name) else PurePosixPath(name).name) + (f"[{split}]" if split else "")
 
-def _policy(context: ModelCardContext) -> Iterator[EvalResult]:
-    """Yield the win rates of sampled responses, with the interval in the name."""
-    for pair, rates in context.report.get("win_rate", {}).items():
-        for judge, rate in rates.items() if pair.startswith(f"{context.stage.name}_vs_") else ():
-            name = f"Win rate, {render.pair_label(pair)} by {judge}, {_interval(rate)}"
-            yield _result(context, context.run.stages["eval"], "data.prompts", "win_rate", rate["value"], name)
+    # Training
 
+    def stage_rows(self) -> Iterator[list[str]]:
+        for stage in self.stages:
+            row, parents = tables.stage_row(stage), stage.table("parents").items()
+            started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
+            seed = str((stage.manifest or {}).get("seed", ""))
+            model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.chosen.last else " at its end")
+            label = self.label(sha256_of(stage), stage.name)
+            yield [label, started or "fresh weights", row.steps, row.time, text(row.device), seed, model]
 
-def _reward_model(context: ModelCardContext) -> Iterator[EvalResult]:
-    measured = report_card(context.stage)
-    if "accuracy" in measured:
-        interval = _interval({"ci95": measured["accuracy_ci95"], "n": measured["n"]})
-        name = f"Share of held-out pairs that it tells right, {interval}"
-        yield _result(context, context.stage, "data.eval", "accuracy", measured["accuracy"], name)
+    def rewards(self) -> Iterator[str]:
+        parents = self.stage.table("parents").items()
+        for name, source in (self.stage.setting("rewards") or {}).items():
+            kind = REWARDS[next(kind for kind in KINDS if source.get(kind))]
+            models = ", ".join(self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}."))
+            weight = f"weight {source['weight']:g}" if source["weight"] else "a held-out judge, not optimized"
+            yield f"{code(name)}: {kind}{models and f' ({models})'}, {weight}"
+        kl_coef, start = self.stage.setting("ppo.kl_coef"), self.stage.setting("ppo.adap_kl_ctrl")
+        if is_number(kl_coef):
+            yield f"minus {kl_coef:g}{' at the start' if start else ''} times the KL from the SFT model, in nats"
 
+    def data_rows(self) -> Iterator[list[str]]:
+        for stage in [*self.stages, *([self.evaluation] if self.is_evaluated else [])]:
+            for row in tables.data_rows([stage]):
+                name = code(self.data_name(stage, row.key))
+                yield [self.label(sha256_of(stage), stage.name), code(row.key), name, row.rows, short(row.sha256)]
 
-def _interval(estimate: dict[str, Any]) -> str:
-    low, high = estimate["ci95"]
-    return f"95 % interval {low:.3f} to {high:.3f}, n {estimate['n']}"
+    def setting_rows(self) -> Iterator[list[str]]:
+        """Yield the main settings of each stage, and those that differ from their defaults; no local paths."""
+        for stage in self.stages:
+            changed = {each.key: (each.value, (each.default or "").removeprefix("-")) for each in from_defaults(stage)}
+            main = {f"{stage.name}.{name}" for name in MAIN_SETTINGS.split()}
+            config = {key: value for key, value in flatten(stage.config or {}).items() if value is not None}
+            at_default = {key: (value_text(value), value_text(value)) for key, value in config.items() if key in main}
+            for key, (value, default) in (at_default | changed).items():
+                config_key = key_at(CONFIGS[stage.name], key.split("."))
+                is_path = "/" in value or (config_key is not None and config_key.path_field is not None)
+                if HIDDEN.isdisjoint(key.split(".")) and not is_path:
+                    yield [self.label(sha256_of(stage), stage.name), code(key), code(value), code(default)]
 
+    # Evaluation
 
-def _result(context: ModelCardContext, stage: Stage, key: str, metric: str, value: float, name: str) -> EvalResult:
-    """Return an evaluation result; `key` names the stage's data that it was measured on."""
-    data = data_name(stage, key)
-    return EvalResult(
-        task_type=TASKS[context.stage.name],
-        dataset_type=hub_dataset(data) or LOCAL,
-        dataset_name=visible(data),
-        metric_type=metric,
-        metric_value=round(value, DIGITS),
-        metric_name=visible(name),
-    )
+    def judges(self) -> dict[str, str]:
+        judges = {}
+        for name in at(self.report, "models.sft.judges") or ():
+            judge = str(self.evaluation.setting(f"judges.{name}"))
+            parent = self.evaluation.table("parents").get("models.reward" if name == "reward" else f"judges.{name}", {})
+            if FUNCTION.fullmatch(judge):
+                judges[name] = f"the Python function {code(judge)}: a higher score is better"
+            else:
+                judges[name] = OWN_JUDGE if parent.get("sha256") in self._reward_hashes else "a reward model"
+        return judges
 
+    def outcome(self) -> list[str]:
+        """Return the result of the evaluation in sentences, with a caveat if only PPO's own reward model decides it."""
+        first, *others = diagnosis.sentences(self.run)
+        rates = self.report.get("win_rate", {}).get("ppo_vs_sft")
+        if rates and self.judges().get(render.deciding_judge(rates)) == OWN_JUDGE:
+            first += " PPO was trained to please that judge: alone this proves nothing."
+        return [text(sentence) for sentence in (first, *others)]
 
-# Warnings of the run; the reward model's flags are shown with its evaluation.
-WARNED = re.compile(r"warning\[([A-Z]\d\d)\]")
-FLAGS = ("R10", "R11", "R12")
-OVER = "[Gao et al. 2022](https://arxiv.org/abs/2210.10760)"
+    def win_rates(self) -> str:
+        """Return the table of this model's win rates; empty if there are none."""
+        columns, rows = render.win_rate_table(self.report)
+        own = [row for row in rows if row[0].startswith(f"{render.model_label(self.stage.name)} over ")]
+        return table(columns, own) if own else ""
 
+    def policy_table(self) -> str:
+        """Return KL, length and scores of the policies; for an SFT model without those of PPO."""
+        columns, rows = render.policies_table(self.report)
+        return table(columns, [row for row in rows if self.stage.name == "ppo" or not row[0].startswith("PPO")])
 
-def limits_section(context: ModelCardContext) -> Iterator[str]:
-    """Yield the sections on intended use and limitations."""
-    yield "## Intended use"
-    yield _use(context)
-    yield "## Limits"
-    yield bullets([*_unknown(context), *_noted(context), *_always(context)])
+    def policy(self, name: str) -> str:
+        """Return which model an evaluated policy is; empty if the card does not show it."""
+        entry = self.evaluation.table("parents").get(f"models.{name}")
+        if name == self.stage.name:
+            return "this model"
+        return self.parent(entry) if entry and (name != "ppo" or self.stage.name == "ppo") else ""
 
-
-def _use(context: ModelCardContext) -> str:
-    if context.stage.name == "reward":
-        return "To compare answers to one prompt of the kind that it was trained on: in PPO, or to pick the best of n."
-    return (
-        "To answer prompts of the kind that it was trained on (see Data), and to study what the training did. Before "
-        "any other use read answers of it, and evaluate it for that use."
-    )
-
-
-def _unknown(context: ModelCardContext) -> Iterator[str]:
-    if context.stage.name == "reward":
-        yield "Between prompts, or far from its data, its scores mean little."
-        return
-    if not context.is_evaluated:
-        yield "Nothing is known of the quality of its answers: it was not evaluated."
-    else:
-        yield "The numbers above are of those prompts and those judges; on others it may fare otherwise."
-        if set(judges(context).values()) == {OWN}:
-            yield "No other judge than its own reward model has seen its answers: whether they are better is not known."
-    yield "Nobody has measured whether what it says is true, harmless or fair, and no work was done to make it so."
-
-
-def _noted(context: ModelCardContext) -> Iterator[str]:
-    """Yield the findings and warnings of the run, the most severe of each stage first."""
-    reward_names = [stage.name for stage in context.reward_models]
-    names = [stage.name for stage in context.stages if stage.name != "reward"] + reward_names
-    for name in dict.fromkeys([*names, *(["eval"] if context.stage.name == "ppo" else [])]):
-        for finding in summary.findings(context.run, name):
-            if finding.grade in ILL:
-                yield f"Noted by the run, {name}: {text(finding.text)}."
-    warned = {code for line in context.report.get("warnings", []) for code in WARNED.findall(str(line))}
-    for warning in sorted(warned - {*FLAGS}):
-        if warning in CODES:
-            yield f"Warned of by the evaluation, {warning}: {CODES[warning].title}. {CODES[warning].meaning}"
-
-
-def _always(context: ModelCardContext) -> Iterator[str]:
-    if context.stage.name == "ppo":
-        yield (
-            "PPO raises what its reward likes, which is not the same as what is good: a learned reward can be "
-            f"over-optimised, and then its score rises while quality falls ({OVER})."
-        )
-    if context.stage.name == "reward":
-        yield f"Optimised against for long enough, its faults are what is found ({OVER})."
-    yield "The licences of its base model and of its data hold for it too; this card does not know them."
-
-
-ANSWER = "Write an answer to it here."
-PROMPTS = {  # input format of the model
-    "template": "Prompts are conversations, lists of messages that the chat template of its tokenizer writes.",
-    "text": "A prompt is plain text, which the answer goes on with: no chat template, no roles.",
-    "transcript": r"A prompt is a transcript as a text, `\n\nHuman: ...\n\nAssistant:`, also that of one question.",
-}
-TOKENS = 128  # of a response, if the run has no length
-
-
-def snippet(context: ModelCardContext) -> str:
-    """Return Python code that generates a response, or scores one."""
-    is_policy = context.model.can_generate()
-    lines = [] if is_policy else ["import torch"]
-    kind = "AutoModelForCausalLM" if is_policy else "AutoModelForSequenceClassification"
-    trust = ", trust_remote_code=True" if getattr(context.model.config, "auto_map", None) else ""
-    lines += [
-        f"from transformers import {kind}, AutoTokenizer",
-        "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{context.address}"{trust})',
-        f'model = {kind}.from_pretrained("{context.address}"{trust})',
-        "",
-    ]
-    lines += _answering(context) if is_policy else _scoring(context)
-    return "```python\n" + "\n".join(lines) + "\n```"
-
-
-def sampling(context: ModelCardContext) -> tuple[float, int] | None:
-    """Return (temperature, maximum response tokens) of the evaluation, or else of training; None if unknown."""
-    values = [
-        context.report.get(key, context.stage.setting(f"ppo.{key}")) for key in ("temperature", "response_length")
-    ]
-    temperature, length = values
-    length = length.get("max") if isinstance(length, Mapping) else length
-    return (temperature, length) if is_number(temperature) and isinstance(length, int) else None
-
-
-def _answering(context: ModelCardContext) -> list[str]:
-    params = sampling(context)
-    options = f"max_new_tokens={TOKENS}"
-    if params:
-        options = f"do_sample=True, temperature={params[0]:g}, top_k=0, max_new_tokens={params[1]}"
-    if context.prompts == "template":
-        template_options = "add_generation_prompt=True, return_dict=True, return_tensors"
-        inputs = [
-            f"messages = {example_prompt(context)!r}",
-            f'inputs = tokenizer.apply_chat_template(messages, {template_options}="pt")',
+    def metric_rows(self) -> list[list[str]]:
+        metrics = self.stage.table("metrics") if self.chosen.last else {}
+        return [
+            [code(name), str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95"))]
+            for name, value in metrics.items()
+            if isinstance(value, int | float)
         ]
-    else:
-        inputs = [f"prompt = {example_prompt(context)!r}", 'inputs = tokenizer(prompt, return_tensors="pt")']
-    return [
-        *inputs,
-        f"output = model.generate(**inputs, {options})",
-        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-    ]
 
+    def reward_reports(self) -> list[tuple[Stage, dict[str, Any]]]:
+        """Return the reward stages with their evaluation on held-out pairs; without "accuracy" if there were none."""
+        return [(stage, {**stage.table("metrics"), **stage.table("card")}) for stage in self.reward_stages]
 
-def _scoring(context: ModelCardContext) -> list[str]:
-    """Return code that scores a response. Prompt and response are tokenized separately, as in training."""
-    tokenizer, config = context.tokenizer, context.model.config
-    chat, stop = context.prompts == "template", data.stop_token_id(tokenizer)
-    end = "tokenizer.eos_token_id"
-    if stop != tokenizer.eos_token_id:
-        end = f"tokenizer.convert_tokens_to_ids({json.dumps(tokenizer.convert_ids_to_tokens(stop))})"
-    if chat:
-        first = [
-            "    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)"
-            '["input_ids"]',
-        ]
-    else:
-        first = ['    ids = tokenizer(prompt)["input_ids"]']
-    result = "(raw - model.config.reward_mean) / model.config.reward_std" if hasattr(config, "reward_mean") else "raw"
-    return [
-        "",
-        "def score(prompt, answer):",
-        *first,
-        f'    ids = ids + tokenizer(answer, add_special_tokens=False)["input_ids"] + [{end}]',
-        "    with torch.no_grad():",
-        "        raw = model(input_ids=torch.tensor([ids])).logits[0, 0].item()",
-        f"    return {result}",
-        "",
-        "",
-        f"prompt = {example_prompt(context)!r}",
-        f'print(score(prompt, "{"" if chat else " "}{ANSWER}"))',
-    ]
+    def warnings(self) -> Iterator[str]:
+        """Yield the findings and warnings of the run, the most severe of each stage first."""
+        stages = [stage for stage in self.stages if stage.name != "reward"] + self.reward_stages
+        names = [stage.name for stage in stages] + (["eval"] if self.stage.name == "ppo" else [])
+        for name in dict.fromkeys(names):
+            for finding in diagnosis.findings(self.run, name):
+                if finding.grade in ILL:
+                    yield f"Found in the run, {name}: {text(finding.text)}."
+        codes = {each for line in self.report.get("warnings", []) for each in WARNING.findall(str(line))}
+        for each in sorted(codes & CODES.keys() - {*REWARD_FLAGS}):
+            yield f"Warning of the evaluation, {each}: {CODES[each].title}. {CODES[each].meaning}"
 
+    # Code and metadata
 
-PPO = "[Schulman et al. 2017](https://arxiv.org/abs/1707.06347)"
-KINDS = {
-    "ppo": f"A language model trained by PPO ({PPO}) to earn more of a reward while it stays near the model that it "
-    "started from.",
-    "sft": "A language model, fine-tuned on examples of good answers.",
-    "reward": "A reward model: it scores an answer to a prompt. It was trained on pairs of a better and a worse one.",
-}
+    def sampling(self) -> dict[str, Any] | None:
+        """Return temperature and maximum tokens of the evaluation, or else of training; None if unknown."""
+        keys = ("temperature", "response_length")
+        temperature, length = (self.report.get(key, self.stage.setting(f"ppo.{key}")) for key in keys)
+        length = length.get("max") if isinstance(length, Mapping) else length
+        known = is_number(temperature) and isinstance(length, int)
+        return {"temperature": temperature, "length": length} if known else None
 
+    def prompt(self) -> Prompt:
+        """Return the prompt of the example in the format of training: messages for a chat template, else text."""
+        prompt = EXAMPLE if self.example is None else self.example
+        is_plain_text = isinstance(prompt, str) and not is_transcript(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.prompts == "template":
+            return [{key: visible(turn[key]) for key in ("role", "content")} for turn in messages]
+        return visible(render_transcript(messages if self.prompts == "transcript" and is_plain_text else prompt))
 
-def write(context: ModelCardContext) -> str:
-    """Return the text of the model card."""
-    blocks = [front_matter(context), f"# {text(context.name)}", *_description(context), "## How to use it"]
-    blocks += [
-        snippet(context),
-        *_as_in_training(context),
-        *card_training.training_section(context),
-        *card_training.results_section(context),
-    ]
-    return "\n\n".join([*blocks, *limits_section(context)]) + "\n"
+    def datasets(self) -> list[str]:
+        keys = [(stage, key) for stage in self.stages for key in stage.table("data")]
+        paths = [stage.setting(key) for stage, key in keys if key not in ("data.eval", "data.eval_prompts")]
+        return sorted({name for path in paths if isinstance(path, str) and (name := hub_dataset(path))})
 
+    def results(self) -> Iterator[EvalResult]:
+        """Yield the win rates of sampled responses, or a reward model's accuracy, with the interval in the name."""
+        if self.stage.name == "reward":
+            ((_, report),) = self.reward_reports()
+            if "accuracy" in report:
+                estimate = {"value": report["accuracy"], "ci95": report["accuracy_ci95"], "n": report["n"]}
+                yield self._result(self.stage, "data.eval", "accuracy", estimate, "Accuracy on held-out pairs")
+        for pair, rates in self.report.get("win_rate", {}).items():
+            for judge, rate in rates.items() if pair.startswith(f"{self.stage.name}_vs_") else ():
+                name = f"Win rate, {render.pair_label(pair)} by {judge}"
+                yield self._result(self.evaluation, "data.prompts", "win_rate", rate, name)
 
-def _description(context: ModelCardContext) -> Iterator[str]:
-    yield KINDS[context.stage.name] + "".join(
-        f" {sentence}" for sentence in (_which(context), _picked(context)) if sentence
-    )
-    model, adapter = context.model, read_adapter(context.chosen.model.model)
-    base = f", from {code(context.base['path'])}" if is_hub_model(context.base) else ""
-    size = (
-        f"{model.num_parameters():,} parameters ({text(model.config.model_type)}{base}), {context.dtype}, safetensors."
-    )
-    merged = ""
-    if adapter:
-        kind = "adapters (DoRA)" if adapter.get("use_dora") else "adapters"
-        merged = (
-            f" It was trained as {kind} of rank {adapter['r']}, which are added into the weights of their base here."
+    def _result(self, stage: Stage, key: str, metric: str, estimate: Mapping[str, Any], name: str) -> EvalResult:
+        (low, high), dataset = estimate["ci95"], self.data_name(stage, key)
+        return EvalResult(
+            task_type=TASKS[self.stage.name],
+            dataset_type=hub_dataset(dataset) or "local-file",
+            dataset_name=visible(dataset),
+            metric_type=metric,
+            metric_value=round(estimate["value"], 4),
+            metric_name=visible(f"{name}, 95 % interval {low:.3f} to {high:.3f}, n {estimate['n']}"),
         )
-    yield f"{size}{merged} Made and exported with rlhf-cli {__version__}."
 
-
-def _which(context: ModelCardContext) -> str:
-    """Return a sentence on which of PPO's policies it is, and why; empty for other stages."""
-    step, manifest = context.chosen.step, context.stage.manifest or {}
-    if step is None:
-        return ""
-    which = f"This is the policy after update {step} of {context.updates}"
-    if not context.chosen.last or not manifest.get("stopped"):
-        return f"{which}, the last one." if step == context.updates else f"{which}."
-    best = f"the highest by {code(manifest['best']['metric'])}" if "best" in manifest else "the best one"
-    return f"{which}, {best}: the training was stopped ({text(manifest['stopped'])})."
-
-
-def _picked(context: ModelCardContext) -> str:
-    """Return a sentence on the evaluation's selection of this policy; empty if it did not select it."""
-    report: Mapping[str, Any] = context.report
-    if context.chosen.step is None or context.chosen.step != report.get("selected_step"):
-        return ""
-    selected = report["selected"]
-    choice = f"The evaluation picked it by {text(selected['rule'])}: on these prompts its mean flatters it by some "
-    noise = ", ".join(map(str, selected["within_noise"]))
-    more = f" Within the noise of it: update {noise}." if noise else ""
-    return f"{choice}{selected['optimism']:.3f}.{more}"
-
-
-def _as_in_training(context: ModelCardContext) -> Iterator[str]:
-    yield PROMPTS[context.prompts]
-    params = sampling(context)
-    if context.model.can_generate() and params:
-        stage = "evaluation" if context.is_evaluated else "training"
-        options = f"from the whole distribution at temperature {params[0]:g}, with at most {params[1]} tokens"
-        yield f"This is how its answers were sampled in its {stage}: {options}."
-    if hasattr(context.model.config, "reward_mean"):
-        yield (
-            "`reward_mean` and `reward_std` in config.json are those of the SFT model's own answers: 0 is an answer as "
-            "good as they are on the mean."
+    def metadata(self) -> ModelCardData:
+        """Return the metadata for the hub. Unknown fields, such as the license, are omitted."""
+        base, results = self.hub_base.get("path"), list(self.results())
+        return ModelCardData(
+            library_name="transformers",
+            pipeline_tag=TASKS[self.stage.name],
+            base_model=base,
+            base_model_relation="finetune" if base else None,
+            datasets=self.datasets() or None,
+            tags=["rlhf", TAGS[self.stage.name], "rlhf-cli"],
+            model_name=visible(self.name) if results else None,
+            eval_results=results or None,
         )
+
+    def __str__(self) -> str:
+        stop = data.stop_token_id(self.tokenizer)
+        is_eos = stop == self.tokenizer.eos_token_id
+        stop_token = None if is_eos else json.dumps(self.tokenizer.convert_ids_to_tokens(stop))
+        course = [each for each in readings(self.stage) if each.key in COURSE] if self.stage.name == "ppo" else []
+        variables: dict[str, Any] = {
+            "text": text, "code": code, "table": table, "bullets": bullets, "with_interval": with_interval,
+            "model_label": render.model_label, "card_rows": reward_card.card_rows,
+            "card": self, "kind": self.stage.name, "version": __version__, "own_judge": OWN_JUDGE,
+            "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,
+            "libraries": LIBRARIES, "versions": tables.versions(self.stages),
+        }  # fmt: skip
+        return f"{ModelCard.from_template(self.metadata(), template_path=str(TEMPLATE), **variables)}\n"
+
+
+def _lineage(stage: Stage) -> Iterator[Stage]:
+    """Yield a stage and its ancestors, as far as they have not changed since."""
+    hashes: set[str] = set()
+    waiting = [stage]
+    while waiting:
+        stage = waiting.pop(0)
+        if sha256_of(stage) in hashes:
+            continue
+        hashes.add(sha256_of(stage))
+        yield stage
+        for entry in stage.table("parents").values():
+            above = read_stage(entry["stage"], stage.folder / entry["path"]) if entry["stage"] != FOREIGN else None
+            if above and sha256_of(above) == entry["sha256"] and above.state == "finished":
+                waiting.append(above)

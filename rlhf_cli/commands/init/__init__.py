@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
@@ -12,10 +12,9 @@ from pathlib import Path
 
 from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
-from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.demo import world
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import RLHFError, closest_match, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import lock_folder, lock_path, release
@@ -148,7 +147,7 @@ PRESETS = {
     ),
     "preferences": Preset("your own pairs and a base model: --data pairs.jsonl --base MODEL"),
     "reviews": Preset(
-        "film reviews turned friendly: real sentences, two text files of your own, an independent judge",
+        "film reviews turned friendly: real sentences, your two text files, an independent judge",
         preparation="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
     ),
     "tldr": Preset(
@@ -208,43 +207,3 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
             raise SystemExit(result.returncode)
     steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
-
-
-def init_preferences(
-    folder: Path,
-    *,
-    data: str | None,
-    base: str | None,
-    columns: Sequence[str] = (),
-    plain: bool = False,
-    minutes: float | None = None,
-    seed: int = 0,
-) -> None:
-    """Write configs and data made from the user's pairs (see `preferences.write_folder`); `columns` are "NAME=COLUMN".
-
-    Raises RLHFError C11 for missing or malformed options.
-    """
-    if data is None or base is None:
-        required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
-        missing = [option for option, value in required.items() if value is None]
-        text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
-        raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
-    column_names = dict(text.partition("=")[::2] for text in columns)
-    if invalid := next((text for text in columns if not all(text.partition("="))), None):
-        raise RLHFError("C11", f"--column {invalid}: expected NAME=COLUMN", hint="for example --column prompt=question")
-    if several := next((text for text in columns if re.search(r",\s*\w+=", text)), None):
-        options = " ".join(f"--column {part.strip()}" for part in several.split(","))
-        raise RLHFError("C11", f"--column {several}: expected one NAME=COLUMN", hint=f"repeat the option: {options}")
-    from rlhf_cli.commands.init import preferences  # imports torch
-
-    model = os.path.abspath(os.path.expanduser(base))
-    request = preferences.InitRequest(
-        data=resolve_data(data, os.getcwd()),
-        base=model if os.path.exists(model) else base,
-        columns=column_names,
-        plain=plain,
-        minutes=minutes,
-        seed=seed,
-    )
-    preferences.write_folder(folder, configs_folder() / "preferences", request)

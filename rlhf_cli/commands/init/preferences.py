@@ -1,6 +1,8 @@
 """`rlhf init preferences`: write a run folder from one file of preference pairs and a base model."""
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,31 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_cli import config, runs, terminal
-from rlhf_cli.commands.init import all_or_nothing, lengths, remove_leftovers, split
+from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
+from rlhf_cli.commands.init.pairs import (
+    MAX_ANSWERS,
+    PART_USES,
+    PairFormat,
+    Parts,
+    distinct_prompts,
+    example,
+    fit_lengths,
+    measure_lengths,
+    most_chosen,
+    preference,
+    prompts,
+    read_pairs,
+    split_pairs,
+)
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
 from rlhf_cli.config import json_schema
+from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
-from rlhf_cli.errors import RLHFError, shell_path, shown
+from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import devices, load, tokenizers
+from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.statistics import wilson
 
@@ -34,6 +53,44 @@ class InitRequest:
     seed: int
 
 
+def init(
+    folder: Path,
+    *,
+    data: str | None,
+    base: str | None,
+    columns: Sequence[str] = (),
+    plain: bool = False,
+    minutes: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Write configs and data made from the user's pairs (see `write_folder`); `columns` are "NAME=COLUMN".
+
+    Raises RLHFError C11 for missing or malformed options.
+    """
+    if data is None or base is None:
+        required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
+        missing = [option for option, value in required.items() if value is None]
+        text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
+        raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
+    column_names = dict(text.partition("=")[::2] for text in columns)
+    if invalid := next((text for text in columns if not all(text.partition("="))), None):
+        raise RLHFError("C11", f"--column {invalid}: expected NAME=COLUMN", hint="for example --column prompt=question")
+    if several := next((text for text in columns if re.search(r",\s*\w+=", text)), None):
+        options = " ".join(f"--column {part.strip()}" for part in several.split(","))
+        raise RLHFError("C11", f"--column {several}: expected one NAME=COLUMN", hint=f"repeat the option: {options}")
+    model = os.path.abspath(os.path.expanduser(base))
+    request = InitRequest(
+        data=resolve_data(data, os.getcwd()),
+        base=model if os.path.exists(model) else base,
+        columns=column_names,
+        plain=plain,
+        minutes=minutes,
+        seed=seed,
+    )
+    write_folder(folder, configs_folder() / "preferences", request)
+
+
 def write_folder(folder: Path, templates: Path, request: InitRequest) -> None:
     """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
 
@@ -45,14 +102,14 @@ def write_folder(folder: Path, templates: Path, request: InitRequest) -> None:
     base = runs.open_parent(request.base, expect=("sft", "ppo"), key="--base", where="")
     source = DataSource(request.data, "--data", columns=request.columns, on_bad="drop")
     tokenizer = tokenizers.load_tokenizer(base.model)
-    formatted = split.read_pairs(source, tokenizer, plain=request.plain)
+    formatted = read_pairs(source, tokenizer, plain=request.plain)
     if formatted.chat_template:
         tokenizers.set_chat_template(tokenizer, formatted.chat_template)
     context = load.context_length(load.read_config(base.model))
-    used, limits = lengths.fit_lengths(formatted.pairs, lengths.measure_lengths(tokenizer, formatted.pairs), context)
-    parts = split.split_pairs(used, request.seed)
+    used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
+    parts = split_pairs(used, request.seed)
     contents = rows_of_files(parts)
-    inputs = measure_inputs(base.model, limits, parts, {name: len(rows) for name, rows in contents.items()})
+    inputs = measure_inputs(base, limits, parts, {name: len(rows) for name, rows in contents.items()})
     sizes = choose_sizes(inputs, request.minutes)
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
@@ -68,16 +125,16 @@ def check_not_taken(folder: Path) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
 
 
-def rows_of_files(parts: split.Parts) -> dict[str, list[dict[str, Any]]]:
+def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each file in data/."""
     held_out = parts["held-out"]
     return {
-        "sft": [split.example(pair) for pair in split.most_chosen(parts["sft"])],
-        "sft_eval": [split.example(pair) for pair in split.most_chosen(held_out)],
-        "pairs": [split.preference(pair) for pair in parts["pairs"]],
-        "pairs_eval": [split.preference(pair) for pair in held_out],
-        "prompts": list(split.prompts(parts["prompts"])),
-        "heldout": list(split.prompts(held_out)),
+        "sft": [example(pair) for pair in most_chosen(parts["sft"])],
+        "sft_eval": [example(pair) for pair in most_chosen(held_out)],
+        "pairs": [preference(pair) for pair in parts["pairs"]],
+        "pairs_eval": [preference(pair) for pair in held_out],
+        "prompts": list(prompts(parts["prompts"])),
+        "heldout": list(prompts(held_out)),
     }
 
 
@@ -94,7 +151,7 @@ def write_configs(
     templates: Path,
     request: InitRequest,
     base: Parent,
-    formatted: split.PairFormat,
+    formatted: PairFormat,
     inputs: SizingInputs,
     sizes: Sizes,
 ) -> None:
@@ -105,7 +162,7 @@ def write_configs(
         "data": DataSource.of(request.data).shown(),
         "seed": request.seed,
         "style": formatted,
-        "answers": split.MAX_ANSWERS,
+        "answers": MAX_ANSWERS,
         "known": inputs,
         "s": sizes,
     }
@@ -121,15 +178,13 @@ def write_configs(
     json_schema.write_schemas(folder, STAGES)
 
 
-def print_summary(
-    folder: Path, formatted: split.PairFormat, parts: split.Parts, inputs: SizingInputs, sizes: Sizes
-) -> None:
+def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: SizingInputs, sizes: Sizes) -> None:
     """Print the data read and the sizes chosen."""
     used = sum(map(len, parts.values()))
     terminal.out(f"{formatted.read} rows read, {used} pairs used, as {formatted.text}")
     rows = [
-        [name, uses, str(len(split.distinct_prompts(pairs))), str(len(pairs))]
-        for (name, uses), pairs in zip(split.PART_USES.items(), parts.values(), strict=True)
+        [name, uses, str(len(distinct_prompts(pairs))), str(len(pairs))]
+        for (name, uses), pairs in zip(PART_USES.items(), parts.values(), strict=True)
     ]
     terminal.table(["part", "for", "prompts", "pairs"], rows)
     low, high = wilson(sizes.eval_n / 2, sizes.eval_n)

@@ -7,97 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from rlhf_cli import runs
-from rlhf_cli.commands.init import lengths as init_lengths
-from rlhf_cli.commands.init.lengths import Lengths, Speed
-from rlhf_cli.commands.init.split import Parts, distinct_prompts
-from rlhf_cli.models import devices, load
-
-
-@dataclass(frozen=True)
-class SizingInputs:
-    """Measurements of the data, the model and the machine."""
-
-    prompts: Mapping[str, int]  # part -> distinct_prompts prompts
-    pairs: Mapping[str, int]  # part -> pairs
-    rows: Mapping[str, int]  # file of data/ -> its rows before truncation
-    lengths: Lengths
-    parameters: int
-    hidden: int
-    layers: int
-    vocabulary: int
-    device: str
-    memory: int  # bytes
-    speed: Speed | None  # None if the model does not fit
-
-    def __str__(self) -> str:
-        speed = ""
-        if self.speed:
-            speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
-        return (
-            f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {_short(self.parameters)} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
-        )
-
-
-def measure_inputs(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> SizingInputs:
-    """Inspect the model of a folder and measure its speed here. Raises RLHFError M01, M07, M08."""
-    config = load.read_config(folder).get_text_config()
-    parameters = count_parameters(folder)
-    memory = devices.memory_bytes()
-    fits = 20 * parameters < memory  # weights, gradients and some activations
-    return SizingInputs(
-        prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
-        pairs={name: len(part) for name, part in parts.items()},
-        rows=rows,
-        lengths=lengths,
-        parameters=parameters,
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        device=_device_name(),
-        memory=memory,
-        speed=init_lengths.measure_speed(folder) if fits else None,
-    )
-
-
-def count_parameters(folder: Path) -> int:
-    """Count the parameters in a folder's safetensors headers; for an adapter, those of its base model."""
-    if base := runs.find_base(folder):
-        return count_parameters(base)
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no dict)
-                shape = file.get_slice(name).get_shape()
-                total += torch.Size(shape).numel()
-    return total
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if devices.device().type == "cuda" else f"CPU, {os.cpu_count()} cores"
-
-
-def _short(count: int) -> str:
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g} {prefix}"
-    return str(count)
-
+from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
+from rlhf_cli.commands.speed import measure_passes
+from rlhf_cli.models import devices, load, memory
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import hardware
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
 # of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what works for the demo's 0.6 M (docs/results/demo.md).
 BASE_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
-MAX_LEARNING_RATES = {
-    "sft": 1e-3,
-    "reward": 1e-3,
-    "ppo": 2e-4,
-}  # higher PPO rates diverged
+MAX_LEARNING_RATES = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # higher PPO rates diverged
 LEARNING_RATE_EXPONENT = 0.6
-ACTIVATION_BYTES = 68  # per token, layer and hidden unit: twice the 34 of 16 bits (Korthikanti et al. 2022, eq. 1)
-BYTES_PER_PARAMETER = {"train": 16, "ppo": 40}  # AdamW in float32; PPO has two such models and two frozen ones
+MEMORY_SHARE = 0.8  # of the memory, for the models and their passes
+LOGITS_COPIES = 2  # in float32
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
 EVAL_TIME_SHARE = 0.25  # of the time of sft and reward, for their evaluations
@@ -113,6 +36,83 @@ MAX_EVAL_PROMPTS = 512  # the default of eval.n
 BEST_OF = 4
 SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final policy
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
+
+
+BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the batch whose speed is measured
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of the base model in tokens per second."""
+
+    training: float  # forward and backward
+    generation: float
+    cpu_share: float = 1.0  # share of the processor that the measurement had
+
+
+@dataclass(frozen=True)
+class SizingInputs:
+    """Measurements of the data, the model and the machine."""
+
+    prompts: Mapping[str, int]  # part -> distinct prompts
+    pairs: Mapping[str, int]  # part -> pairs
+    rows: Mapping[str, int]  # file of data/ -> its rows before truncation
+    lengths: Lengths
+    parameters: int
+    row_bytes: float  # activations and logits of the longest row
+    device: str
+    memory: int  # bytes
+    speed: Speed | None  # None if the model does not fit
+
+    def __str__(self) -> str:
+        speed = ""
+        if self.speed:
+            speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
+        return (
+            f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
+            f"model has {_short(self.parameters)} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
+        )
+
+    def free_memory(self) -> dict[str, float]:
+        """Return the bytes beside the models: of one in training, and of PPO's two in training and two frozen ones."""
+        models = {"train": (self.parameters, 0), "ppo": (2 * self.parameters, 2 * self.parameters)}
+        return {name: MEMORY_SHARE * self.memory - memory.training_bytes(*counts) for name, counts in models.items()}
+
+
+def measure_inputs(base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> SizingInputs:
+    """Inspect the base model and measure its speed here. Raises RLHFError M01, M07, M08."""
+    config, parameters = load.read_config(base.model), hardware.count_parameters(base, heads=True)
+    logits = LOGITS_COPIES * 4 * lengths.max_length * config.get_text_config().vocab_size
+    available = devices.memory_bytes()
+    fits = 20 * parameters < available  # weights, gradients and some activations
+    on_gpu = devices.device().type == "cuda"
+    return SizingInputs(
+        prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
+        pairs={name: len(part) for name, part in parts.items()},
+        rows=rows,
+        lengths=lengths,
+        parameters=parameters,
+        row_bytes=memory.kept_bytes(config, lengths.max_length).row + logits,
+        device=torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
+        memory=available,
+        speed=measure_speed(base.model) if fits else None,
+    )
+
+
+def measure_speed(folder: Path) -> Speed:
+    """Measure the speed of a folder's model."""
+    model = load.load_causal_lm(folder).to(devices.device())
+    width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
+    prompt = min(NEW_TOKENS, width // 2)
+    times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=BATCH_ROWS)
+    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate, times.share)
+
+
+def _short(count: int) -> str:
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g} {prefix}"
+    return str(count)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Sizes:
 
 def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
-    free = {name: 0.8 * inputs.memory - weight * inputs.parameters for name, weight in BYTES_PER_PARAMETER.items()}
-    tight = min(free.values()) < _row_bytes(inputs) * 8
-    rows = _rows(free["train"], _row_bytes(inputs))
-    ppo_rows = min(_rows(free["ppo"], _row_bytes(inputs) * 2), EPISODES_PER_UPDATE)
+    free = inputs.free_memory()
+    tight = min(free.values()) < inputs.row_bytes * 8
+    rows = _rows(free["train"], inputs.row_bytes)
+    ppo_rows = min(_rows(free["ppo"], inputs.row_bytes * 2), EPISODES_PER_UPDATE)
     samples = _samples(inputs.prompts["prompts"])
     sizes = Sizes(
         sft=_training("sft", inputs, rows),
@@ -272,10 +272,6 @@ def _response_seconds(inputs: SizingInputs) -> float:
     return inputs.lengths.response_length / inputs.speed.generation
 
 
-def _row_bytes(inputs: SizingInputs) -> float:
-    return inputs.lengths.max_length * (ACTIVATION_BYTES * inputs.hidden * inputs.layers + 8 * inputs.vocabulary)
-
-
 def _rows(free: float, row: float) -> int:
     """Return the largest power of two from 1 to 32 that fits."""
     return min(32, _power_of_two(free / row))
@@ -294,7 +290,7 @@ def _samples(prompts: int) -> int:
 def _notes(inputs: SizingInputs, free: dict[str, float]) -> tuple[str, ...]:
     if free["ppo"] >= 0:
         return ()
-    needed = BYTES_PER_PARAMETER["ppo"] * inputs.parameters / 1e9
+    needed = (MEMORY_SHARE * inputs.memory - free["ppo"]) / 1e9
     return (
         f"PPO of {inputs.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
         f"machine has {inputs.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine",

@@ -1,150 +1,59 @@
-"""Estimate of one stage: its models on the meta device, and the memory and FLOPs of its phases."""
+"""Estimate of one stage: its models without content, its data, the memory of its phases, and their time.
 
-import copy
-import json
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
+Time: passes of small models on a CPU are measured, with random weights, on rows of average length: such a model's time
+goes into Python, norms, softmax and copies. For all others, and for machines that are not here, the time is that of the
+matrix products only, a lower bound: FLOPs / rate. The rate is measured on products of the model's width, one with all
+tokens of a micro-batch as rows for reading and learning, and one with a row per response for generation.
+"""
+
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
-from torch import nn
+import torch
 
 from rlhf_cli import runs
-from rlhf_cli.commands.plan import memory
-from rlhf_cli.commands.plan import models as remaining
-from rlhf_cli.commands.plan.measure import MemoryCounter
-from rlhf_cli.commands.plan.memory import Count, Phase, Target, TrainOptions
-from rlhf_cli.commands.plan.meta import STANDARD, Lengths
-from rlhf_cli.commands.plan.models import Certainty, DataSize, ModelResolver
+from rlhf_cli.commands import speed
+from rlhf_cli.commands.plan import phases
+from rlhf_cli.commands.plan.models import Certainty, DataSize, ModelResolver, ModelSpec, steps_follow_rows
+from rlhf_cli.commands.plan.phases import DEFAULT_ADAPTERS, Lengths, Phase, PPOModels, StageModel
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import at_location
-from rlhf_cli.models import build, forward, sharding
+from rlhf_cli.models import build, devices, memory
 from rlhf_cli.stages import hardware, ppo_setup
 
-UNITS = (2, 3, 4)
-MIN_EXTRAPOLATED_UNITS = 20  # units from which three shallow counts take less time than a whole one
-Found = tuple[dict[str, int], list[Phase]]  # parameters of each model, phases
-
-
-def extrapolate_depth(
-    count: Callable[[Config, dict[str, Any]], Found], config: Config, model_configs: dict[str, Any]
-) -> Found:
-    """What `count` finds for a config and its models' transformers configs, without the counting of all layers."""
-    whole = _units(config, model_configs)
-    if whole >= MIN_EXTRAPOLATED_UNITS and all(map(_has_identical_layers, model_configs.values())):
-        found = [count(*_cut(config, model_configs, whole, units)) for units in UNITS]
-        phases = [_extrapolate_phase(each, whole) for each in zip(*(one[1] for one in found), strict=True)]
-        numbers = _by_name([one[0] for one in found])
-        if all(phases) and all(map(_is_linear, numbers.values())):
-            parameters = {name: round(_extrapolate(whole, counts)) for name, counts in numbers.items()}
-            return parameters, [phase for phase in phases if phase]
-    return count(config, model_configs)
-
-
-def _units(config: Config, model_configs: dict[str, Any]) -> int:
-    """Into how many like parts the models can be cut together, and what they share."""
-    shared = (config.ppo.num_shared_layers or 0) if isinstance(config, PPOConfig) else 0
-    depths = [_depth(body) for body in model_configs.values()]
-    return math.gcd(shared, *depths) if shared < min(depths) else 1
-
-
-def _depth(body: Any) -> int:
-    return int(body.get_text_config().num_hidden_layers)
-
-
-def _cut(config: Any, model_configs: dict[str, Any], whole: int, units: int) -> tuple[Config, dict[str, Any]]:
-    """The config and its models with so many of the `whole` units."""
-    if isinstance(config, PPOConfig) and config.ppo.num_shared_layers:
-        shared = {"num_shared_layers": config.ppo.num_shared_layers // whole * units}
-        config = config.model_copy(update={"ppo": config.ppo.model_copy(update=shared)})
-    return config, {key: _shallow(body, _depth(body) // whole * units) for key, body in model_configs.items()}
-
-
-def _shallow(body: Any, depth: int) -> Any:
-    body, whole = deepcopy(body), _depth(body)
-    text = body.get_text_config()
-    for key, each in _per_layer_lists(text, whole):
-        setattr(text, key, each[:depth])
-    text.num_hidden_layers = depth
-    return body
-
-
-def _per_layer_lists(text: Any, depth: int) -> list[tuple[str, list[Any]]]:
-    return [(key, each) for key, each in vars(text).items() if isinstance(each, list) and len(each) == depth]
-
-
-def _has_identical_layers(body: Any) -> bool:
-    kind: Any = type(body)
-    return _layers_identical(kind, body.to_json_string())
-
-
-@cache
-def _layers_identical(kind: Any, body: str) -> bool:
-    """Whether each layer has the modules, settings and weights of the first, and the config says no more of one."""
-    config = kind.from_dict(json.loads(body))
-    text = config.get_text_config()
-    if any(one != each[0] for _, each in _per_layer_lists(text, text.num_hidden_layers) for one in each):
-        return False
-    try:
-        first, *others = map(_layer_signature, sharding.decoder_layers(build.backbone_from_config(config)))
-    except ValueError:  # a family that is built in another way
-        return False
-    return all(layer == first for layer in others)
-
-
-def _layer_signature(layer: nn.Module) -> list[Any]:
-    plain = (int, float, str, bool)
-    modules = [
-        (name, type(each), {key: told for key, told in vars(each).items() if isinstance(told, plain)})
-        for name, each in layer.named_modules()
-    ]
-    for _, _, settings in modules:
-        settings.pop("layer_idx", None)
-    return [*modules, *((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())]
-
-
-def _extrapolate_phase(phases: Sequence[Phase], whole: int) -> Phase | None:
-    """A phase at its whole depth, with its fullest moment alone; None where that cannot be told."""
-    common = set.intersection(*(set(phase.moments) for phase in phases))
-    totals = {moment: [sum(phase.moments[moment].values()) for phase in phases] for moment in common}
-
-    def straight(moment: Any) -> bool:
-        return all(map(_is_linear, _by_name([phase.moments[moment] for phase in phases]).values()))
-
-    for number, phase in enumerate(phases):
-        if not any(straight(moment) for moment in common if totals[moment][number] == phase.total):
-            return None
-    fullest = next(filter(straight, sorted(common, key=lambda moment: -_extrapolate(whole, totals[moment]))))
-    held = _by_name([phase.moments[fullest] for phase in phases])
-    work = [phase.work for phase in phases]
-    if not _is_linear(work):
-        return None
-    moments = {fullest: {kind: round(_extrapolate(whole, counts)) for kind, counts in held.items()}}
-    return Phase(phases[0].name, phases[0].rows, moments, _extrapolate(whole, work))
-
-
-def _by_name(seen: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
-    names = dict.fromkeys(name for each in seen for name in each)
-    return {name: [each.get(name, 0) for each in seen] for name in names}
-
-
-def _extrapolate(units: int, seen: Sequence[float]) -> float:
-    """A number where so many units are, on the line through what it was with the last two of UNITS."""
-    (_, before, last), (_, low, high) = seen, UNITS
-    return last + (last - before) * (units - high) / (high - low)
-
-
-def _is_linear(seen: Sequence[float]) -> bool:
-    """Whether what it was with the first is on that line, too."""
-    return math.isclose(_extrapolate(UNITS[0], seen), seen[0], rel_tol=1e-9)
-
-
+MAX_MEASURED_S = 30.0  # products that take longer take most of the time
 ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hardware available to each of `processes`."""
+
+    gpu: bool
+    memory: int  # bytes
+    name: str
+    processes: int = 1
+
+    @classmethod
+    def of(cls, gib: float | None, processes: int) -> "Target":
+        """Return a target of GPUs with `gib` GiB, or this machine; CPU processes share its memory."""
+        if gib is not None:
+            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
+        gpu = devices.device().type == "cuda"
+        return cls(gpu, devices.memory_bytes() // (1 if gpu else processes), devices.device_name(), processes)
+
+    def computes_in_bf16(self, requested: bool | None) -> bool:
+        """Return devices.use_bf16; a planned GPU is assumed to support it."""
+        return devices.use_bf16(requested) if not self.gpu else requested is not False
+
+    def usable(self, settings: PPOSettings) -> PPOSettings:
+        """Return the settings that this hardware supports."""
+        bf16 = self.gpu or devices.supports_dtype("bfloat16")
+        return hardware.supported_settings(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)
 
 
 @dataclass(frozen=True)
@@ -153,23 +62,28 @@ class Estimate:
 
     config: Config
     mode: str
-    parameters: dict[str, int]  # of each model in memory
-    remaining: DataSize
-    hidden: int
-    layers: int
+    models: dict[str, StageModel]  # in memory; "reference" is the policy's
+    data: DataSize
     phases: list[Phase]
     steps: int
     target: Target
-    run: Callable[..., Found]  # it once more, with another `count`
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        return {name: model.parameters for name, model in self.models.items()}
 
     @property
     def lengths(self) -> Lengths:
-        return self.remaining.lengths
+        return self.data.lengths
+
+    @property
+    def policy(self) -> StageModel:
+        return next(iter(self.models.values()))
 
     @property
     def steps_are(self) -> Certainty:
-        """TrainOptions true `steps` is."""
-        return self.remaining.how if remaining.steps_go_by_rows(self.config) else "exact"
+        """How certain `steps` is."""
+        return self.data.how if steps_follow_rows(self.config) else "exact"
 
     @property
     def peak(self) -> Phase:
@@ -179,26 +93,21 @@ class Estimate:
 def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, target: Target) -> Estimate:
     """Estimate a stage per process, in a mode or, if None, that of the config.
 
-    Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit.
+    Raises RLHFError as `rlhf check` does, for missing or invalid models and data.
     """
     apart = chain.apart(config) if mode is None else set()
     mode = mode or _mode(config)
     starts = {use.key: chain.start(config, use.key) for use in hardware.models_in_memory(config)}
-    first = next(iter(starts.values()))
-    rows = chain.remaining(config, first)
-    ppo = partial(_ppo, apart=apart)
-    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": ppo}
-    if isinstance(config, EvalConfig):
-        estimates["eval"] = partial(_eval, prompts=rows.rows, snapshots=chain.snapshots(config))
-    model_configs = {key: start.body for key, start in starts.items()}
-    run = partial(estimates[config.stage], lengths=rows.lengths, mode=mode, target=target)
-    models, phases = extrapolate_depth(partial(run, count=MemoryCounter), config, model_configs)
-    text = first.body.get_text_config()
-    mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
-    return Estimate(
-        config, mode, models, rows, text.hidden_size, text.num_hidden_layers, phases,
-        _steps(config, rows.rows, target.processes), target, partial(run, config, model_configs),
-    )  # fmt: skip
+    data = chain.data_size(config, next(iter(starts.values())))
+    if isinstance(config, PPOConfig):
+        models, found = _ppo(config, starts, data, mode, target, apart)
+    elif isinstance(config, EvalConfig):
+        mode = "full"  # evaluated models are loaded in full
+        models, found = _evaluation(config, starts, data, target, chain)
+    else:
+        assert isinstance(config, SFTConfig | RewardConfig)
+        models, found = _trl(config, starts, data, mode, target)
+    return Estimate(config, mode, models, data, found, _steps(config, data.rows, target.processes), target)
 
 
 def _mode(config: Config) -> str:
@@ -207,93 +116,71 @@ def _mode(config: Config) -> str:
     return hardware.adapter_kind(config) or "full"
 
 
-def _sft(
-    config: SFTConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
-) -> Found:
-    model = _causal(config, "model.path", model_configs, config.model, count)
-    return _trl_stage(config, config.sft, "policy", model, memory.sft, lengths, mode, target, count)
+def _stage_model(config: Any, key: str, start: ModelSpec, *, scorer: bool, **options: Any) -> StageModel:
+    section = config.model if config.stage in ("sft", "reward") else config.models
+    make = build.reward_model_from_config if scorer else build.causal_lm_from_config
+    with at_location(config.where(key)):
+        model = make(start.body, dtype=section.dtype, attn_implementation=section.attn_implementation)
+    return StageModel(model, section, **options)
 
 
-def _reward(
-    config: RewardConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
-) -> Found:
-    model = _scorer(config, "model.path", model_configs, config.model, count)
-    return _trl_stage(config, config.reward, "reward", model, memory.reward, lengths, mode, target, count)
+def _adapters(mode: str, section: Any) -> dict[str, Any]:
+    adapters = None if mode == "full" else section.adapters or DEFAULT_ADAPTERS
+    return {"adapters": adapters, "four_bits": mode == "qlora"}
 
 
-def _trl_stage(
-    config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str, target: Target,
-    count: Count,
-) -> Found:  # fmt: skip
-    """A stage of one model that TRL trains; `step` is its function in `memory`."""
-    parameters = {name: model.num_parameters()}  # before a mode changes the model
-    whole = sum(weight.nbytes for weight in model.parameters())
-    how = _how(config, ours, mode, target)
-    made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how, count)]
-    if mode == "qlora":  # the finished model is measured as its readers get it
-        made.append(Phase("read again", 0, {"read": {"weights": whole}}))
-    return parameters, made
+def _trl(
+    config: SFTConfig | RewardConfig, starts: dict[str, ModelSpec], data: DataSize, mode: str, target: Target
+) -> tuple[dict[str, StageModel], list[Phase]]:
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward
+    options = {"bf16": target.computes_in_bf16(settings.bf16), "checkpointing": settings.gradient_checkpointing}
+    scorer, start = config.stage == "reward", starts["model.path"]
+    model = _stage_model(config, "model.path", start, scorer=scorer, **options, **_adapters(mode, config.model))
+    eight_bits = config.trainer.get("optim") in ADAMW_8BIT_NAMES
+    found = phases.trl_phases(config.stage, model, settings, data.lengths, gpu=target.gpu, eight_bits=eight_bits)
+    return {"reward" if scorer else "policy": model}, found
 
 
 def _ppo(
-    config: PPOConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
-    *, apart: Collection[str],
-) -> Found:  # fmt: skip
-    """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
-    ppo_setup.check_num_shared_layers(config, model_configs["models.sft"])
-    settings, section = target.usable(config.ppo), config.models
-    policy = _causal(config, "models.sft", model_configs, section, count)
-    made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
-    keys: dict[str, str] = {}
+    config: PPOConfig, starts: dict[str, ModelSpec], data: DataSize, mode: str, target: Target, apart: set[str]
+) -> tuple[dict[str, StageModel], list[Phase]]:
+    """`apart`: keys of models that are no adapters of the policy's weights, although PPO trains adapters."""
+    ppo_setup.check_num_shared_layers(config, starts["models.sft"].body)
+    settings = target.usable(config.ppo)
+    options = {"bf16": settings.bf16, "checkpointing": settings.gradient_checkpointing}
+    adapted = _adapters(mode, config.models)
+    policy = _stage_model(config, "models.sft", starts["models.sft"], scorer=False, **options, **adapted)
+    models, keys = {"policy": policy, "reference": policy}, {}
     for use in hardware.models_in_memory(config):
         if use.role in ("value", "reward"):
-            name = use.role if use.role not in made else f"{use.role} {use.key}"
-            made[name], keys[name] = _scorer(config, use.key, model_configs, section, count), use.key
-    value = made.get("value") or forward.ValueHead(policy)
-    parameters = {name: model.num_parameters() for name, model in made.items()}
-    rewards = {name: model for name, model in made.items() if name.startswith("reward")}
+            name = use.role if use.role not in models else f"{use.role} {use.key}"
+            # a frozen reward model has adapters if it shares its base, and in 4 bits
+            has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in apart)
+            extra = adapted if has_adapters else {}
+            models[name] = _stage_model(config, use.key, starts[use.key], scorer=True, **options, **extra)
+            keys[name] = use.key
+    rewards = {name: model for name, model in models.items() if name.startswith("reward")}
     paths = {reference.key: reference.path for reference in runs.references(config)}
     beside = next((name for name in rewards if "value" in keys and paths[keys[name]] == paths[keys["value"]]), None)
     whole = {name for name, key in keys.items() if key in apart}
-    adapters = config.models.adapters or STANDARD
-    models = memory.PPOModels(policy, made["reference"], value, rewards, adapters, whole, beside)
-    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes, count=count)
-    return parameters, phases
+    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, whole, beside)
+    plan = phases.PPOPlan(ppo_models, settings, data.lengths, gpu=target.gpu, processes=target.processes)
+    return models, plan.phases()
 
 
-def _eval(
-    config: EvalConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
-    *, prompts: int, snapshots: int,
-) -> Found:  # fmt: skip
-    section, ours, uses = config.models, config.eval, hardware.models_in_memory(config)
-    policies = {u.key: _causal(config, u.key, model_configs, section, count) for u in uses if u.role == "policy"}
-    judges = {u.key: _scorer(config, u.key, model_configs, section, count) for u in uses if u.role == "judge"}
-    rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
-    phases = memory.evaluation(
-        [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-prompts // target.processes) * rounds,
-        lengths, gpu=target.gpu, count=count,
-    )  # fmt: skip
-    return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases
-
-
-def _causal(config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(build.causal_lm_from_config, config, key, model_configs, section, count)
-
-
-def _scorer(config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(build.reward_model_from_config, config, key, model_configs, section, count)
-
-
-def _built(make: Any, config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
-    with at_location(config.where(key)):
-        how = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
-        return make(model_configs[key], **how, device=count.device)
-
-
-def _how(config: Any, ours: Any, mode: str, target: Target) -> TrainOptions:
-    adapters = config.model.adapters or STANDARD
-    bf16, in_8_bits = target.computes_in_bf16(ours.bf16), config.trainer.get("optim") in ADAMW_8BIT_NAMES
-    return TrainOptions(bf16, ours.gradient_checkpointing, mode, target.gpu, adapters, in_8_bits)
+def _evaluation(
+    config: EvalConfig, starts: dict[str, ModelSpec], data: DataSize, target: Target, chain: ModelResolver
+) -> tuple[dict[str, StageModel], list[Phase]]:
+    uses, settings = hardware.models_in_memory(config), config.eval
+    policies, judges = (
+        {u.key: _stage_model(config, u.key, starts[u.key], scorer=role == "judge") for u in uses if u.role == role}
+        for role in ("policy", "judge")
+    )
+    rounds = (len(policies) + bool(config.models.base)) * len(settings.modes)
+    rounds += chain.snapshots(config) + max(settings.best_of, default=0)
+    total = -(-data.rows // target.processes) * rounds
+    found = phases.evaluation_phases([*policies.values()], [*judges.values()], settings, total, data.lengths)
+    return {**policies, **judges}, found
 
 
 def _steps(config: Config, rows: int, processes: int) -> int:
@@ -302,3 +189,70 @@ def _steps(config: Config, rows: int, processes: int) -> int:
     if isinstance(config, SFTConfig | RewardConfig):
         return (config.sft if isinstance(config, SFTConfig) else config.reward).steps(max(1, rows), processes)
     return 1
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of each phase. `run`: whether passes were measured; else they are a lower bound.
+
+    `share`: the share of the processor that the measurement had; 1 without a measurement.
+    """
+
+    phases: dict[str, float]
+    run: bool
+    share: float
+
+
+def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
+    """Estimate the time by `flops` operations per second, or by measurements on this machine."""
+    computing = [phase for phase in stage.phases if phase.flops]
+    if flops:
+        return Duration({phase.name: phase.flops / flops for phase in computing}, False, 1)
+    largest = max(stage.parameters.values())
+    devices.set_num_threads(largest)
+    policy, seconds, shares = stage.policy, dict[str, float](), list[float]()
+    for phase in computing:
+        width = 1 if phase.name == "rollout" else stage.lengths.row
+        rate, share = speed.measure_flops(phase.rows * width, policy.hidden)
+        seconds[phase.name] = phase.flops / rate
+        shares.append(share)
+    small = largest < devices.SMALL_MODEL_PARAMETERS and not policy.four_bits
+    if small and not stage.target.gpu and sum(seconds.values()) < MAX_MEASURED_S:
+        return _measure(stage, computing)
+    return Duration(seconds, False, min(shares))
+
+
+def _measure(stage: Estimate, computing: list[Phase]) -> Duration:
+    """Measure a pass of the stage's first model; each phase takes as many of them as its FLOPs say."""
+    policy, lengths = stage.policy, stage.lengths
+    is_scorer = policy.model.get_output_embeddings() is None
+    make = build.reward_model_from_config if is_scorer else build.causal_lm_from_config
+    with torch.random.fork_rng():
+        model = make(policy.model.config, device=torch.device("cpu"))
+    if policy.adapters:
+        memory.add_adapters(model, policy.adapters)
+    rollout = next((phase for phase in computing if phase.name == "rollout"), None)
+    rows = computing[-1].rows * (2 if is_scorer else 1)
+    mean = lengths.average
+    new_tokens, generated = (lengths.response, rollout.rows) if rollout else (0, 1)
+    times = speed.measure_passes(model, rows, mean.prompt, mean.response, new_tokens, generated)
+    answers = 0 if is_scorer else rows * lengths.response
+    passes = {
+        "rollout": (times.generate, policy.generation_flops(generated, lengths)),
+        "judge": (times.forward, policy.forward_flops(rows, lengths.row - 1, answers)),
+    }
+    training = times.train, policy.training_flops(rows, lengths.row, answers)
+    seconds = {}
+    for phase in computing:
+        pass_seconds, pass_flops = passes.get(phase.name, training)
+        seconds[phase.name] = phase.flops / pass_flops * pass_seconds
+    seconds[computing[-1].name] += times.step * _optimizer_steps(stage)
+    return Duration(seconds, True, times.share)
+
+
+def _optimizer_steps(stage: Estimate) -> int:
+    """Return the optimizer steps of an update, counted for each model that is trained."""
+    config = stage.config
+    if isinstance(config, PPOConfig):
+        return config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
+    return int(config.stage != "eval")

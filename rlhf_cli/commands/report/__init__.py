@@ -1,54 +1,61 @@
-"""`rlhf report RUN...`: a run, or a comparison of several, as one HTML page that loads nothing. Reads files alone."""
+"""`rlhf report RUN...`: write a run, or a comparison of several, as one self-contained HTML page."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf_cli import distributed, system, terminal
-from rlhf_cli.commands.report.runs import Run, at_step, read_run
-from rlhf_cli.commands.report.svg import draw as draw_frontier
-from rlhf_cli.commands.report.tables import GENERATOR
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.files import write_text
+from rlhf_cli.runs.read import Run, at_step, read_report, read_run
 from rlhf_cli.runs.resolve import LAST
-from rlhf_cli.runs.stage_folder import REPORT
-
-BEGINNING = 4096  # bytes in which a page of ours says that it is one
+from rlhf_cli.runs.status import REPORT
 
 
 def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
-    """Write the page, print its path, and return it; the log has what the page says in a line.
+    """Write the page, print its path and a summary line, and return the path.
 
-    `step` says which of PPO's policies it tells of, as `steps.at_step` takes it. Without `out` it is
-    RUN/eval/report.html, RUN/report.html where there is no eval/, ./report.html for several runs, and report-STEP.html
-    for another policy than the last. Raises RLHFError M01 for folders that hold no stage, C07 and M10 for `step`, C15
-    where a file of somebody else's is in its place, E03 where it cannot be written.
+    `step` selects PPO's policy as in `runs.at_step`. The default of `out` is RUN/eval/report.html, RUN/report.html
+    without eval/, ./report.html for several runs, and report-STEP.html for a policy other than the last. Raises
+    RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
+    E03 if it cannot be written.
     """
     runs: list[Run] = []
     collect_errors(*(partial(_read, folder, runs) for folder in folders))
     runs = [at_step(each, step) for each in runs]
     name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
-    target = out or (_place(runs[0], name) if len(runs) == 1 else Path(name))
-    _require_ours(target)
+    target = out or (_default_folder(runs[0]) / name if len(runs) == 1 else Path(name))
+    _require_own_file(target)
     write_text(target.resolve(), _page(runs))
     terminal.out(shown(target))
-    terminal.say(f"report   {_in_a_line(runs)}")
+    terminal.say(f"report   {_summary(runs)}")
     terminal.say("next: open it in a browser")
     return target
+
+
+def _read(folder: Path, runs: list[Run]) -> None:
+    runs.append(read_run(folder))
+
+
+def _default_folder(run: Run) -> Path:
+    inside = run.folder / "eval"
+    return inside if inside.is_dir() else run.folder
 
 
 def show_evaluation(config: EvalConfig) -> None:
     """Draw and print the report of a finished evaluation, and check `eval.require` (R06).
 
-    Of several processes only the main one does so: it sets the exit code.
+    With several processes only the main one does so: it sets the exit code.
     """
     if not distributed.is_main_process():
         return
-    report = render.read_report(config.folder)
+    report = read_report(config.folder)
     if "frontier" in report:
+        from rlhf_cli.commands.report.charts import draw_frontier
+
         draw_frontier(report, config.folder / "frontier.svg")
     write_beside(config.folder)
     render.print_report(config.folder)
@@ -56,37 +63,39 @@ def show_evaluation(config: EvalConfig) -> None:
 
 
 def write_beside(eval_folder: Path) -> Path | None:
-    """Draw report.html in an evaluation's folder and return its path.
+    """Write report.html in an evaluation's folder and return its path.
 
     The evaluation is complete by then, so a failure is a warning (R15) and returns None.
     """
     target = eval_folder / REPORT
     try:
-        _require_ours(target)
+        _require_own_file(target)
         write_text(target, _page([read_run(eval_folder)]))
-    except Exception as error:  # of matplotlib, of the disk, of a file that somebody changed by hand
-        said = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
-        text = f"the page of the evaluation could not be made: {' '.join(said.split())}"
-        terminal.warn("R15", text, hint=f"rlhf report {shell_path(eval_folder.parent)} makes it")
+    except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
+        reason = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
+        text = f"the report of the evaluation could not be written: {' '.join(reason.split())}"
+        terminal.warn("R15", text, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
         return None
     return target
 
 
-@dataclass(frozen=True)
-class Brief:
-    """What the page of a run says first, in a sentence, and whether it calls a stage bad, or worth a look."""
+class Brief(NamedTuple):
+    """The first sentence of a run's report, and whether a stage is bad or worth a look."""
 
     headline: str
     suspect: bool
 
 
 def brief(folder: Path) -> Brief:
-    """A run's page in brief; nothing is drawn. Raises RLHFError M01 where there is no stage."""
+    """Return the summary of a run without drawing its report. Raises RLHFError M01 if there is no stage."""
     return _brief(read_run(folder))
 
 
-def _read(folder: Path, runs: list[Run]) -> None:
-    runs.append(read_run(folder))
+def _brief(run: Run) -> Brief:
+    from rlhf_cli.commands.report import diagnosis
+
+    badges = diagnosis.badges(run)
+    return Brief(diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges))
 
 
 def _page(runs: list[Run]) -> str:
@@ -99,37 +108,28 @@ def _page(runs: list[Run]) -> str:
     return compare.of_runs(runs)
 
 
-def _brief(run: Run) -> Brief:
-    from rlhf_cli.commands.report import health, summary
-
-    badges = summary.badges(run)
-    return Brief(summary.suspect(run, badges), any(badge.grade in health.ILL for badge in badges))
-
-
-def _in_a_line(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return _brief(runs[0]).headline
     from rlhf_cli.commands.report import compare
 
-    return f"{len(runs)} runs are compared: {', '.join(compare.told_apart([run.folder for run in runs]))}"
+    return f"comparison of {len(runs)} runs: {', '.join(compare.short_names([run.folder for run in runs]))}"
 
 
-def _place(run: Run, name: str) -> Path:
-    inside = run.folder / "eval"
-    return (inside if inside.is_dir() else run.folder) / name
-
-
-def _require_ours(target: Path) -> None:
-    """Raises RLHFError C15 where the path holds something that is no page of ours, E03 where it cannot be written."""
-    hint = "give another place: --out FILE"
+def _require_own_file(target: Path) -> None:
+    """Raise RLHFError C15 if the path has a file that is not a report, E03 if it cannot be written."""
+    hint = "choose another path: --out FILE"
     if target.is_dir():
         raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
-    if target.exists() and not _is_ours(target):
-        raise RLHFError("C15", f"{shown(target)} is no page of ours; nothing is overwritten", hint=hint)
-    system.require_writable(target.resolve().parent, hint=hint)
-    target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not _is_report(target):
+        raise RLHFError("C15", f"{shown(target)} exists and is not a report of rlhf; it is not overwritten", hint=hint)
+    folder = target.resolve().parent
+    system.require_writable(folder, hint=hint)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_report(path: Path) -> bool:
+    from rlhf_cli.commands.report.page import GENERATOR
+
     with path.open("rb") as file:
-        return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(BEGINNING)
+        return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)

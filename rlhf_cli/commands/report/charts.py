@@ -1,277 +1,334 @@
-"""Each kind of figure on the page, one function a kind."""
+"""Figures of the report, drawn by matplotlib as SVG elements of a page: nothing is loaded, colors follow the page."""
 
-from collections.abc import Mapping, Sequence
+import io
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.report import svg
-from rlhf_cli.commands.report.health import ILL, Reading, by_cause, readings
+from markupsafe import Markup, escape
+
 from rlhf_cli.commands.report.rules import Band
-from rlhf_cli.commands.report.runs import Run, Stage, at, is_number
-from rlhf_cli.commands.report.svg import ALARM, BAND, INK, MUTED, SERIES, Drawing, drawing, mark
-from rlhf_cli.commands.report.tables import lengths, number, percent, visible
-from rlhf_cli.evaluation.render import win_rate_rows
+from rlhf_cli.commands.report.tables import number, visible
+from rlhf_cli.files import write_text
 
-Points = Sequence[tuple[float, float]]
-CARD = (4.4, 2.3)  # inches: a figure of a card, whose letters are as large as the page's on a phone
-ROOM = 0.15  # of the range of the values, above and below, which a healthy range may stretch
-
-
-def curves(
-    name: str, about: str, lines: Mapping[str, Points], *, band: Band | None = None, unit: str = "", x: str = "update",
-    alarms: Sequence[int] = (),
-) -> Drawing:  # fmt: skip
-    """Lines over steps, a healthy range shaded behind them, a dotted line at each alarm."""
-
-    def draw(axis: Any) -> None:
-        for place, (label, points) in enumerate(lines.items()):
-            dots = "o" if len(points) == 1 else None
-            color = SERIES[place % len(SERIES)]
-            (line,) = axis.plot(*zip(*points, strict=True), color=color, marker=dots, label=visible(label))
-            mark(line, label)
-        low, high = _limits([value for points in lines.values() for _, value in points])
-        if band:
-            _shade(axis, band, [step for step, _ in next(iter(lines.values()))], low, high)
-        for step in alarms:
-            mark(axis.axvline(step, color=ALARM, linestyle=":", linewidth=1), f"alarm-{step}")
-        axis.set_ylim(low, high)
-        axis.set(xlabel=x, ylabel=unit)
-        _whole_steps(axis)
-        if len(lines) > 1:
-            axis.legend(loc="best")
-
-    return drawing(name, about, CARD, draw)
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """What an axis shows: the values, with some room."""
-    low, high = min(values), max(values)
-    room = ROOM * (high - low) or 0.1 * abs(high) or 1.0
-    return low - room, high + room
-
-
-def _shade(axis: Any, band: Band, steps: Sequence[float], low: float, high: float) -> None:
-    """The range as far as it can be seen: where the values are far inside, all of the panel is shaded."""
-    ends = [steps[0] - 0.5, steps[0] + 0.5] if len(steps) == 1 else steps
-    bottom, top = (
-        [min(max(value, low), high) for value in bound] if bound else [edge] * len(steps)
-        for bound, edge in ((band.low, low), (band.high, high))
-    )
-    twice = len(ends) // len(steps)
-    mark(axis.fill_between(ends, bottom * twice, top * twice, color=BAND, linewidth=0), "healthy")
-
-
-def _whole_steps(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-
-
-def win_rate_chart(name: str, about: str, rows: Sequence[tuple[str, float, Sequence[float] | None]]) -> Drawing:
-    """A row for each comparison: the share that is won, its interval, and the line of a coin's."""
-
-    def draw(axis: Any) -> None:
-        axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
-        for place, (label, value, interval) in enumerate(rows):
-            color = SERIES[0] if not interval or interval[0] > 0.5 else SERIES[1] if interval[1] < 0.5 else MUTED
-            if interval:
-                axis.plot(interval, [place, place], color=color, linewidth=2.2, solid_capstyle="butt")
-            (dot,) = axis.plot([value], [place], "o", color=color, markersize=5)
-            mark(dot, f"win-{label}")
-        axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK, fontsize=8)
-        axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of prompts won, with 95 % interval")
-        axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-        axis.grid(visible=False, axis="y")
-
-    return drawing(name, about, (4.8, 0.7 + 0.25 * len(rows)), draw)
-
-
-def histograms(name: str, about: str, values: Mapping[str, Sequence[float]], x: str) -> Drawing:
-    """How often each value comes, one outline a series, the same bins for all."""
-
-    def draw(axis: Any) -> None:
-        import numpy as np
-
-        every = [value for each in values.values() for value in each]
-        bins = np.histogram_bin_edges(every, bins=min(30, max(5, int(max(every) - min(every)))))
-        for place, (label, each) in enumerate(values.items()):
-            _, _, (outline,) = axis.hist(each, bins, histtype="stepfilled", alpha=0.35, color=SERIES[place])
-            axis.hist(each, bins, histtype="step", color=SERIES[place], linewidth=1.4)
-            outline.set_label(label)
-            mark(outline, label)
-        axis.set(xlabel=x, ylabel="answers")
-        axis.legend(loc="best")
-
-    return drawing(name, about, CARD, draw)
-
-
-def bars(name: str, about: str, counts: Sequence[float], edges: Sequence[float], x: str, y: str) -> Drawing:
-    """A bar for what lies below the first edge, between each two, and above the last; of like width."""
-
-    def draw(axis: Any) -> None:
-        found = axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)
-        for place, bar in enumerate(found):
-            mark(bar, f"bar-{place}")
-        axis.set_xticks([place + 0.5 for place in range(len(edges))], [number(edge) for edge in edges])
-        axis.set(xlabel=x, ylabel=y)
-        axis.grid(visible=False, axis="x")
-
-    return drawing(name, about, CARD, draw)
-
-
-def calibration(name: str, about: str, bins: Sequence[Mapping[str, float]]) -> Drawing:
-    """How often a said chance comes true: on the line it would be as often as it is said."""
-
-    def draw(axis: Any) -> None:
-        axis.plot([0.5, 1], [0.5, 1], color=MUTED, linestyle="--", linewidth=1)
-        most = max(each["n"] for each in bins)
-        line, shares = [each["confidence"] for each in bins], [each["accuracy"] for each in bins]
-        axis.plot(line, shares, color=SERIES[0], linewidth=1)
-        dots = axis.scatter(line, shares, [10 + 60 * each["n"] / most for each in bins], color=SERIES[0])
-        mark(dots, "calibration")
-        axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="chance that the scores say", ylabel="comes true")
-
-    return drawing(name, about, CARD, draw)
-
-
-# Of SFT and reward model: metric, title, unit; its evaluation is drawn beside it.
-TRAINING = {
-    "sft": (("loss", "Loss", "nats a token"), ("mean_token_accuracy", "Tokens guessed right", "share")),
-    "reward": (("loss", "Loss", ""), ("accuracy", "Pairs told right", "share"), ("margin", "Margin", "score")),
+# Placeholder colors, replaced by the page's own, which follow light and dark mode.
+INK, MUTED, GRID, BAND = "#010203", "#010204", "#010205", "#010206"
+SERIES = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
+ALARM = "#010221"
+VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
+VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(SERIES, start=1)}
+THEME: dict[Any, Any] = {
+    "svg.hashsalt": "rlhf",  # equal figures are equal bytes
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a judge may be called $x$
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.titlesize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
 }
+ID = re.compile(r' id="([^"]*)"')
+USED = re.compile(r'(?:href="#|url\(#)([^")]+)')
+SERIES_ID = "series-"  # prefix of the group of a line, a bar or an interval
+CARD = (4.4, 2.3)  # inches; on a phone its letters are as large as those of the page
+MARGIN = 0.15  # above and below the values, as a share of their range
+Points = Sequence[tuple[float, float]]
+Draw = Callable[[Any], None]  # draws on a matplotlib axis
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A card of the page: a figure, what it is called, and what is seen."""
+    """A card of the page; `markup` is None if there is nothing to draw."""
 
     title: str
-    drawing: Drawing | None
     sentence: str
+    markup: Markup | None
     verdict: str = "none"
     advice: str = ""
     key: str = ""
 
 
-def training(stage: Stage) -> list[Figure]:
-    """The curves of SFT or of the reward model."""
-    found = []
-    for key, title, unit in TRAINING[stage.name]:
-        series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
-        lines = {name: points for name, points in series.items() if points}
-        if lines:
-            told = " ".join(f"{name.capitalize()}: {_way(points)}" for name, points in lines.items())
-            final = stage.told("metrics").get("eval_loss") if key == "loss" else None
-            if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # of runs made before
-                told += (
-                    f" Over all held-out tokens, at the end: {number(final)}; the curve's is the mean of its batches."
-                )
-            name = f"{stage.name}-{key}"
-            drawing = curves(name, f"{title}. {told}", lines, unit=unit, x="step")
-            found.append(Figure(title, drawing, told, key=key))
-    return found
+def figure(
+    name: str,
+    title: str,
+    sentence: str,
+    draw: Draw,
+    size: tuple[float, float] = CARD,
+    *,
+    about: str = "",
+    key: str = "",
+) -> Figure:
+    """Return a card with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
+    return Figure(title, sentence, draw_svg(name, f"{title}. {about or sentence}", size, draw), key=key)
 
 
-def _way(points: list[tuple[int, float]]) -> str:
-    (_, first), (_, last) = points[0], points[-1]
-    return f"{number(first)}." if len(points) == 1 else f"{number(first)} to {number(last)}."
+# SVG
 
 
-def ppo(run: Run) -> list[Figure]:
-    """A card for each of PPO's metrics that has a rule: first those to look at, last those that never move.
+def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Markup:
+    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`."""
+    with _matplotlib(THEME) as new_figure:
+        canvas = new_figure(figsize=size, layout="constrained")
+        draw(canvas.subplots())
+        svg = _save(canvas, dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
+    return Markup(_inline(svg, name, visible(about)))
 
-    In all of them it is marked where each of the watchdog's signals first fired.
+
+@contextmanager
+def _matplotlib(settings: dict[Any, Any]) -> Iterator[Any]:
+    """Context manager that yields matplotlib's Figure class under these settings."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(settings):
+        yield Canvas
+
+
+def _save(canvas: Any, metadata: Mapping[str, None], **options: Any) -> str:
+    picture = io.StringIO()
+    canvas.savefig(picture, format="svg", metadata=metadata, **options)
+    return picture.getvalue()
+
+
+def _inline(svg: str, name: str, about: str) -> str:
+    """Return matplotlib's SVG file as an element of a page. Only ids in use, and those of series, are kept."""
+    body = svg[svg.index("<svg") :]
+    box = re.search(r'viewBox="([^"]*)"', body)
+    assert box, "matplotlib gives a figure a size"
+    body = body[body.index(">") + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.S)
+    body = body.replace("xlink:href", "href")
+    size = r"font-family: [^;\"]*;?|font: (\d+px)[^;\"]*"
+    body = re.sub(size, lambda match: f"font-size: {match[1]}" if match[1] else "", body)
+    used, seen = set(USED.findall(body)), set[str]()
+
+    def rename(match: re.Match[str]) -> str:
+        old = match[1]
+        if old not in used and not old.startswith(SERIES_ID):
+            return ""
+        while old in seen:  # two series may have the same name
+            old += "-again"
+        seen.add(old)
+        return f' id="{name}-{old}"'
+
+    body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", ID.sub(rename, body))
+    for color, variable in VARIABLES.items():
+        body = body.replace(color, variable)
+    body = re.sub(r"\n\s*", "\n", body).strip()
+    return f'<svg class="figure" viewBox="{box[1]}" role="img" aria-label="{escape(about)}">\n{body}'
+
+
+def mark(artist: Any, name: str) -> None:
+    """Name the SVG group of an artist."""
+    artist.set_gid(SERIES_ID + re.sub(r"\W+", "-", visible(name)))
+
+
+# Kinds of drawings
+
+
+def curves(
+    lines: Mapping[str, Points], *, band: Band | None = None, unit: str = "", x: str = "update",
+    alarms: Sequence[int] = (),
+) -> Draw:  # fmt: skip
+    """Lines over steps, the healthy range shaded, a dotted line at each alarm."""
+
+    def draw(axis: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        for index, (label, points) in enumerate(lines.items()):
+            dots, color = "o" if len(points) == 1 else None, SERIES[index % len(SERIES)]
+            (line,) = axis.plot(*zip(*points, strict=True), color=color, marker=dots, label=visible(label))
+            mark(line, label)
+        values = [value for points in lines.values() for _, value in points]
+        margin = MARGIN * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
+        low, high = min(values) - margin, max(values) + margin
+        if band:
+            _shade(axis, band, [step for step, _ in next(iter(lines.values()))], low, high)
+        for step in alarms:
+            mark(axis.axvline(step, color=ALARM, linestyle=":", linewidth=1), f"alarm-{step}")
+        axis.set(xlabel=x, ylabel=unit, ylim=(low, high))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if len(lines) > 1:
+            axis.legend(loc="best")
+
+    return draw
+
+
+def _shade(axis: Any, band: Band, steps: Sequence[float], low: float, high: float) -> None:
+    """Shade the visible part of the healthy range."""
+    bottom, top = ([min(max(value, low), high) for value in bound] for bound in (band.low, band.high))
+    if len(steps) == 1:
+        steps, bottom, top = [steps[0] - 0.5, steps[0] + 0.5], bottom * 2, top * 2
+    mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")
+
+
+def win_rate_chart(rows: Sequence[tuple[str, float, Sequence[float] | None]]) -> Draw:
+    """A row for each comparison: the win rate, its interval, and the line of one half."""
+
+    def draw(axis: Any) -> None:
+        axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
+        for y, (label, value, interval) in enumerate(rows):
+            color = SERIES[0] if not interval or interval[0] > 0.5 else SERIES[1] if interval[1] < 0.5 else MUTED
+            if interval:
+                axis.plot(interval, [y, y], color=color, linewidth=2.2, solid_capstyle="butt")
+            (dot,) = axis.plot([value], [y], "o", color=color, markersize=5)
+            mark(dot, f"win-{label}")
+        axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK, fontsize=8)
+        axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="win rate with 95 % interval")
+        axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+        axis.grid(visible=False, axis="y")
+
+    return draw
+
+
+def histograms(values: Mapping[str, Sequence[float]], x: str) -> Draw:
+    """One outline per series, with the same bins."""
+
+    def draw(axis: Any) -> None:
+        import numpy as np
+
+        pooled = [value for series in values.values() for value in series]
+        bins = np.histogram_bin_edges(pooled, bins=min(30, max(5, int(max(pooled) - min(pooled)))))
+        for index, (label, series) in enumerate(values.items()):
+            _, _, (outline,) = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=SERIES[index])
+            axis.hist(series, bins, histtype="step", color=SERIES[index], linewidth=1.4)
+            outline.set_label(label)
+            mark(outline, label)
+        axis.set(xlabel=x, ylabel="answers")
+        axis.legend(loc="best")
+
+    return draw
+
+
+def bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str) -> Draw:
+    """Bars of equal width: below the first edge, between each two, and above the last."""
+
+    def draw(axis: Any) -> None:
+        for index, bar in enumerate(axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)):
+            mark(bar, f"bar-{index}")
+        axis.set_xticks([index + 0.5 for index in range(len(edges))], [number(edge) for edge in edges])
+        axis.set(xlabel=x, ylabel=y)
+        axis.grid(visible=False, axis="x")
+
+    return draw
+
+
+def calibration(bins: Sequence[Mapping[str, float]]) -> Draw:
+    """Accuracy over confidence, and the diagonal of perfect calibration."""
+
+    def draw(axis: Any) -> None:
+        axis.plot([0.5, 1], [0.5, 1], color=MUTED, linestyle="--", linewidth=1)
+        most = max(each["n"] for each in bins)
+        confidence, accuracy = ([each[name] for each in bins] for name in ("confidence", "accuracy"))
+        axis.plot(confidence, accuracy, color=SERIES[0], linewidth=1)
+        dots = axis.scatter(confidence, accuracy, [10 + 60 * each["n"] / most for each in bins], color=SERIES[0])
+        mark(dots, "calibration")
+        axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
+
+    return draw
+
+
+PAPER = ("#1f5fa8", "#d1660a", "black")  # colors of PPO, of SFT's best of n, of the ring in a separate file
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
+
+
+def frontier_panel(judge: str, report: Mapping[str, Any], colors: Sequence[str], *, legend: bool = False) -> Draw:
+    """A judge's mean with interval over KL on a square-root scale: PPO's snapshots, and SFT's best of n.
+
+    As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
+    KL, the true quality rises and falls.
     """
-    stage, found = run.stages["ppo"], []
-    alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
-    seen = readings(stage)
-    ill = [reading for reading in by_cause(seen) if reading.verdict in ILL]
-    for reading in [*ill, *(reading for reading in seen if reading not in ill)]:
-        drawing = _curve(reading, stage, alarms) if reading.moves else None
-        found.append(
-            Figure(
-                reading.title,
-                drawing,
-                reading.sentence,
-                reading.verdict,
-                reading.advice.text(stage.config),
-                reading.key,
-            )
-        )
-    return sorted(found, key=lambda figure: figure.drawing is None and figure.verdict not in ILL)
+    ppo_color, best_of_n_color, ring_color = colors
+
+    def draw(axis: Any) -> None:
+        start = (0.0, report["models"]["sft"])
+        snapshots = [start, *((max(0.0, row["kl"]), row) for row in report["frontier"])]  # estimates may be below 0
+        best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
+        for points, style, color, label in (
+            (best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)"),
+            (snapshots, "o-", ppo_color, "PPO snapshots"),
+        ):
+            scores = [row["judges"][judge] for _, row in points]
+            means = [score["mean"] for score in scores]
+            errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
+            style_options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
+            kl = [kl for kl, _ in points]
+            (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=label, **style_options)
+            mark(dots, label)
+        for kl, row in snapshots[1:]:
+            if row["step"] == report.get("selected_step"):
+                label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
+                (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
+                mark(ring, label)
+        end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
+        axis.set_xscale("function", functions=(_root, _square))
+        axis.set_xlim(-end / 800, end)
+        axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
+        axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
+        axis.grid(alpha=0.3)
+        if legend:
+            axis.legend(*_legend(axis), loc="best")
+
+    return draw
 
 
-def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:
-    lines = {reading.title: reading.points}
-    if reading.key == "objective/scores" and (less := stage.series("objective/rlhf_reward")):
-        lines = {"score": reading.points, "less the KL penalty": less}
-    about = f"{reading.title} over updates. {reading.sentence}"
-    return curves(figure_name(reading.key), about, lines, band=reading.band, unit=reading.unit, alarms=alarms)
+def _legend(axis: Any) -> list[list[Any]]:
+    """Return the handles and labels of a frontier's legend, PPO first."""
+    return [each[::-1] for each in axis.get_legend_handles_labels()]
 
 
-def figure_name(key: str) -> str:
-    """What the figure of a metric of PPO is called within its page."""
-    return "ppo-" + key.replace("/", "-").replace("_", "-")
+def ticks(end: float) -> list[float]:
+    """Return round numbers up to `end` that do not overlap on the square-root scale."""
+    shown = [0.0]
+    for tick in TICKS:
+        if tick <= end and math.sqrt(tick) - math.sqrt(shown[-1]) > 0.07 * math.sqrt(end):
+            shown.append(tick)
+    return shown
 
 
-def card(told: Mapping[str, Any]) -> list[Figure]:
-    """Calibration and margins of a reward model's report card."""
-    found = []
-    if bins := told.get("calibration"):
-        said = (
-            f"Expected calibration error {number(told['ece'])}: on the mean so far from the dashed line, on which what "
-            "the scores say comes true. A dot is larger where more pairs are."
-        )
-        found.append(Figure("Calibration", calibration("card-calibration", f"Calibration. {said}", bins), said))
-    if "margin_histogram" in told:
-        edges, counts = told["margin_histogram"]["edges"], told["margin_histogram"]["counts"]
-        wrong = sum(counts[: 1 + edges.index(0.0)])
-        said = (
-            "A margin is the chosen answer's score less the rejected one's, a bar the number of pairs between two. "
-            f"{wrong} of {told['n']} lie below 0: there the rejected answer scores higher."
-        )
-        about = f"Margins between chosen and rejected answers. {said}"
-        drawing = bars("card-margins", about, counts, edges, "margin, chosen less rejected", "pairs")
-        found.append(Figure("Margins", drawing, said))
-    return found
+def _root(values: Any) -> Any:
+    """Return the square root, continued to the left of 0, where the axis begins."""
+    import numpy as np
+
+    return np.sign(values) * np.sqrt(np.abs(values))
 
 
-def frontiers(report: Mapping[str, Any]) -> list[Figure]:
-    """A panel for each judge, where the evaluation went along PPO's snapshots."""
-    found = []
-    for place, judge in enumerate(at(report, "models.sft.judges") if report.get("frontier") else ()):
-        points = report["frontier"]
-        best = max(points, key=lambda point: point["judges"][judge]["mean"])
-        end = points[-1]
-        said = (
-            f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} nats; "
-            f"at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
-        )
-        near = end["judges"][judge].get("within_noise")  # older evaluations do not say
-        if end is not best and near is not None:
-            said += ", which is no difference beyond noise" if near else ", which is worse beyond noise"
-        said += "."
-        drawing = svg.panel(f"frontier-{place}", f"{judge} over KL. {said}", judge, report)
-        found.append(Figure(f"By {judge}", drawing, said))
-    return found
+def _square(values: Any) -> Any:
+    import numpy as np
+
+    return np.sign(values) * np.square(values)
 
 
-def wins(report: Mapping[str, Any]) -> Figure | None:
-    """Every win rate of the report, sampled ones first."""
-    found = [
-        (f"{pair}, {judge}{how}", rate["value"], rate.get("ci95")) for pair, how, judge, rate in win_rate_rows(report)
-    ]
-    if not found:
-        return None
-    told = "; ".join(f"{label}: {percent(value)}" for label, value, _ in found)
-    return Figure("Win rates", win_rate_chart("win-rates", f"Win rates. {told}.", found), "")
-
-
-def length_figure(run: Run) -> Figure | None:
-    """How long both policies' answers are."""
-    found = lengths(run.answers)
-    if not found or min(map(len, found.values())) == 0:
-        return None
-    told = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in found.items())
-    said = f"Mean tokens of an answer: {told}."
-    return Figure("Lengths of the answers", histograms("lengths", said, found, "tokens of an answer"), said)
+def draw_frontier(report: Mapping[str, Any], path: Path) -> None:
+    """Write the frontier as an SVG file with a panel for each judge."""
+    judges = list(report["models"]["sft"]["judges"])
+    with _matplotlib({"svg.hashsalt": "rlhf"}) as new_figure:
+        canvas = new_figure(figsize=(0.8 + 4.4 * len(judges), 4.0), layout="constrained")
+        axes = canvas.subplots(1, len(judges), squeeze=False)[0]
+        for axis, judge in zip(axes, judges, strict=True):
+            frontier_panel(judge, report, PAPER)(axis)
+        handles, labels = _legend(axes[0])
+        columns = len(labels) if len(judges) > 1 else 1
+        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        svg = _save(canvas, {"Date": None})
+    write_text(path, svg)

@@ -1,199 +1,164 @@
-"""Several runs on one page: their numbers with mean and spread, their curves, and what is set differently."""
+"""Comparison of several runs on one page: results with mean and spread, curves, and the settings that differ."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlhf_cli.commands.report import charts, summary
-from rlhf_cli.commands.report.charts import Figure, figure_name
-from rlhf_cli.commands.report.page import WORDS, render
-from rlhf_cli.commands.report.rules import RULES, last_quarter
-from rlhf_cli.commands.report.run_tables import stage_row, total_seconds
-from rlhf_cli.commands.report.runs import STAGES, Run, at, between, is_number
-from rlhf_cli.commands.report.tables import bounds, number, percent, rated
+from rlhf_cli.commands.report import diagnosis, figures
+from rlhf_cli.commands.report.charts import Figure, curves, figure
+from rlhf_cli.commands.report.page import WORDS, render_template
+from rlhf_cli.commands.report.rules import RULES
+from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
 from rlhf_cli.evaluation.render import pair_label
-from rlhf_cli.statistics import bonferroni_z, wilson_difference
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.discover import STAGES
+from rlhf_cli.runs.read import Run, between
+from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
-SECTIONS = (
-    ("numbers", "Numbers"), ("curves", "PPO"), ("differences", "What is set differently"), ("stages", "Stages"),
-)  # fmt: skip
-OF_REPORT = (
-    ("PPO, KL from SFT in nats", "models.ppo.kl"),
-    ("PPO, tokens of an answer", "models.ppo.response_length_mean"),
-    ("SFT, tokens of an answer", "models.sft.response_length_mean"),
+SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings that differ"), ("stages", "Stages"))
+# Rows that are keys of report.json: title, path, whether it is a share.
+REPORT_ROWS = (
+    ("PPO, KL from SFT in nats", "models.ppo.kl", False),
+    ("PPO, tokens per answer", "models.ppo.response_length_mean", False),
+    ("SFT, tokens per answer", "models.sft.response_length_mean", False),
+    ("PPO, answers that end", "models.ppo.eos_fraction", True),
+    ("SFT, answers that end", "models.sft.eos_fraction", True),
 )
-ENDED = (("PPO, answers that end", "models.ppo.eos_fraction"), ("SFT, answers that end", "models.sft.eos_fraction"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A number of each run, and its 95 % interval; None where a run has none."""
+    """A result of each run with its 95 % interval; values that are not numbers are unknown."""
 
     title: str
-    values: list[float | None]
+    results: list[Any]
     intervals: list[Any] | None = None
-    share: bool = False  # told in percent
-    averaged: bool = True  # whether a mean over runs means anything
+    share: bool = False  # shown in percent
+    averaged: bool = True  # False if a mean over runs is meaningless
+
+    @property
+    def values(self) -> list[float | None]:
+        return [float(value) if is_number(value) else None for value in self.results]
 
     def cells(self) -> list[str]:
-        """The row as text: what it is, each run's number, and over them mean, spread and n."""
+        """Return the title, each run's result, and mean, standard deviation over runs (n - 1) and n."""
         intervals = self.intervals or [None] * len(self.values)
-        told = [
-            self.said(value) + (bounds(interval) if value is not None else "")
+        cells = [
+            self._text(value) + (bounds(interval) if value is not None else "")
             for value, interval in zip(self.values, intervals, strict=True)
         ]
-        return [self.title, *told, *self._spread()]
+        known = [value for value in self.values if value is not None]
+        spread = stdev(known) if len(known) > 1 else None
+        over_runs = [self._text(fmean(known)), self._text(spread)] if self.averaged else ["", ""]
+        return [self.title, *cells, *over_runs, str(len(known))]
 
-    def _spread(self) -> list[str]:
-        """Mean, standard deviation over runs (n - 1), and n, of the runs that have the number."""
-        found = [value for value in self.values if value is not None]
-        if not self.averaged:
-            return ["", "", str(len(found))]
-        return [self.said(fmean(found)), self.said(stdev(found) if len(found) > 1 else None), str(len(found))]
-
-    def said(self, value: float | None) -> str:
-        """One number of the row."""
+    def _text(self, value: float | None) -> str:
         return "-" if value is None else percent(value) if self.share else number(value)
 
 
 def of_runs(runs: list[Run]) -> str:
-    """The page that compares runs; the same bytes for the same files."""
-    names = told_apart([run.folder for run in runs])
-    rows = [row for row in numbers(runs) if any(value is not None for value in row.values)]
-    badges, differences = [summary.badges(run) for run in runs], between(runs)
-    return render(
+    """Return the page that compares runs; equal files give equal bytes."""
+    names = short_names([run.folder for run in runs])
+    badges, differences = [diagnosis.badges(run) for run in runs], between(runs)
+    states = [
+        [name, *(_state(run, each[index]) for run, each in zip(runs, badges, strict=True))]
+        for index, name in enumerate(STAGES)
+    ]
+    return render_template(
         "compare.html.jinja",
         title=f"{len(runs)} runs",
         subtitle=", ".join(names),
         sections=SECTIONS,
         names=names,
         notes=[f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes],
-        first=[(name, summary.suspect(run, each)) for name, run, each in zip(names, runs, badges, strict=True)],
-        apart=list(apart(names, runs)),
-        seeds_alone=all(key == "seed" for _, key, _ in differences),
-        numbers=[row.cells() for row in rows],
+        headlines=[(name, diagnosis.headline(run, each)) for name, run, each in zip(names, runs, badges, strict=True)],
+        win_rates=list(win_rate_differences(names, runs)),
+        only_seeds=all(key == "seed" for _, key, _ in differences),
+        results=[row.cells() for row in results(runs) if any(value is not None for value in row.values)],
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
-        stages=[
-            [name, *(_state(run, each[place]) for run, each in zip(runs, badges, strict=True))]
-            for place, name in enumerate(STAGES)
-        ],
+        stages=states,
     )
 
 
-def told_apart(folders: list[Path]) -> list[str]:
-    """A name for each folder: as many of its last parts as it takes; the same folder twice is numbered."""
+def short_names(folders: list[Path]) -> list[str]:
+    """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = [Path(*folder.parts[-parts:]).as_posix() for folder in folders]
         if len(set(names)) == len(set(folders)):
             break
-    return [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, start=1)]
+    return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
 
 
-def _state(run: Run, badge: summary.Badge) -> str:
+def _state(run: Run, badge: diagnosis.Badge) -> str:
     state = stage_row(run.stages[badge.stage]).state
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 
-def numbers(runs: list[Run]) -> Iterator[Row]:
-    """The headline numbers. What an evaluation tells that is out of date is no number of the run."""
-    reports = [run.outcome or {} for run in runs]
-    yield Row(
-        "SFT, loss on held-out rows", [_number(run.stages["sft"].told("metrics").get("eval_loss")) for run in runs]
-    )
-    right = [run.stages["reward"].told("metrics") for run in runs]
-    intervals = [each.get("accuracy_ci95") for each in right]
-    yield Row(
-        "reward model, pairs told right", [_number(each.get("accuracy")) for each in right], intervals, share=True
-    )
-    for pair, judge in _rated(reports):
-        rates = [at(report, "win_rate") or {} for report in reports]
-        told = [each.get(pair, {}).get(judge, {}) for each in rates]
-        for key, bound, note in (
-            ("value", "ci95", ""),
-            ("length_controlled", "length_controlled_ci95", ", at equal length"),
-        ):
-            values, intervals = [_number(rate.get(key)) for rate in told], [rate.get(bound) for rate in told]
-            yield Row(f"{pair_label(pair)}, {judge}{note}", values, intervals, share=True)
+def results(runs: list[Run]) -> Iterator[Row]:
+    """Yield the main results. Evaluations that are out of date are ignored."""
+    reports: list[Mapping[str, Any]] = [run.outcome or {} for run in runs]
+    yield Row("SFT, held-out loss", [run.stages["sft"].table("metrics").get("eval_loss") for run in runs])
+    metrics = [run.stages["reward"].table("metrics") for run in runs]
+    intervals = [each.get("accuracy_ci95") for each in metrics]
+    yield Row("reward model, accuracy", [each.get("accuracy") for each in metrics], intervals, share=True)
+    sections = [report.get("win_rate") or {} for report in reports]
+    pairs = {(pair, judge): None for each in sections for pair in each if "_vs_" in pair for judge in each[pair]}
+    for pair, judge in pairs:
+        rates = [each.get(pair, {}).get(judge, {}) for each in sections]
+        for key, note in (("value", ""), ("length_controlled", ", length-controlled")):
+            ends = [rate.get("ci95" if key == "value" else f"{key}_ci95") for rate in rates]
+            yield Row(f"{pair_label(pair)}, {judge}{note}", [rate.get(key) for rate in rates], ends, share=True)
     judges = [at(report, "models.ppo.judges") or {} for report in reports]
     for judge in dict.fromkeys(name for each in judges for name in each):
-        means = [each.get(judge, {}) for each in judges]
-        title, values = f"PPO, mean of {judge}, held-out prompts", [_number(mean.get("mean")) for mean in means]
-        yield Row(title, values)
-    for title, path in OF_REPORT:
-        yield Row(title, [_number(at(report, path)) for report in reports])
-    for title, path in ENDED:
-        yield Row(title, [_number(at(report, path)) for report in reports], share=True)
-    yield Row("selected update", [_number(report.get("selected_step")) for report in reports], averaged=False)
-    yield Row("PPO, reward score in training, at its end", [_end(run) for run in runs])
+        yield Row(f"PPO, mean of {judge}, held-out prompts", [(each.get(judge) or {}).get("mean") for each in judges])
+    for title, path, share in REPORT_ROWS:
+        yield Row(title, [at(report, path) for report in reports], share=share)
+    yield Row("selected update", [report.get("selected_step") for report in reports], averaged=False)
+    scores = [[value for _, value in run.stages["ppo"].series("objective/scores")] for run in runs]
+    yield Row("PPO, final reward score in training", [fmean(last_quarter(each)) if each else None for each in scores])
     yield Row("PPO, seconds", [total_seconds(run.stages["ppo"]) or None for run in runs])
 
 
-def _rated(reports: list[Any]) -> dict[tuple[str, str], None]:
-    """Pairs of policies and the judges of any run, in the order of their first run."""
-    sections = [report.get("win_rate") or {} for report in reports]
-    return {
-        (pair, judge): None for each in sections for pair, judges in each.items() if "_vs_" in pair for judge in judges
-    }
+def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
+    """Yield for each judge if the highest and lowest win rate over SFT differ by more than chance in the prompts.
 
-
-def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
-    """For each judge whether PPO's highest and lowest win rate over SFT differ by more than chance in the prompts.
-
-    They are the outermost of several: the interval of their difference is one of as many as there are pairs of runs.
+    The interval of their difference is corrected for the number of pairs of runs.
     """
-    rates = [run.rates for run in runs]
-    for judge in dict.fromkeys(name for each in rates for name in each):
-        told = [
-            (each[judge], name, run)
-            for each, name, run in zip(rates, names, runs, strict=True)
-            if {"ci95", "n"} <= (each.get(judge) or {}).keys()
-        ]
-        if len(told) < 2:
+    for judge in dict.fromkeys(name for run in runs for name in run.rates):
+        rates = [(run.rates.get(judge) or {}, name, run) for name, run in zip(names, runs, strict=True)]
+        rates = [each for each in rates if {"ci95", "n"} <= each[0].keys()]
+        if len(rates) < 2:
             continue
-        if len({_who(run, judge) for _, _, run in told}) > 1:
-            yield f"{judge} is another judge in these runs: its win rates cannot be held against each other."
+        if len({_judge_model(run, judge) for _, _, run in rates}) > 1:
+            yield f"{judge} is a different judge in these runs: its win rates are not comparable."
             continue
-        ordered = sorted(told, key=lambda each: float(each[0]["value"]))
+        ordered = sorted(rates, key=lambda each: float(each[0]["value"]))
         (least, low, _), (most, high, _) = ordered[0], ordered[-1]
-        ends = [f"{name} ({rated(rate)})" for rate, name in ((most, high), (least, low))]
-        pairs = bonferroni_z(math.comb(len(told), 2))
-        gap, _ = wilson_difference((most["value"], most["n"]), (least["value"], least["n"]), pairs)
-        which = (
-            "differ by more than chance in the prompts, though another seed may move both"
+        z = bonferroni_z(math.comb(len(rates), 2))
+        gap, _ = wilson_difference((most["value"], most["n"]), (least["value"], least["n"]), z)
+        result = (
+            "differ by more than chance in the prompts; another seed may move both"
             if gap > 0
-            else "cannot be told apart: the interval of their difference holds 0"
+            else "are not distinguishable: the interval of their difference includes 0"
         )
-        yield f"By {judge} {' and '.join(ends)} {which}."
+        yield f"By {judge} {high} ({rated(most)}) and {low} ({rated(least)}) {result}."
 
 
-def _who(run: Run, judge: str) -> str:
-    """What a judge is: its model's hash, or what the config names."""
+def _judge_model(run: Run, judge: str) -> str:
+    """Return the hash of a judge's model, or else its setting."""
     key, stage = "models.reward" if judge == "reward" else f"judges.{judge}", run.stages["eval"]
-    return str(at(stage.told("parents").get(key), "sha256") or stage.setting(key))
-
-
-def _end(run: Run) -> float | None:
-    values = [value for _, value in run.stages["ppo"].series("objective/scores")]
-    return fmean(last_quarter(values)) if values else None
+    return str(at(stage.table("parents").get(key), "sha256") or stage.setting(key))
 
 
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
     for rule in RULES:
         series = {name: run.stages["ppo"].series(rule.key) for name, run in zip(names, runs, strict=True)}
         lines = {name: points for name, points in series.items() if points}
-        if len({value for points in lines.values() for _, value in points}) < 2:
-            continue
-        told = "; ".join(
-            f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()
-        )
-        said = f"At the end: {told}."
-        drawing = charts.curves(figure_name(rule.key), f"{rule.title}. {said}", lines, unit=rule.unit)
-        yield Figure(rule.title, drawing, said, key=rule.key)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if is_number(value) else None
+        if len({value for points in lines.values() for _, value in points}) > 1:
+            ends = [f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()]
+            sentence, draw = f"At the end: {'; '.join(ends)}.", curves(lines, unit=rule.unit)
+            yield figure(figures.figure_name(rule.key), rule.title, sentence, draw, key=rule.key)

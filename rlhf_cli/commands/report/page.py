@@ -1,4 +1,4 @@
-"""One run as a page."""
+"""The report of one run as an HTML page."""
 
 import base64
 import hashlib
@@ -10,60 +10,81 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_cli import __version__
-from rlhf_cli.commands.report import charts, run_tables, summary, tables
-from rlhf_cli.commands.report.runs import Run, Stage, at, from_defaults, is_number
-from rlhf_cli.commands.report.tables import GENERATOR, bounds, count, finalize, last_heat_map, number, percent
+from rlhf_cli.commands.report import diagnosis, figures, tables
+from rlhf_cli.commands.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES
-from rlhf_cli.evaluation.render import deciding_judge_of, response_pairs, selection_lines
-from rlhf_cli.evaluation.reward_model_table import card_rows
+from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.reward_card import card_rows
+from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.read import Run, Stage, from_defaults
 
+GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
 WORDS = {
     "good": "good", "early": "too early to tell", "stale": "out of date", "look": "worth a look", "bad": "bad",
-    "open": "not there yet",
+    "open": "incomplete",
 }  # fmt: skip
 SECTIONS = (
-    ("glance", "In one glance"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
-    ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Lengths"), ("samples", "Samples"),
-    ("tokens", "Token by token"), ("again", "Make it again"),
+    ("glance", "Summary"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
+    ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"), ("samples", "Samples"),
+    ("tokens", "Token by token"), ("again", "Reproduce"),
 )  # fmt: skip
 
 
 def of_run(run: Run) -> str:
-    """The page of a run, complete in itself; the same bytes for the same files."""
-    heat_map, badges = last_heat_map(run.samples), summary.badges(run)
-    return render(
+    """Return the self-contained page of a run; equal files give equal bytes."""
+    heat_map, badges = tables.last_heat_map(run.samples), diagnosis.badges(run)
+    stages, ppo = list(run.stages.values()), run.stages["ppo"]
+    missing = [stage.name for stage in stages if not stage.there]
+    return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
-        subtitle=_subtitle(run),
-        sections=[each for each in SECTIONS if heat_map or each[0] != "tokens"],
-        warnings=_untold(run, badges),
+        subtitle=f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
+        + (f"; {tables.ABSENT}: {', '.join(missing)}" if missing else ""),
+        sections=[section for section in SECTIONS if heat_map or section[0] != "tokens"],
+        warnings=_other_warnings(run, badges),
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
-        suspect=summary.suspect(run, badges),
-        todo=summary.todo(run, badges),
-        sentences=summary.sentences(run),
+        headline=diagnosis.headline(run, badges),
+        todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.todo],
+        sentences=diagnosis.sentences(run),
+        stages=[tables.stage_row(stage) for stage in stages],
+        phases=tables.phases(ppo),
+        speed=tables.speed(ppo),
+        differences=[
+            [each.stage, each.key, each.value, "required" if each.default is None else each.default]
+            for stage in stages
+            for each in from_defaults(stage)
+        ],
+        data=tables.data_rows(stages),
+        models=tables.model_rows(run),
+        versions=tables.versions(stages),
+        folder=run.folder.name,
+        commands=tables.commands(run),
+        hashes=tables.hashes(run),
+        training=[(stage, title, figures.training(run.stages[stage])) for stage, title in SECTIONS[2:4]],
+        ppo=figures.ppo(run),
+        temperature=ppo.setting("ppo.temperature"),
+        firings=list(_alarms(run.firings)),
         heat_map=heat_map,
-        **_what_ran(run),
-        **_training(run),
-        **_evaluation(run.report),
-        **_samples(run),
+        **_report_card(run),
+        **_evaluation(run),
     )
 
 
-def render(template: str, **about: Any) -> str:
-    """A page from its template. Everything printed into it is escaped and made visible, our own figures aside."""
+def render_template(template: str, **values: Any) -> str:
+    """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
     import jinja2
 
-    # A script, a style and a figure are ours; all else goes through `finalize` and is escaped.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rlhf_cli.commands.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=finalize,
+        finalize=lambda value: value if value is None or hasattr(value, "__html__") else visible(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(number=number, words=WORDS)
+    environment.globals.update(number=number, percent=percent, is_number=is_number, words=WORDS)
     script = _text("search.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
@@ -72,7 +93,7 @@ def render(template: str, **about: Any) -> str:
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         style=Markup(_text("style.css")),
-        **about,
+        **values,
     )
 
 
@@ -81,136 +102,67 @@ def _text(name: str) -> str:
     return (files("rlhf_cli.commands.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _untold(run: Run, badges: Sequence[summary.Badge]) -> list[str]:
-    """What is damaged, and what the evaluation warned of, where no badge tells it in the same words."""
-    told = [reason for badge in badges for reason in badge.reasons]
-    noted = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
-    return [note for note in noted if not any(reason in note for reason in told)]
+def _other_warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
+    """Return the notes on damage and the evaluation's warnings that no badge repeats."""
+    reasons = [reason for badge in badges for reason in badge.reasons]
+    notes = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
+    return [note for note in notes if not any(reason in note for reason in reasons)]
 
 
-def _subtitle(run: Run) -> str:
-    there = [name for name, stage in run.stages.items() if stage.there]
-    missing = [name for name, stage in run.stages.items() if not stage.there]
-    return f"Stages: {', '.join(there)}" + (f"; not there yet: {', '.join(missing)}" if missing else "")
-
-
-def _what_ran(run: Run) -> dict[str, Any]:
-    stages = list(run.stages.values())
+def _report_card(run: Run) -> dict[str, Any]:
+    """Return the card of the reward stage, or else that of the evaluation."""
+    reward: Stage = run.stages["reward"]
+    metrics = reward.table("metrics")
+    card: Mapping[str, Any] = at(run.report, "reward_model") or {}
+    if "accuracy" in metrics:
+        card = {**metrics, **reward.table("card")}
+    accuracy = ""
+    if "accuracy" in card:
+        interval = bounds(card.get("accuracy_ci95") or card.get("ci95"))
+        accuracy = f"Accuracy {percent(card['accuracy'])}{interval} on the held-out pairs; chance is 50 %."
+    complete = "accuracy" in card and "adversarial" in card
     return {
-        "stages": [run_tables.stage_row(stage) for stage in stages],
-        "phases": run_tables.phases(run.stages["ppo"]),
-        "speed": run_tables.speed(run.stages["ppo"]),
-        "differences": [each for stage in stages for each in from_defaults(stage)],
-        "data": run_tables.data_rows(stages),
-        "models": run_tables.model_rows(run),
-        "versions": run_tables.versions(stages),
-        "folder": run.folder.name,
-        "commands": run_tables.commands(run),
-        "hashes": run_tables.hashes(run),
+        "card": card if complete else {},
+        "card_accuracy": accuracy,
+        "card_rows": card_rows(card) if complete else [],
+        "card_figures": figures.report_card(card) if complete else [],
+        "confidence": mean_confidence(card) if complete else 0.0,
+        "ece_limit": ece_limit(card) if complete else MAX_ECE,
+        "limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
+        "no_card": accuracy or str(at(run.report, "no_reward_card") or "There is no report card yet."),
     }
 
 
-def _training(run: Run) -> dict[str, Any]:
-    sft, reward = run.stages["sft"], run.stages["reward"]
-    found = _card(run, reward)
-    told = "adversarial" in found
-    return {
-        "training": [("sft", "SFT", charts.training(sft)), ("reward", "Reward model", charts.training(reward))],
-        "card_rows": card_rows(found) if told else [],
-        "card_notes": list(tables.notes(found)) if told else [],
-        "card_accuracy": _right(found) if told else "",
-        "card_figures": charts.card(found) if told else [],
-        "no_card": _right(found) if found else str(at(run.report, "no_reward_card") or "There is no report card yet."),
-        "ppo": charts.ppo(run),
-        "trained_on": _trained_on(run.stages["ppo"]),
-        "firings": list(_fired(run.firings)),
-    }
-
-
-def _card(run: Run, reward: Stage) -> Mapping[str, Any]:
-    """The reward stage's report card, or that of the evaluation where the stage is not there; empty without one."""
-    metrics, card = reward.told("metrics"), reward.told("card")
-    told = {**metrics, **card} if "accuracy" in metrics else at(run.report, "reward_model") or {}
-    return told if "accuracy" in told else {}
-
-
-def _right(card: Mapping[str, Any]) -> str:
-    interval = bounds(card.get("accuracy_ci95") or card.get("ci95"))
-    return f"Right on {percent(card['accuracy'])}{interval} of the held-out pairs; a coin is on 50 %."
-
-
-def _trained_on(ppo: Stage) -> str:
-    """What the responses are that PPO's figures are of."""
-    temperature = ppo.setting("ppo.temperature")
-    return "sampled from prompts of the training" + (
-        f" at temperature {number(temperature)}" if is_number(temperature) else ""
-    )
-
-
-def _fired(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each signal's first line of watchdog.jsonl in a sentence, and how often it fired after that."""
+def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield each watchdog signal's first alarm as a sentence, and the number of later ones."""
     by_signal: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by_signal.setdefault((str(row.get("signal")), str(row.get("source"))), []).append(row)
     for first, *later in by_signal.values():
-        more = f" After that {count(len(later), 'time')} more, up to update {later[-1]['step']}." if later else ""
-        yield _firing(first) + more
+        try:
+            message = SIGNAL_MESSAGES[first["signal"]].format(**first)
+        except (KeyError, ValueError, TypeError):  # a line that was edited by hand
+            message = str(first.get("signal"))
+        more = f" It fired {count(len(later), 'more time')}, up to update {later[-1]['step']}." if later else ""
+        yield f"Update {first['step']}: {message} ({first.get('action')}).{more}"
 
 
-def _firing(row: Mapping[str, Any]) -> str:
-    try:
-        told = SIGNAL_MESSAGES[row["signal"]].format(**row)
-    except (KeyError, ValueError, TypeError):  # a line that somebody wrote by hand
-        told = str(row.get("signal"))
-    return f"Update {row['step']}: {told} ({row.get('action')})."
-
-
-def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
-    told = report or {}
-    points, judges = told.get("frontier") or [], tables.judge_table(told)
-    columns, rows = tables.policies(told)
-    why = told.get("no_frontier")
+def _evaluation(run: Run) -> dict[str, Any]:
+    report, pairs = run.report or {}, render.response_pairs(run.answers)
+    missing = "The evaluation has no frontier." if report else "The evaluation is not finished."
+    samples = tables.sample_groups(pairs)
     return {
-        "judged_on": _judged_on(told),
-        "frontiers": charts.frontiers(told),
-        "frontier_judges": judges,
-        "frontier_rows": [
-            [point["step"], number(point["kl"]), *(tables.mean(point["judges"][judge]) for judge in judges),
-             "selected" if point["step"] == told.get("selected_step") else ""]
-            for point in points
-        ],
-        "selected": "selected_step" in told,
-        "choice": [line.strip() for line in selection_lines(told)],
-        "no_frontier": f"There is none: {why}." if why else _no_frontier(report),
-        "wins": charts.wins(told),
-        "win_columns": list(tables.WON),
-        "win_rows": tables.won(told),
-        "model_columns": columns,
-        "model_rows": rows,
-    }  # fmt: skip
-
-
-def _judged_on(report: Mapping[str, Any]) -> str:
-    """What the answers are that the evaluation's numbers are of."""
-    if not report:
-        return ""
-    told = f"{count(report['n'], 'held-out prompt')}, an answer each"
-    if is_number(temperature := report.get("temperature")):
-        told += f", sampled at temperature {number(temperature)}"
-    return told + (f", cut off at {length} tokens" if is_number(length := report.get("response_length")) else "")
-
-
-def _no_frontier(report: Mapping[str, Any] | None) -> str:
-    return "Not there yet: the evaluation is not finished." if report is None else "The evaluation has none."
-
-
-def _samples(run: Run) -> dict[str, Any]:
-    found = response_pairs(run.answers)
-    shown = tables.chosen(found)
-    return {
-        "lengths": charts.length_figure(run),
-        "shown": shown,
-        "judge": deciding_judge_of(run.answers),
-        "pair_count": count(len(found), "prompt"),
-        "shown_count": sum(len(each.pairs) for each in shown),
+        "report": report,
+        "frontiers": figures.frontiers(report),
+        "frontier": render.frontier_table(report) if report.get("frontier") else (),
+        "selection": list(render.selection_lines(report)),
+        "no_frontier": report.get("no_frontier") or missing,
+        "wins": figures.wins(report),
+        "win_rates": render.win_rate_table(report),
+        "policies": render.policies_table(report) if report else (),
+        "lengths": figures.lengths(run.answers),
+        "samples": samples,
+        "judge": render.deciding_judge_of(run.answers),
+        "num_pairs": len(pairs),
+        "num_shown": sum(len(group) for _, group in samples),
     }

@@ -1,45 +1,32 @@
-"""Texts of others on a page: nothing in them may act, and what cannot be seen is made visible."""
+"""Texts and tables of the report: number formats, what ran, sample responses, and one response token by token."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlhf_cli.commands.report.runs import at, is_number
-from rlhf_cli.errors import redact
-from rlhf_cli.evaluation import render
-from rlhf_cli.evaluation.render import ResponsePair, Row, response_pairs
-from rlhf_cli.evaluation.reward_model import (
-    MAX_ECE,
-    MIN_PROBE_LIMIT,
-    OVER_LONG_LIMIT,
-    SWAPPED_PROMPT_LIMIT,
-    ece_limit,
-    mean_confidence,
-)
-from rlhf_cli.statistics import with_interval
+from rlhf_cli.config.loading import load
+from rlhf_cli.errors import RLHFError, redact, shell_word
+from rlhf_cli.evaluation.render import ResponsePair
+from rlhf_cli.files import files_sha256
+from rlhf_cli.jsonl import flatten, is_number
+from rlhf_cli.runs.parents import FOREIGN
+from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.terminal import duration
 
-GENERATOR = "rlhf report"  # how we know our own pages: no other file is ever replaced
-# Control characters but newline and tab; what turns the direction of a text; what has no width; halves of characters.
-UNSEEN = re.compile(
+# Control characters except newline and tab, direction overrides, zero-width characters, surrogates.
+INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
-    """The text without secrets, each character that one could not see as its number: `[U+202E]`."""
-    return UNSEEN.sub(lambda found: f"[U+{ord(found[0]):04X}]", redact(text))
-
-
-def finalize(value: Any) -> Any:
-    """For Jinja: what a template prints. Markup is ours and stays; all else is escaped behind this."""
-    if value is None or hasattr(value, "__html__"):
-        return value
-    return visible(str(value))
+    """Return the text without secrets, each invisible character as its code: `[U+202E]`."""
+    return INVISIBLE.sub(lambda match: f"[U+{ord(match[0]):04X}]", redact(text))
 
 
 def number(value: float) -> str:
-    """A number in few digits, a real minus sign in front where it is below 0."""
+    """Return a number in few digits, with a real minus sign."""
     text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2g}" if abs(value) < 1e-3 else ""
     return (text or f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
 
@@ -49,204 +36,243 @@ def percent(share: float) -> str:
 
 
 def bounds(interval: Any) -> str:
-    """An interval of shares as percents: ` [58, 68]`; nothing where there is none."""
+    """Return an interval of shares in percent: ` [58, 68]`; empty without one."""
     return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
 
 
-def count(number_of: int, word: str) -> str:
-    """`1 update`, `40 updates`."""
-    return f"{number_of:,} {word}{'' if number_of == 1 else 's'}"
+def count(n: int, word: str) -> str:
+    """Return `1 update`, `40 updates`."""
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def rated(rate: Mapping[str, Any]) -> str:
-    """A win rate with its interval, if it has one: `52 % [46, 58]`."""
+    """Return a win rate with its interval, if it has one: `52 % [46, 58]`."""
     return percent(rate["value"]) + bounds(rate.get("ci95"))
 
 
-WON = ("comparison", "won", "at equal length", "ties", "of")
+# What ran
+
+PHASES = {
+    "time/rollout_s": ("rollout", "generating responses"),
+    "time/judge_s": ("judge", "log-probs, values, scores, advantages"),
+    "time/update_s": ("update", "training policy and value model"),
+}
+REST = ("other", "checkpoints, samples, logs, loading")
+ABSENT = "not run yet"
 
 
-def judge_table(report: Mapping[str, Any]) -> list[str]:
-    """The names of those that scored the answers."""
-    return list(at(report, "models.sft.judges") or [])
+class StageRow(NamedTuple):
+    name: str
+    state: str
+    steps: str
+    time: str
+    seed: str
+    device: str
 
 
-def won(report: Mapping[str, Any]) -> list[list[str]]:
-    """A row of `WON` for each win rate."""
+class DataRow(NamedTuple):
+    stage: str
+    key: str
+    path: str
+    rows: str
+    sha256: str
+
+
+def stage_row(stage: Stage) -> StageRow:
+    """Return a stage as a row of text; unknown cells are empty."""
+    steps, seconds = [row["step"] for row in stage.metrics], total_seconds(stage)
+    environment = (stage.identity or {}).get("environment") or {}
+    processes = environment.get("processes", 1)
+    state = {"absent": ABSENT, "begun": "not finished"}.get(stage.state, stage.state)
+    return StageRow(
+        stage.name,
+        state + (f" (from {stage.elsewhere})" if stage.elsewhere else ""),
+        count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
+        duration(seconds) if seconds else "",
+        str(stage.setting("seed")) if stage.config else "",
+        str(environment.get("device") or "") + (f", {processes} processes" if processes != 1 else ""),
+    )
+
+
+def total_seconds(stage: Stage) -> float:
+    """Return the seconds of a stage's training without interruptions; 0 if its log has none."""
+    return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
+
+
+def data_rows(stages: Iterable[Stage]) -> list[DataRow]:
+    """Return the data of each stage by key. Rows are counted if the file exists and has not changed since."""
     rows = []
-    for pair, how, judge, rate in render.win_rate_rows(report):
-        value, equal = rated(rate), rate.get("length_controlled")
-        told = "-" if equal is None else percent(equal)
-        rows.append([f"{pair}, {judge}{how}", value, told, str(rate.get("ties", "-")), str(rate.get("n", "-"))])
+    for stage in stages:
+        hashes = (stage.manifest or stage.identity or {}).get("data")
+        for key, sha256 in (hashes if isinstance(hashes, Mapping) else {}).items():
+            path = stage.setting(key)
+            name = path if isinstance(path, str) else ""
+            rows.append(
+                DataRow(stage.name, key, name, _row_count(stage.folder / name, sha256) if name else "", str(sha256))
+            )
     return rows
 
 
-def policies(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(columns, a row for each policy): its distance from SFT, its answers' length, and its mean by each judge."""
-    names, rows = judge_table(report), []
-    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
-        for name, told in (section.get("models") or {}).items():
-            kl = with_interval(told["kl"], told.get("kl_ci95")) if "kl" in told else "-"
-            means = [mean(told["judges"][judge]) for judge in names]
-            length, ended = f"{told['response_length_mean']:.1f}", percent(told["eos_fraction"])
-            rows.append([render.model_label(name) + how, kl, length, ended, *means])
-    return ["policy", "KL, nats", "length", "ended", *names], rows
+def _row_count(path: Path, sha256: Any) -> str:
+    try:
+        if not path.is_file():
+            return ""
+        if files_sha256([path]) != sha256:
+            return "changed since"
+        if path.suffix not in (".jsonl", ".txt"):
+            return ""
+        with path.open("rb") as file:
+            return f"{sum(bool(line.strip()) for line in file):,}"
+    except OSError:
+        return ""
 
 
-def mean(told: Mapping[str, Any]) -> str:
-    """A judge's mean with its interval."""
-    return with_interval(told["mean"], told.get("ci95"))
+def model_rows(run: Run) -> list[list[str]]:
+    """Return (stage, key, description, path, sha256) of the input models and the output of each stage."""
+    rows = []
+    for stage in run.stages.values():
+        for key, entry in stage.table("parents").items():
+            if isinstance(entry, Mapping):
+                kind = "external" if entry.get("stage") == FOREIGN else f"{entry.get('stage')} stage"
+                path = str(entry.get("path", "")) + (f" at {entry['revision']}" if "revision" in entry else "")
+                rows.append([stage.name, key, kind, path, str(entry.get("sha256", ""))])
+        manifest = stage.manifest or {}
+        if sha256 := manifest.get("model_sha256"):
+            kind = f", {manifest['model_is']}" if "model_is" in manifest else ""
+            step = f", after step {manifest['step']}" if "step" in manifest else ""
+            rows.append([stage.name, "model/", f"output{kind}{step}", "", str(sha256)])
+    return rows
 
 
-TOLD = {
-    "reward": "what the token earned: the KL penalty, and at the last token the score",
-    "kl": "how much likelier the policy makes the token than the SFT policy does, in nats",
-    "value": "what the value model expects from here on",
-    "advantage": "how much better than expected: PPO makes tokens above 0 likelier, those below 0 less likely",
+def versions(stages: Iterable[Stage]) -> dict[str, str]:
+    """Return {package: version}, with all versions if the stages differ."""
+    by_name: dict[str, dict[str, None]] = {}
+    for stage in stages:
+        for name, version in stage.table("versions").items():
+            by_name.setdefault(str(name), {})[str(version)] = None
+    return {name: " and ".join(each) for name, each in by_name.items()}
+
+
+def phases(ppo: Stage) -> list[tuple[str, str, str, float]]:
+    """Return (phase, description, time, share) of PPO's time; empty if its log has no times."""
+    seconds = {key: sum(value for _, value in ppo.series(key)) for key in PHASES}
+    total = max(total_seconds(ppo), sum(seconds.values()))
+    if not any(seconds.values()):
+        return []
+    named = {PHASES[key]: value for key, value in seconds.items()} | {REST: total - sum(seconds.values())}
+    return [(name, about, duration(value), value / total) for (name, about), value in named.items()]
+
+
+def speed(ppo: Stage) -> str:
+    """Return PPO's throughput of prompt and response tokens; empty if its log has no times."""
+    tokens = sum(value for _, value in ppo.series("tokens/real"))
+    seconds = sum(value for key in PHASES for _, value in ppo.series(key))
+    return f"{tokens / seconds:,.0f} tokens/s over {tokens:,.0f} tokens" if tokens and seconds else ""
+
+
+def commands(run: Run) -> list[str]:
+    """Return the commands that repeat the run from the folder that contains it.
+
+    From the run's own configs if they still have the values that were used (--set may have changed some), else stage by
+    stage from the copies that each stage keeps.
+    """
+    place = shell_word(run.folder.name)
+    if all(_matches_its_file(run, stage) for stage in run.stages.values() if stage.there):
+        return [f"rlhf run {place}"]
+    local = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]
+    return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in local]
+
+
+def _matches_its_file(run: Run, stage: Stage) -> bool:
+    """Return True if RUN/STAGE.yaml has the values that the stage was run with; newer keys are ignored."""
+    file = run.folder / f"{stage.name}.yaml"
+    try:
+        now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
+    except RLHFError:
+        return False
+    return bool(now) and all(now.get(key) == value for key, value in flatten(stage.config or {}).items())
+
+
+def hashes(run: Run) -> list[tuple[str, str]]:
+    """Return (name, sha256 or revision) of all inputs and manifests."""
+    names = {"config_sha256": "config", "tokenizer_sha256": "tokenizer", "template_sha256": "template"}
+    names |= {"git": "git revision", "sha256": "manifest.json"}
+    manifests = {stage.name: stage.manifest or stage.identity or {} for stage in run.stages.values()}
+    return [
+        (f"{stage}, {name}", str(manifest[key]))
+        for stage, manifest in manifests.items()
+        for key, name in names.items()
+        if manifest.get(key)
+    ]
+
+
+# Sample responses
+
+SHOWN = 3  # pairs per group
+
+
+def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[ResponsePair]]]:
+    """Return (title, pairs) of those shown, each pair once: highest and lowest gain, median gain, largest change."""
+    remaining = sorted(pairs, key=lambda pair: (-pair.gain, pair.index))
+    median = sorted(pair.gain for pair in pairs)[len(pairs) // 2] if pairs else 0.0
+
+    def take(ordered: list[ResponsePair]) -> list[ResponsePair]:
+        taken = ordered[:SHOWN]
+        remaining[:] = [pair for pair in remaining if pair not in taken]
+        return taken
+
+    best = take([*remaining])
+    worst = sorted(remaining, key=lambda pair: (pair.gain, pair.index))[:SHOWN]
+    lost = [pair for pair in worst if pair.gain < 0]
+    groups = {
+        "Largest gains of PPO": best,
+        "Largest losses of PPO" if lost else "Smallest gains of PPO": take(lost or worst),
+        "Median gain": take(sorted(remaining, key=lambda pair: (abs(pair.gain - median), pair.index))),
+        "Largest changes": take(sorted(remaining, key=lambda pair: (-pair.change[0], -pair.change[1], pair.index))),
+    }
+    return [(title, group) for title, group in groups.items() if group]
+
+
+# One response token by token
+
+TOKEN_VALUES = {
+    "reward": "the token's reward: minus the KL penalty, plus the score at the last token",
+    "kl": "log-probability of the policy minus that of the SFT policy, in nats",
+    "value": "expected return from here on, by the value model",
+    "advantage": "return above the expectation: PPO makes tokens above 0 likelier, those below 0 less likely",
 }
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token of a strip: its value, and its shade from -1 to 1."""
-
-    text: str
-    value: str
-    shade: float
-
-
-@dataclass(frozen=True)
-class Strip:
-    """One quantity over the response; `most` is the value of the full colour."""
-
-    name: str
-    about: str
-    most: str
-    tokens: list[Token]
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """A response by its tokens."""
+class HeatMap(NamedTuple):
+    """A response by its tokens. `strips`: (name, description, value of the full color, (text, value, shade) rows)."""
 
     step: int
     prompt: str
-    strips: list[Strip]
+    strips: list[tuple[str, str, str, list[tuple[str, str, float]]]]
 
 
 def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
-    """Of the last row that tells its tokens; None where none does."""
+    """Return the heat map of the last sample that has token values; None if none has."""
     for row in reversed(samples):
-        told = row.get("tokens")
-        if isinstance(told, Mapping) and (strips := _strips(told)):
+        tokens = row.get("tokens")
+        strips = []
+        for name, about in TOKEN_VALUES.items() if isinstance(tokens, Mapping) else ():
+            texts, values = tokens.get("text"), tokens.get(name)
+            if not (isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0):
+                continue
+            if all(is_number(value) for value in values):
+                top = max(abs(value) for value in values) or 1.0
+                shades = [
+                    (_token_text(str(text)), number(v), round(v / top, 3))
+                    for text, v in zip(texts, values, strict=True)
+                ]
+                strips.append((name, about, number(top), shades))
+        if strips:
             return HeatMap(row["step"], str(row.get("prompt", "")), strips)
     return None
 
 
-def _strips(told: Mapping[str, Any]) -> list[Strip]:
-    texts, strips = told.get("text"), []
-    for name, about in TOLD.items():
-        values = told.get(name)
-        if not isinstance(texts, list) or not isinstance(values, list) or len(values) != len(texts) or not values:
-            continue
-        if not all(is_number(value) for value in values):
-            continue
-        most = max(abs(value) for value in values) or 1.0
-        tokens = [
-            Token(_drawn(str(text)), number(value), round(value / most, 3))
-            for text, value in zip(texts, values, strict=True)
-        ]
-        strips.append(Strip(name, about, number(most), tokens))
-    return strips
-
-
-def _drawn(text: str) -> str:
-    """A token's text with its line breaks to be seen; a part of a letter that stands with a later token is a dot."""
-    return (
-        text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW}")
-        or "\N{MIDDLE DOT}"
-    )
-
-
-EACH = 3  # pairs of a kind: enough to see a habit, few enough to be read
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Pairs that are shown for one reason."""
-
-    title: str
-    pairs: list[ResponsePair]
-
-
-def chosen(found: Sequence[ResponsePair]) -> list[Shown]:
-    """What is shown of the pairs, a pair once: by gain from both ends and around the middle, then by change."""
-    left = sorted(found, key=lambda pair: (-pair.gain, pair.index))
-    best = _take(left, left[:EACH])
-    worst = sorted(left, key=lambda pair: (pair.gain, pair.index))[:EACH]
-    lost = [pair for pair in worst if pair.gain < 0]
-    worst = _take(left, lost or worst)
-    middle = sorted(pair.gain for pair in found)[len(found) // 2] if found else 0.0
-    median = _take(left, sorted(left, key=lambda pair: (abs(pair.gain - middle), pair.index))[:EACH])
-    moved = _take(left, sorted(left, key=lambda pair: (*(-each for each in pair.change), pair.index))[:EACH])
-    shown = [
-        Shown("Where PPO gained most", best),
-        Shown("Where PPO lost most" if lost else "Where PPO gained least", worst),
-        Shown("In the middle", median),
-        Shown("Where PPO changed most", moved),
-    ]
-    return [each for each in shown if each.pairs]
-
-
-def _take(left: list[ResponsePair], taken: list[ResponsePair]) -> list[ResponsePair]:
-    for pair in taken:
-        left.remove(pair)
-    return taken
-
-
-def lengths(answers: Sequence[Row]) -> dict[str, list[int]]:
-    """Tokens of each of SFT's and PPO's answers, of the pairs' mode."""
-    found = response_pairs(answers)
-    return (
-        {"SFT": [pair.sft["length"] for pair in found], "PPO": [pair.ppo["length"] for pair in found]} if found else {}
-    )
-
-
-def notes(card: Mapping[str, Any]) -> Iterator[str]:
-    """What each line of the card's table is, what its limit is, and why that is another one in other runs."""
-    yield (
-        "A line is flagged where it is beyond its limit by more than chance: of "
-        f"{card['n']:,} pairs and {card['adversarial']['n']:,} probed prompts a value may be off. In brackets, 95 % "
-        "intervals. A probe is held to more than its own interval, since there are "
-        f"{len(card['adversarial']['probes'])} of them, and a limit that was estimated is off as well. Where there are "
-        "no brackets, the value counts."
-    )
-    yield _calibration(card)
-    yield (
-        "Score with length: from \N{MINUS SIGN}1 to 1, and 0 where longer answers score neither better nor worse than "
-        "short ones."
-    )
-    if longer := card.get("longer_answer"):
-        yield (
-            f"Longer answer preferred: by the reward model in {percent(longer['preferred'])} of the pairs whose "
-            f"answers differ in length, by those who chose in {percent(longer['chosen'])}. It has no limit of its own."
-        )
-    yield (
-        "Beaten by ...: how often an answer that was made to be bad scores above the chosen one, then by how much its "
-        "score is higher (+) or lower (-) on the mean. Such an answer should not win more often than one that people "
-        f"rejected, so the limit is the share of pairs that this model gets wrong, {percent(1 - card['accuracy'])} "
-        f"here, and {percent(MIN_PROBE_LIMIT)} at least. Of the good answer three times over the limit is "
-        f"{percent(OVER_LONG_LIMIT)}, of one to another prompt {percent(SWAPPED_PROMPT_LIMIT)}."
-    )
-
-
-def _calibration(card: Mapping[str, Any]) -> str:
-    sure, why = mean_confidence(card), "; with few pairs, what chance alone comes to"
-    if ece_limit(card) > MAX_ECE:
-        why = f"; here it is {number(ece_limit(card))}, since with so few pairs chance alone comes to that"
-    return (
-        "Calibration: of the answers that they prefer, the scores say that these are the better ones with a chance of "
-        f"{percent(sure)} on the mean, and {percent(card['accuracy'])} are; where more is said than comes true, the "
-        "model is sure of too much. The error (ECE) is how far the two are apart, over groups of like chance. Its "
-        f"limit is {number(MAX_ECE)}{why}."
-    )
+def _token_text(text: str) -> str:
+    """Return a token's text with visible line breaks and tabs; an incomplete character is a dot."""
+    text = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW}")
+    return text or "\N{MIDDLE DOT}"

@@ -7,7 +7,7 @@ The update runs three times from a checkpoint: by the trainer as in the run, by 
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,29 @@ from torch import Tensor
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.commands.verify import trace
-from rlhf_cli.commands.verify.log import Run, open_run
 from rlhf_cli.commands.verify.trace import Quantities
 from rlhf_cli.config.base import Options
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import read_json_object
+from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
+from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import ppo_samples, ppo_setup
+from rlhf_cli.tracking.metrics_log import read_log
 
 TOLERANCE = 1e-6
 FLOOR = 1e-3  # least denominator of a relative difference
 ZERO = 1e-9  # smaller values are rounding errors
 BY_COUNT = ("response tokens",)  # ids: the number that differ
+# Rounding errors to expect: of a sampled token, in nats; of a quantity, relative (larger ones are reported).
+NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+ROUNDING = {torch.float32: 0.05, torch.bfloat16: 0.5}
+
+
+# Differences
 
 
 @dataclass(frozen=True)
@@ -67,18 +76,15 @@ def difference(name: str, values: Tensor, expected: Tensor) -> float:
     if name in BY_COUNT:
         return float((values != expected).sum())
     deviation = (values - expected).abs()
-    return float(torch.where(torch.isnan(deviation), math.inf, deviation).max()) if len(deviation) else 0.0
+    return _largest(torch.where(torch.isnan(deviation), math.inf, deviation))
 
 
-def largest(values: Tensor) -> float:
+def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if len(values) else 0.0
 
 
 def compare(
-    reference: Mapping[str, Tensor],
-    float64: Mapping[str, Tensor],
-    native: Mapping[str, Tensor] | None = None,
-    recorded: Mapping[str, Tensor] | None = None,
+    reference: Quantities, float64: Quantities, native: Quantities | None = None, recorded: Quantities | None = None
 ) -> list[Quantity]:
     """Return the comparison of each quantity, in the order in which an update computes them.
 
@@ -87,52 +93,107 @@ def compare(
     """
     native, recorded = native or {}, recorded or {}
     not_compared = {*BY_COUNT, *only_rounding(reference)}
+
+    def between(name: str, values: Quantities, expected: Quantities) -> float | None:
+        return difference(name, values[name], expected[name]) if name in values and name in expected else None
+
     quantities = []
     for name in dict.fromkeys([*reference, *float64, *native, *recorded]):
         values = next(side[name] for side in (reference, native, float64, recorded) if name in side)
-        quantities.append(
-            Quantity(
-                name,
-                len(values),
-                largest(values),
-                _between(name, recorded, native),
-                _between(name, float64, reference) if name not in not_compared else None,
-                _between(name, native, reference),
-            )
-        )
+        exact = None if name in not_compared else between(name, float64, reference)
+        again, rounding = between(name, recorded, native), between(name, native, reference)
+        quantities.append(Quantity(name, len(values), _largest(values), again, exact, rounding))
     return quantities
 
 
-def only_rounding(reference: Mapping[str, Tensor]) -> dict[str, str]:
+def only_rounding(reference: Quantities) -> dict[str, str]:
     """Return the quantities determined only by rounding in this update, with the reason.
 
     Two correct implementations may differ in them.
     """
     reasons = {}
     returns, norms = reference["returns"], reference.get("policy/grad_norm", torch.ones(1))
-    if returns.std(unbiased=False) <= ZERO * largest(returns):
+    if returns.std(unbiased=False) <= ZERO * _largest(returns):
         reasons["val/explained_variance"] = "all returns are equal"
-    if largest(reference["advantages"]) < ZERO:
+    if _largest(reference["advantages"]) < ZERO:
         reason = "all advantages are 0"
         reasons |= {"policy/clipfrac_avg": reason, "policy/clipfrac_avg, each step": reason}
-        if largest(norms) < ZERO:  # no other term of the loss moves the policy either
+        if _largest(norms) < ZERO:  # no other term of the loss moves the policy either
             prefixes = ("policy", "loss/policy", "val/ratio", "ratio_")
             reasons |= {name: reason for name in reference if name.startswith(prefixes)}
     return reasons
 
 
-def _between(name: str, values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float | None:
-    return difference(name, values[name], expected[name]) if name in values and name in expected else None
-
-
-def worst(quantities: list[Quantity]) -> Quantity:
+def worst(quantities: Sequence[Quantity]) -> Quantity:
     """Return the quantity with the largest relative float64 difference."""
     return max(quantities, key=lambda quantity: quantity.error)
 
 
-# Rounding errors to expect: of a sampled token, in nats; of a quantity, relative (larger ones are reported).
-NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-ROUNDING = {torch.float32: 0.05, torch.bfloat16: 0.5}
+# The run
+
+
+@dataclass(frozen=True)
+class PPORun:
+    """RUN/ppo, which may still be training: its config, its lines of metrics.jsonl and samples.jsonl, by step."""
+
+    folder: Path
+    config: PPOConfig
+    lines: Mapping[int, Mapping[str, Any]]
+    samples: Mapping[int, Sequence[Mapping[str, Any]]]
+
+    def choose_step(self, step: int | None) -> int:
+        """Return `step`, by default the newest that can be repeated: the first update, or one after a checkpoint.
+
+        Raises RLHFError C06 if it cannot be repeated.
+        """
+        steps = sorted({1, *(saved + 1 for saved in runs.state_steps(self.folder / "state"))} & self.lines.keys())
+        if not steps:
+            text = f"{shown(self.folder)} has no update yet"
+            raise RLHFError("C06", text, hint="wait for the first line of its metrics.jsonl")
+        if step is not None and step not in steps:
+            reason = "there is no checkpoint before it" if step in self.lines else "the run has no such update"
+            text = f"--step {step} of {shown(self.folder)} cannot be repeated: {reason}"
+            available = f"available steps: {', '.join(map(str, steps))}"
+            raise RLHFError("C06", text, hint=f"{available}; output.keep and output.save_steps keep more checkpoints")
+        return steps[-1] if step is None else step
+
+    def load_state(self, step: int) -> dict[str, Any]:
+        """Load the trainer's state after update `step`. Raises RLHFError M05 if it is damaged or missing."""
+        folder = runs.state_at(self.folder / "state", step)
+        try:
+            return save.load_tree(folder)["trainer"]
+        except OSError as error:  # a running stage deletes old checkpoints
+            raise RLHFError("M05", f"{shown(folder)} no longer exists", hint="choose another step") from error
+
+    def open_parents(self) -> dict[str, Parent]:
+        """Open the run's input models. Raises RLHFError as a stage does, and C15 if they or the data have changed."""
+        parents = runs.open_parents(self.config)
+        logged = read_json_object(self.folder / "identity.json") or {}
+        current = runs.compute_identity(self.config, parents, self.config.sources())
+        old, new = ({key: identity.get(key, {}) for key in ("parents", "data")} for identity in (logged, current))
+        if changes := runs.identity_difference(old, new):
+            text = f"the inputs of {shown(self.folder)} have changed: {'; '.join(changes[:5])}"
+            raise RLHFError("C15", text, hint="restore the inputs, or run the stage again and verify the new run")
+        return parents
+
+
+def open_run(run: Path) -> PPORun:
+    """Open the PPO run of a run folder or of RUN/ppo itself. Raises RLHFError M01 if there is none."""
+    folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
+    if folder is None or not (folder / "config.yaml").is_file():
+        hint = "name a run folder with ppo/, e.g. runs/demo"
+        raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint=hint)
+    config = ppo_setup.load_run_config(folder)
+    settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})  # a repeated update is not pushed
+    config = config.model_copy(update={"ppo": settings})
+    config = ppo_setup.scale_to_world_size(config, runs.recorded_num_processes(folder))
+    samples: dict[int, list[dict[str, Any]]] = {}
+    for row in read_log(folder / "samples.jsonl"):
+        samples.setdefault(row["step"], []).append(row)
+    return PPORun(folder, config, {line["step"]: line for line in read_log(folder / "metrics.jsonl")}, samples)
+
+
+# The update
 
 
 @dataclass(frozen=True)
@@ -154,11 +215,6 @@ class Report:
     def agrees(self) -> bool:
         return worst(self.quantities).error <= TOLERANCE
 
-    @property
-    def exact(self) -> bool:
-        """Return True if the trainer repeats the run's values to the last bit."""
-        return not any(quantity.recorded for quantity in self.quantities)
-
 
 def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> int:
     """Compare, print, and return 0 if the float64 values agree, else 1.
@@ -175,19 +231,19 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     return 0 if report.agrees else 1
 
 
-def verify_update(run: Run, step: int | None, options: Options) -> Report:
+def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     """Repeat update `step` of a run in all three ways, and compare them."""
-    step = run.choose(step)
+    step = run.choose_step(step)
     config, settings = run.config, run.config.ppo
     if settings.optim == "adamw_8bit":
         text = "an update with 8-bit optimizer states cannot be repeated in float64"
         raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="verify a run with another ppo.optim")
     with terminal.muted_warnings():  # already printed by `rlhf ppo`
-        components = ppo_setup.load_components(config, options, run.parents())
+        components = ppo_setup.load_components(config, options, run.open_parents())
     trainer = components.trainer
     trace.cache_reward_fns(trainer)
     if step > 1:
-        trainer.load_state_dict(run.state(step - 1))
+        trainer.load_state_dict(run.load_state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
     before = trace.copy_weights(trainer.policy, trainer.value)
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
@@ -198,31 +254,33 @@ def verify_update(run: Run, step: int | None, options: Options) -> Report:
         native |= trace.weight_changes(before, trace.copy_weights(trainer.policy, trainer.value))
         recorded = _recorded(run, step, before)
         for name, (logged, repeated) in _samples(components, run.samples.get(step, [])).items():
-            recorded[name], native[name] = trace.flatten(logged), trace.flatten(repeated)
+            recorded[name], native[name] = trace.as_float64(logged), trace.as_float64(repeated)
         trainer.load_state_dict(start)
         float64, reference = trace.run_in_float64(
             trainer, rollout, updates=components.num_updates, stop_token_id=components.stop_token_id,
             near_tie=NEAR_TIE[dtype], tick=bar.advance,
         )  # fmt: skip
     quantities = compare(reference, float64, native, recorded)
-    return Report(runs.shown(run.folder), step, dtype, quantities, only_rounding(reference), _changed_versions(run))
+    return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), _changed_versions(run))
 
 
-def _recorded(run: Run, step: int, before: trace.Weights) -> Quantities:
+def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
     """Return the update's values in the run's files: its line of metrics.jsonl, and the checkpoint after it."""
-    quantities = {
-        name: trace.flatten([value])
-        for name, value in run.lines[step].items()
-        if name != "step" and not name.endswith("_s")
-    }
-    if state := run.state_after(step):
-        after = {name: {key: state[name][key].double() for key in keys} for name, keys in before.items()}
-        quantities |= trace.weight_changes(before, after)
-    return quantities
+    logged = {name: value for name, value in run.lines[step].items() if name != "step" and not name.endswith("_s")}
+    quantities = {name: trace.as_float64([value]) for name, value in logged.items()}
+    if step not in runs.state_steps(run.folder / "state"):
+        return quantities
+    try:
+        state = run.load_state(step)
+    except RLHFError as error:
+        terminal.warn(error.problems[0].code, f"{error.problems[0].text}; its weights are not compared")
+        return quantities
+    after = {name: {key: state[name][key].double() for key in keys} for name, keys in before.items()}
+    return quantities | trace.weight_changes(before, after)
 
 
 def _samples(
-    components: ppo_setup.PPOComponents, rows: list[dict[str, Any]]
+    components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Return the logged and the repeated values of the update's rows in samples.jsonl, by quantity."""
     if not rows:
@@ -235,26 +293,28 @@ def _samples(
     for name in ("kl", "score"):
         columns[f"samples: {name}"] = ([row[name] for row in rows], [row[name] for row in repeated])
     for name in experience.score_result.raw:
-        scores = [[row["scores"][name] for row in table] for table in (rows, repeated)]
-        columns[f"samples: score {name}"] = (scores[0], scores[1])
+        logged, again = ([row["scores"][name] for row in table] for table in (rows, repeated))
+        columns[f"samples: score {name}"] = (logged, again)
     return columns
 
 
-def _changed_versions(run: Run) -> list[str]:
+def _changed_versions(run: PPORun) -> list[str]:
     """Return the libraries whose version has changed since a finished run."""
-    manifest = read_json_object(run.folder / "manifest.json") or {}
+    logged = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {})
     current = runs.versions()
-    logged = manifest.get("versions", {}).items()
-    return [f"{name} {version} -> {current.get(name)}" for name, version in logged if current.get(name) != version]
+    return [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
+
+
+# The report
 
 
 def _show(report: Report) -> None:
-    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
     rows = [
         [quantity.name, str(quantity.count), f"{quantity.largest:.4g}"]
         + [_cell(x) for x in (quantity.recorded, quantity.float64, quantity.rounding)]
         for quantity in report.quantities
     ]
+    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
     terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
     terminal.out()
     for line in summary_lines(report):
@@ -267,15 +327,11 @@ def _cell(difference: float | None) -> str:
 
 def summary_lines(report: Report) -> list[str]:
     """Return the results of the three comparisons as lines of text."""
-    errors = [quantity for quantity in report.quantities if quantity.error > TOLERANCE]
-    largest_error = worst(report.quantities)
+    errors = [quantity.name for quantity in report.quantities if quantity.error > TOLERANCE]
+    largest = worst(report.quantities)
+    result = f"agrees to {TOLERANCE:g}: at most {largest.error:.1e} of a quantity's size ({largest.name})"
     if errors:
-        result = (
-            f"differs: {errors[0].name} is the first of {len(errors)} quantities that do not agree to {TOLERANCE:g}"
-        )
-    else:
-        size = f"at most {largest_error.error:.1e} of a quantity's size ({largest_error.name})"
-        result = f"agrees to {TOLERANCE:g}: {size}"
+        result = f"differs: {errors[0]} is the first of {len(errors)} quantities that do not agree to {TOLERANCE:g}"
     skipped = [f"skipped   {name}: {why}, only rounding decides it" for name, why in report.only_rounding.items()]
     return [_recorded_line(report), _rounding_line(report), *skipped, f"verify    update {report.step} {result}"]
 
@@ -286,23 +342,22 @@ def _recorded_line(report: Report) -> str:
     if not changed:
         return f"recorded  the run's own numbers came again to the last bit: {len(recorded)} quantities"
     reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
-    return (
-        f"recorded  {len(changed)} of {len(recorded)} quantities are not the run's own, first {changed[0].name} "
-        f"by {changed[0].recorded:.1e}: {reason}"
-    )
+    first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
+    return f"recorded  {len(changed)} of {len(recorded)} quantities are not the run's own, {first}: {reason}"
 
 
 def _rounding_line(report: Report) -> str:
     bound = ROUNDING[report.dtype]
-    errors = [(quantity, quantity.relative(quantity.rounding)) for quantity in report.quantities if quantity.rounding]
-    large = [(quantity, error) for quantity, error in errors if error > bound]
+    errors = {
+        quantity.name: quantity.relative(quantity.rounding) for quantity in report.quantities if quantity.rounding
+    }
     if not errors:
         return f"{report.dtype_name:9} moved nothing"
-    if large:
-        quantity, error = large[0]
-        return f"{report.dtype_name:9} moved {quantity.name} by {error:.1e} of its size: more than rounding should"
-    quantity, error = max(errors, key=lambda pair: pair[1])
-    return f"{report.dtype_name:9} moved a quantity by at most {error:.1e} of its size ({quantity.name})"
+    if large := [name for name, error in errors.items() if error > bound]:
+        moved = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than rounding should"
+        return f"{report.dtype_name:9} moved {moved}"
+    name, error = max(errors.items(), key=lambda item: item[1])
+    return f"{report.dtype_name:9} moved a quantity by at most {error:.1e} of its size ({name})"
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -310,13 +365,12 @@ def _as_json(report: Report) -> dict[str, Any]:
         "run": report.run,
         "step": report.step,
         "agrees": report.agrees,
-        "exact": report.exact,
+        "exact": not any(quantity.recorded for quantity in report.quantities),  # the run's values, to the last bit
         "tolerance": TOLERANCE,
         "number_format": report.dtype_name,
         "told": summary_lines(report),
         "quantities": [
-            {name: _finite(x) for name, x in asdict(quantity).items() if x is not None}
-            | {"error": _finite(quantity.error)}
+            {name: _finite(x) for name, x in (asdict(quantity) | {"error": quantity.error}).items() if x is not None}
             for quantity in report.quantities
         ],
     }

@@ -1,117 +1,378 @@
 """Reference implementation of a PPO update: loops over rows and tokens, in float64, each formula with its source.
 
-Its numbered sections read as the algorithm: responses (1, 2: reference_state), scores, rewards and advantages (3, 4:
-reference_scores), losses and optimizer steps (5, 6: reference_update), metrics (7: here). It is written from the papers
-and the options' help texts, and shares only the settings and random seeds with rlhf_cli/ppo: no padding, masks,
-micro-batches, caches or torch optimizer. It relies on autograd and the models' own forward().
+Its numbered sections read as the algorithm: responses, model outputs, scores, rewards and advantages (1 to 4: here),
+losses, optimizer steps and metrics (5 to 7: reference_update). It is written from the papers and the options' help
+texts, and shares only the settings and random seeds with rlhf_cli/ppo: no padding, masks, micro-batches, caches or
+torch optimizer. It relies on autograd and the models' own forward().
 
 A row is an episode: a prompt and a response, lists of token ids. Logarithms are natural, KL is in nats.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rlhf_cli.commands.verify.reference_scores import Experience, ended, make_experience, variance
-from rlhf_cli.commands.verify.reference_state import Quantities, ReferenceState, Step
-from rlhf_cli.commands.verify.reference_update import learning_rate, run_optimizer_steps
+import torch
+from torch import Tensor
 
-# 7. Metrics of an update (metrics.jsonl)
+from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
+from rlhf_cli.data.sampling import derive_seed
 
-
-def metrics(state: ReferenceState, experience: Experience, steps: list[Step], epochs: int) -> Quantities:
-    """Return the metrics: sums over a response's tokens, means over rows and over the optimizer steps."""
-    settings, rows = state.settings, len(state.prompts)
-    kl, score = mean_sum(experience.kl), sum(experience.scores) / rows
-    kl_penalty = -state.kl_coef * kl if settings.kl_in == "reward" else 0.0
-    pairs = zip(experience.logprobs, experience.ref_logprobs, strict=True)
-    log_ratios = [[p - q for p, q in zip(*pair, strict=True)] for pair in pairs]
-    ends = sum(ended(state, response) for response in state.responses)
-    lengths = [len(response) for response in state.responses]
-    values = {
-        "episode": float((state.update + 1) * rows),
-        "objective/kl": kl,
-        "objective/kl_k1": mean_sum(log_ratios),
-        "objective/entropy": -mean_sum(experience.logprobs),
-        "objective/non_score_reward": kl_penalty,
-        "objective/rlhf_reward": kl_penalty + score,
-        "objective/scores": score,
-        **{f"objective/score/{name}": sum(raw) / rows for name, raw in experience.raw.items()},
-        **disagreements(state, experience),
-        "objective/kl_coef": state.kl_coef,
-        "objective/response_length": sum(lengths) / rows,
-        "objective/eos_fraction": ends / rows,
-        "objective/repetition": sum(repetition(response) for response in state.responses) / rows,
-        "val/num_eos_tokens": float(ends),
-        "val/explained_variance": explained_variance(experience),
-        "tokens/real": float(sum(lengths) + sum(len(prompt) for prompt in state.prompts)),
-        **mean_metrics(steps),
-        "policy/epochs": float(epochs),
-        "lr": learning_rate(state, "policy"),
-        "value/lr": learning_rate(state, "value"),
-        "next kl_coef": next_kl_coef(state, kl),
-    }
-    return {name: [value] for name, value in values.items()}
+Quantities = dict[str, list[float]]  # quantity -> values, by row and token, by row, or by optimizer step
+Scorer = Callable[[list[list[int]], list[list[int]]], list[float]]  # prompts and responses -> one raw score per row
+Step = dict[str, float]
 
 
-def disagreements(state: ReferenceState, experience: Experience) -> dict[str, float]:
-    """Return the mean score of each ensemble member, and the mean over rows of the deviation between members."""
-    values: dict[str, float] = {}
-    for name, members in experience.member_scores.items():
-        if state.sources[name].combine is not None:
-            values |= {f"objective/score/{name}/{member}": sum(raw) / len(raw) for member, raw in members.items()}
-            deviations = [math.sqrt(variance([raw[row] for raw in members.values()])) for row in state.rows]
-            values[f"objective/disagreement/{name}"] = sum(deviations) / len(deviations)
-    return values
+@dataclass
+class Adam:
+    """AdamW's state of one parameter: two moments of its gradient, and the number of updates."""
+
+    first: Tensor
+    second: Tensor
+    updates: int
 
 
-def repetition(response: list[int]) -> float:
-    """Return the share of trigrams that occurred earlier in the response."""
-    trigrams = [tuple(response[i : i + 3]) for i in range(len(response) - 2)]
-    return sum(trigram in trigrams[:i] for i, trigram in enumerate(trigrams)) / len(trigrams) if trigrams else 0.0
+@dataclass(frozen=True)
+class Source:
+    """A reward source: a scorer, or an ensemble whose scores are ensemble_score by `combine`."""
+
+    scorers: dict[str, Scorer]
+    weight: float
+    clip: float | None
+    combine: str | None = None  # None for a single scorer; else mean, min or mean_minus_std
+    std_coef: float = 1.0
 
 
-def mean_sum(rows: list[list[float]]) -> float:
-    return sum(sum(row) for row in rows) / len(rows)
+@dataclass
+class ReferenceState:
+    """The state before an update. The models are in float64; the update changes policy and value."""
+
+    settings: PPOSettings
+    seed: int
+    update: int  # updates made before this one
+    updates: int  # of the whole run
+    kl_coef: float
+    score_moments: tuple[int, float, float]  # of the run: count, mean, sum of squared deviations
+    policy: Any
+    ref: Any
+    value: Any  # a one-label sequence classifier; or a linear head on the policy's last hidden state
+    value_is_head: bool
+    sources: dict[str, Source]
+    adam: dict[str, dict[str, Adam]]  # "policy" and "value" -> parameter name -> its state, if any
+    ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    stop_token_id: int | None
+    near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
+
+    @property
+    def rows(self) -> range:
+        return range(len(self.prompts))
+
+    @property
+    def policy_is_trained(self) -> bool:
+        """Return False during the first value_only_updates, which train only the value model."""
+        return self.update >= self.settings.value_only_updates
 
 
-def mean_metrics(steps: list[Step]) -> Step:
-    """Return the means over the steps, without those skipped by ratio_threshold unless all were skipped."""
-    counted = [step for step in steps if not step["skipped"]] or steps
-    means = {name: sum(step[name] for step in counted) / len(counted) for name in counted[0]}
-    if all(step["skipped"] for step in steps):
-        means |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}
-    means["val/ratio_var"] = sum((step["val/ratio"] - means["val/ratio"]) ** 2 for step in counted) / len(counted)
-    means["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
-    means["policy/first_ratio_error"] = steps[0]["ratio_error"]
-    return {name: value for name, value in means.items() if name not in ("ratio_error", "skipped")}
+# 1. Responses: sampled from softmax(logits / temperature), with random numbers keyed by (row, step, token)
 
 
-def explained_variance(experience: Experience) -> float:
-    """Return 1 - Var(R - V) / Var(R) over all tokens; 0 if the returns do not vary."""
-    returns = [x for row in experience.returns for x in row]
-    values = [x for row in experience.values for x in row]
-    spread = variance(returns)
-    return 1 - variance([r - v for r, v in zip(returns, values, strict=True)]) / spread if spread else 0.0
+def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
+    """Return the maximum response length of this update; sampled for each update if it is a range."""
+    length = settings.response_length
+    if not isinstance(length, LengthRange):
+        return length
+    return length.min + derive_seed(seed, "length", update) % (length.max - length.min + 1)
 
 
-def next_kl_coef(state: ReferenceState, kl: float) -> float:
-    """Return kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with n the update's episodes.
+@torch.no_grad()
+def check_sampling(state: ReferenceState, tick: Callable[[], None]) -> Quantities:
+    """Sample each token again by the Gumbel trick: argmax_v (z_v / temperature + g_v), g_v = -log E_v, E_v ~ Exp(1).
 
-    Ziegler et al. 2019, section 2.2. The coefficient is constant while the policy is not trained.
+    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030). z are the logits before the token; one pass over the row gives
+    those of all its tokens. Counted as `unexplained`: a token below the maximum by more than `near_tie`, a response
+    that continues after a stop token, and one that ends early without a stop token.
+    """
+    limit = length_limit(state.settings, state.seed, state.update)
+    best, unexplained = [], 0
+    for row in state.rows:
+        seed, response = derive_seed(state.seed, "sample", state.update, row), state.responses[row]
+        for step, z in enumerate(response_logits(state, state.policy, row)):
+            token, noise = response[step], exponential(seed, step, len(z)).to(z.device)
+            perturbed = z / state.settings.temperature - noise.log()
+            best.append(float(perturbed.argmax()))
+            unexplained += bool(perturbed.max() - perturbed[token] > state.near_tie)
+        continues = state.stop_token_id in response[:-1]
+        ends_early = response[-1] != state.stop_token_id and len(response) != limit
+        unexplained += continues or ends_early
+        tick()
+    return {"response tokens": best, "response tokens unexplained": [float(unexplained)]}
+
+
+def lowbias32(x: Tensor) -> Tensor:
+    """Return Wellons' lowbias32 hash of unsigned 32-bit numbers, in int64."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) % 2**32
+    return x ^ (x >> 16)
+
+
+def exponential(seed: int, step: int, count: int) -> Tensor:
+    """Return E_v ~ Exp(1) of a token, (V,) float64: -log(1 - u_v), u_v from 31 bits of a hash of (seed, step, v)."""
+    low, high = torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32])
+    first = lowbias32(low ^ lowbias32(torch.tensor([step])))
+    second = lowbias32((high + first) % 2**32)
+    bits = lowbias32(((lowbias32(torch.arange(count)) ^ first) + second) % 2**32)
+    return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
+
+
+# 2. What the models say, one unpadded row at a time
+
+
+def row_ids(state: ReferenceState, row: int) -> Tensor:  # (1, T)
+    return torch.tensor([state.prompts[row] + state.responses[row]], device=state.policy.device)
+
+
+def predicting_positions(state: ReferenceState, row: int) -> slice:
+    """Return the positions of a row whose logits predict its response tokens."""
+    prompt, response = len(state.prompts[row]), len(state.responses[row])
+    return slice(prompt - 1, prompt + response - 1)
+
+
+def response_logits(state: ReferenceState, model: Any, row: int) -> Tensor:
+    """Return the logits that predict each response token, (response length, V)."""
+    return model(input_ids=row_ids(state, row), use_cache=False).logits[0, predicting_positions(state, row)]
+
+
+def response_values(state: ReferenceState, row: int) -> Tensor:
+    """Return the value before each response token, (response length,).
+
+    The gradient of a value head reaches the policy if the policy is trained.
+    """
+    body = (state.policy if state.value_is_head else state.value).base_model
+    with_grad = torch.is_grad_enabled() and (state.policy_is_trained or not state.value_is_head)
+    with torch.set_grad_enabled(with_grad):
+        hidden = body(input_ids=row_ids(state, row), use_cache=False).last_hidden_state[
+            0, predicting_positions(state, row)
+        ]
+    return hidden @ state.value.score.weight[0] if state.value_is_head else classifier_score(state.value, hidden)
+
+
+def classifier_score(model: Any, hidden: Tensor) -> Tensor:
+    """Return a classifier's score of each hidden state, normalized by its config's reward_mean and reward_std."""
+    raw = model.score(hidden)[..., 0]
+    return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
+
+
+def log_softmax(z: Tensor) -> Tensor:
+    """Return log p_v = z_v - log sum_u exp z_u of one position, (V,)."""
+    largest = z.detach().max()
+    return z - (largest + torch.exp(z - largest).sum().log())
+
+
+# 3. Scores
+
+
+@torch.no_grad()
+def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[float]:
+    """Return a reward model's score of each row, at its last token that is not the reward model's padding."""
+    scores = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        row = prompt + response
+        last = max((i for i, token in enumerate(row) if token != model.config.pad_token_id), default=0)
+        hidden = model.base_model(input_ids=torch.tensor([row], device=model.device), use_cache=False).last_hidden_state
+        scores.append(float(classifier_score(model, hidden[0, last])))
+    return scores
+
+
+def function_scores(function: Any, tokenizer: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[float]:
+    """Return a Python function's score of each row, decoded without special tokens."""
+    texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in side] for side in (prompts, responses)]
+    return [float(score) for score in function(*texts)]
+
+
+def ensemble_score(source: Source, opinions: list[float]) -> float:
+    """Return an ensemble's score of a row: its members' mean, minimum, or mean - std_coef * standard deviation.
+
+    Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance.
+    """
+    mean = sum(opinions) / len(opinions)
+    return {
+        None: mean,  # a single scorer
+        "mean": mean,
+        "min": min(opinions),
+        "mean_minus_std": mean - source.std_coef * math.sqrt(variance(opinions)),
+    }[source.combine]
+
+
+def weighted_term(source: Source, score: float) -> float:
+    """Return a source's term of the sum: its score, clipped to -clip .. clip, times its weight."""
+    limit = math.inf if source.clip is None else source.clip
+    return source.weight * min(max(score, -limit), limit)
+
+
+def update_moments(moments: tuple[int, float, float], scores: list[float]) -> tuple[int, float, float]:
+    """Add scores to the run's moments: count, mean and sum of squared deviations."""
+    count, mean, squares = moments
+    total = count + len(scores)
+    new_mean = (count * mean + sum(scores)) / total
+    spread = squares + count * (mean - new_mean) ** 2 + sum((score - new_mean) ** 2 for score in scores)
+    return total, new_mean, spread
+
+
+def final_scores(state: ReferenceState, summed: list[float], moments: tuple[int, float, float]) -> list[float]:
+    """Turn the sum of the sources into the score on a response's last token.
+
+    In this order: minus the run's mean (use_score_norm), over its standard deviation; clipped; minus
+    missing_eos_penalty if there is no stop token; minus factor * max(0, l - (L - n)) / n, with the length l and its
+    limit L (Yu et al. 2025, equation 13).
     """
     settings = state.settings
-    if not settings.adap_kl_ctrl or not state.policy_is_trained:
-        return state.kl_coef
-    error = min(max(kl / settings.target - 1, -0.2), 0.2)
-    return state.kl_coef * (1 + error * len(state.prompts) / settings.horizon)
+    count, mean, squares = moments
+    deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+    limit = length_limit(settings, state.seed, state.update)
+    scores = []
+    for score, response in zip(summed, state.responses, strict=True):
+        if settings.use_score_scaling and deviation > 0:
+            score = (score - mean if settings.use_score_norm else score) / deviation
+        if settings.score_clip is not None:
+            score = min(max(score, -settings.score_clip), settings.score_clip)
+        if settings.missing_eos_penalty is not None and state.stop_token_id is not None and not ended(state, response):
+            score -= settings.missing_eos_penalty
+        if (overlong := settings.overlong_penalty) is not None:
+            over = max(0, len(response) - (limit - overlong.tokens)) / overlong.tokens
+            score -= overlong.factor * over
+        scores.append(score)
+    return scores
 
 
-def update(state: ReferenceState, tick: Callable[[], None] = lambda: None) -> Quantities:
-    """Run the update on given responses; return its quantities. `tick` is called after each row."""
-    experience = make_experience(state, tick)
-    steps, epochs = run_optimizer_steps(state, experience, tick)
-    return (
-        experience.quantities()
-        | {f"{name}, each step": [step[name] for step in steps if name in step] for name in steps[0]}
-        | metrics(state, experience, steps, epochs)
+def ended(state: ReferenceState, response: list[int]) -> bool:
+    return state.stop_token_id is not None and response[-1] == state.stop_token_id
+
+
+def variance(numbers: list[float]) -> float:
+    mean = sum(numbers) / len(numbers)
+    return sum((x - mean) ** 2 for x in numbers) / len(numbers)
+
+
+# 4. Rewards, advantages, returns
+
+
+@dataclass
+class Experience:
+    """Everything computed before the optimizer steps: lists by row, per-token ones by row and token."""
+
+    logprobs: list[list[float]]
+    ref_logprobs: list[list[float]]
+    values: list[list[float]]
+    kl: list[list[float]]  # by kl_estimator
+    member_scores: dict[str, dict[str, list[float]]]  # source -> scorer -> score of each row
+    raw: dict[str, list[float]]  # source -> score of each row
+    scores: list[float]  # on the last token
+    score_moments: tuple[int, float, float]  # these among them
+    rewards: list[list[float]]
+    advantages: list[list[float]]
+    returns: list[list[float]]
+
+    def quantities(self) -> Quantities:
+        """Return the quantities, in the order in which they are computed."""
+
+        def tokens(*names: str) -> Quantities:
+            return {name: [x for row in getattr(self, name) for x in row] for name in names}
+
+        scores = {f"score {name}": raw for name, raw in self.raw.items()} | {"scores": self.scores}
+        scores["running scores"] = [float(x) for x in self.score_moments]
+        before = tokens("logprobs", "ref_logprobs", "values", "kl")
+        return before | scores | tokens("rewards", "advantages", "returns")
+
+
+def token_kl(logprob: float, ref_logprob: float, kind: str) -> float:
+    """Estimate KL(policy || reference) at a token sampled from the policy, from two log-probs: r = ref - policy.
+
+    k1 = -r, k2 = r^2 / 2, k3 = exp(r) - 1 - r (Schulman 2020, "Approximating KL divergence"), abs = |r|.
+    """
+    r = ref_logprob - logprob
+    return {"k1": -r, "k2": r * r / 2, "k3": math.exp(r) - 1 - r, "abs": abs(r)}[kind]
+
+
+def full_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """Return the exact KL(policy || reference) of the next token: sum_v p_v (log p_v - log q_v)."""
+    return (logp.exp() * (logp - ref_logp)).sum()
+
+
+@torch.no_grad()
+def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experience:
+    """Compute log-probs, values and scores; then rewards, advantages and returns."""
+    settings = state.settings
+    logprobs, ref_logprobs, values, kl = [], [], [], []
+    for row, response in enumerate(state.responses):
+        logp, ref_logp = (
+            [log_softmax(z / settings.temperature) for z in response_logits(state, model, row)]
+            for model in (state.policy, state.ref)
+        )
+        logprobs.append([float(logp[t][token]) for t, token in enumerate(response)])
+        ref_logprobs.append([float(ref_logp[t][token]) for t, token in enumerate(response)])
+        if settings.kl_estimator == "full":
+            kl.append([float(full_kl(p, q)) for p, q in zip(logp, ref_logp, strict=True)])
+        else:
+            pairs = zip(logprobs[row], ref_logprobs[row], strict=True)
+            kl.append([token_kl(p, q, settings.kl_estimator) for p, q in pairs])
+        values.append(response_values(state, row).tolist())
+        tick()
+    member_scores = {
+        name: {member: scorer(state.prompts, state.responses) for member, scorer in source.scorers.items()}
+        for name, source in state.sources.items()
+    }
+    raw = {
+        name: [ensemble_score(source, [scores[row] for scores in member_scores[name].values()]) for row in state.rows]
+        for name, source in state.sources.items()
+    }
+    summed = [
+        sum(weighted_term(source, raw[name][row]) for name, source in state.sources.items()) for row in state.rows
+    ]
+    moments = update_moments(state.score_moments, summed)
+    scores = final_scores(state, summed, moments)
+    rewards = [token_rewards(state, kl[row], scores[row]) for row in state.rows]
+    if settings.whiten_rewards:
+        rewards = whitened(rewards, keep_mean=True)
+    advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in state.rows]
+    returns = [[a + v for a, v in zip(advantages[row], values[row], strict=True)] for row in state.rows]
+    if settings.advantage_norm == "batch":
+        advantages = whitened(advantages, keep_mean=False)
+    return Experience(
+        logprobs, ref_logprobs, values, kl, member_scores, raw, scores, moments, rewards, advantages, returns
     )
+
+
+def token_rewards(state: ReferenceState, kl: list[float], score: float) -> list[float]:
+    """Return r_t = -kl_coef KL_t, plus the score at the last token (Ziegler et al. 2019, arXiv 1909.08593, 2.1).
+
+    With kl_in loss the reward has no KL term.
+    """
+    coefficient = state.kl_coef if state.settings.kl_in == "reward" else 0.0
+    rewards = [-coefficient * x for x in kl]
+    rewards[-1] += score
+    return rewards
+
+
+def whitened(rows: list[list[float]], *, keep_mean: bool) -> list[list[float]]:
+    """Return (x - mean) / sqrt(variance + 1e-8) over all tokens, unbiased variance; plus the mean with keep_mean.
+
+    Ziegler et al. 2019's code, lm-human-preferences, `whiten`; Huang et al. 2024 (arXiv 2403.17031), section 7.
+    """
+    tokens = [x for row in rows for x in row]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((x - mean) ** 2 for x in tokens) / max(len(tokens) - 1, 1)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) + mean * keep_mean for x in row] for row in rows]
+
+
+def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Return A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token.
+
+    Schulman et al. 2016 (arXiv 1506.02438), equations 11 and 16, as a double sum.
+    """
+    length = len(rewards)
+    following = [*values[1:], 0.0]
+    delta = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
+    return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, length)) for t in range(length)]

@@ -11,39 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlhf_cli.commands.verify import reference, reference_scores, reference_state
+from rlhf_cli.commands.verify import reference, reference_update
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.rewards.function import FunctionReward, call_reward_fn
+from rlhf_cli.rewards.function import FunctionReward, RewardFn, call_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward, RetokenizingReward
-from rlhf_cli.rewards.source import RewardFn
 
 
 @contextmanager
 def float64_only() -> Iterator[None]:
-    """Context manager that replaces float32 with float64.
+    """Replace float32 with float64: in transformers' norms, rotary angles and softmax, and in PPO's scores.
 
-    It covers transformers' norms, rotary angles and softmax, and PPO's scores. Two correct implementations then differ
-    by about 1e-13.
+    Two correct implementations then differ by about 1e-13.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Float64():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype(torch.float64), _Float64():
+        yield
 
 
 @contextmanager
-def float32_restored() -> Iterator[None]:
-    """Context manager that restores float32 inside `float64_only`, for the user's code with its own models."""
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(dtype)
     try:
-        with torch._C.DisableTorchFunction():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -73,7 +64,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[
 
     Advances the trainer by one update.
     """
-    before = frozen_weights(trainer)
+    before = _frozen_weights(trainer)
     trainer.experience = experience = trainer.make_experience(rollout)
     steps: list[dict[str, float]] = []
     train_minibatch = trainer._train_minibatch
@@ -87,8 +78,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[
         stats = trainer.update(experience)
     finally:
         del vars(trainer)["_train_minibatch"]
-    mask = experience.mask
-    score_result = experience.score_result
+    mask, score_result = experience.mask, experience.score_result
     moments = score_result.stats
     names = dict.fromkeys(name for step in steps for name in step)
     quantities = {
@@ -101,12 +91,12 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
         **{name: [value] for name, value in stats.items()},
         "next kl_coef": [trainer.kl_coef],
-        FROZEN: frozen_weights(trainer) - before,
+        FROZEN: _frozen_weights(trainer) - before,
     }
-    return {name: flatten(values) for name, values in quantities.items()}, stats
+    return {name: as_float64(values) for name, values in quantities.items()}, stats
 
 
-def flatten(values: Any) -> Tensor:
+def as_float64(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().to("cpu", torch.float64).reshape(-1)
     return torch.tensor(values, dtype=torch.float64)
@@ -124,11 +114,10 @@ def copy_weights(policy: nn.Module, value: nn.Module) -> Weights:
     }
 
 
-def frozen_weights(trainer: PPOTrainer) -> Tensor:
+def _frozen_weights(trainer: PPOTrainer) -> Tensor:
     """Return a copy of the weights that no update may change: of the reference policy and the reward models."""
-    scorers = [scorer for scorers in scorers_of(trainer).values() for scorer in scorers.values()]
-    models = [trainer.ref, *(scorer.model for scorer in scorers if isinstance(scorer, ModelReward))]
-    return torch.cat([flatten(p) for model in models for p in model.parameters()])
+    models = [trainer.ref, *(model for models in _reward_models(trainer).values() for model in models.values())]
+    return torch.cat([as_float64(p) for model in models for p in model.parameters()])
 
 
 def weight_changes(before: Weights, after: Weights) -> Quantities:
@@ -143,34 +132,26 @@ def weight_changes(before: Weights, after: Weights) -> Quantities:
 
 def reference_state_of(
     trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
-) -> reference_state.ReferenceState:
+) -> reference.ReferenceState:
     """Return a float64 copy of the trainer's state before its next update, of `updates` in total."""
-    scorers = {
-        source: {name: scorer.model for name, scorer in scorers.items() if isinstance(scorer, ModelReward)}
-        for source, scorers in scorers_of(trainer).items()
-    }
     # One deepcopy, so that weights shared between models stay shared.
-    copies = copy.deepcopy({"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "scorers": scorers})
-    scorer_copies = copies.pop("scorers")
-    for model in (*copies.values(), *(model for models in scorer_copies.values() for model in models.values())):
+    policy, ref, value, rewards = copy.deepcopy((trainer.policy, trainer.ref, trainer.value, _reward_models(trainer)))
+    for model in (policy, ref, value, *(model for models in rewards.values() for model in models.values())):
         model.double()
     score_stats = trainer.score_stats
-    return reference_state.ReferenceState(
+    return reference.ReferenceState(
         settings=trainer.settings,
         seed=trainer.seed,
         update=trainer.updates,
         updates=updates,
         kl_coef=trainer.kl_coef,
         score_moments=(score_stats.count, score_stats.mean, score_stats.squares),
-        policy=copies["policy"],
-        ref=copies["ref"],
-        value=copies["value"],
+        policy=policy,
+        ref=ref,
+        value=value,
         value_is_head=isinstance(trainer.value, ValueHead),
-        sources={name: _source(trainer, name, scorer_copies[name]) for name in trainer.rewards},
-        adam={
-            "policy": _adam(trainer.policy, trainer.optimizer),
-            "value": _adam(trainer.value, trainer.optimizer),
-        },
+        sources={name: _source(trainer, name, rewards[name]) for name in trainer.rewards},
+        adam={"policy": _adam(trainer.policy, trainer.optimizer), "value": _adam(trainer.value, trainer.optimizer)},
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
@@ -192,7 +173,7 @@ class CachedReward:
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
         key = repr((prompts, responses))
         if key not in self.scores:
-            with float32_restored():
+            with _default_dtype(torch.float32), torch._C.DisableTorchFunction():
                 self.scores[key] = call_reward_fn(self.function, prompts, responses)
         return self.scores[key]
 
@@ -213,36 +194,38 @@ def scorers_of(trainer: PPOTrainer) -> dict[str, dict[str, ModelReward | Functio
     return scorers
 
 
-def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> reference_state.Source:
+def _reward_models(trainer: PPOTrainer) -> dict[str, dict[str, Any]]:
+    return {
+        source: {name: scorer.model for name, scorer in scorers.items() if isinstance(scorer, ModelReward)}
+        for source, scorers in scorers_of(trainer).items()
+    }
+
+
+def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> reference.Source:
     """Return a reward source for the reference; `models` are copies of its models."""
 
-    def reference_scorer(member: str, scorer: ModelReward | FunctionReward) -> reference_state.Scorer:
+    def reference_scorer(member: str, scorer: ModelReward | FunctionReward) -> reference.Scorer:
         if isinstance(scorer, RetokenizingReward):
-            return lambda prompts, responses: reference_scores.model_scores(
+            return lambda prompts, responses: reference.model_scores(
                 models[member], *scorer.retokenize(prompts, responses)
             )
         if isinstance(scorer, ModelReward):
-            return partial(reference_scores.model_scores, models[member])
-        return partial(reference_scores.function_scores, scorer.function, scorer.tokenizer)
+            return partial(reference.model_scores, models[member])
+        return partial(reference.function_scores, scorer.function, scorer.tokenizer)
 
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
     scorers = {member: reference_scorer(member, scorer) for member, scorer in scorers_of(trainer)[name].items()}
-    return reference_state.Source(scorers, trainer.weights[name], trainer.clips.get(name), *combination)
+    return reference.Source(scorers, trainer.weights[name], trainer.clips.get(name), *combination)
 
 
-def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference_state.Adam]:
-    states = {name: optimizer.state[p] for name, p in model.named_parameters() if optimizer.state.get(p)}
-    return {
-        name: reference_state.Adam(
-            _float64_copy(state["exp_avg"]), _float64_copy(state["exp_avg_sq"]), int(state["step"])
-        )
-        for name, state in states.items()
-    }
-
-
-def _float64_copy(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64, copy=True)
+def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.Adam]:
+    adam = {}
+    for name, parameter in model.named_parameters():
+        if state := optimizer.state.get(parameter):
+            first, second = (state[moment].to(torch.float64, copy=True) for moment in ("exp_avg", "exp_avg_sq"))
+            adam[name] = reference.Adam(first, second, int(state["step"]))
+    return adam
 
 
 def to_float64(trainer: PPOTrainer) -> None:
@@ -251,14 +234,12 @@ def to_float64(trainer: PPOTrainer) -> None:
     Also turns off gradient checkpointing, whose recomputation would run with float32 again.
     """
     state = copy.deepcopy(trainer.state_dict())
-    for model in (trainer.policy, trainer.ref, trainer.value):
+    rewards = [model for models in _reward_models(trainer).values() for model in models.values()]
+    for model in (trainer.policy, trainer.ref, trainer.value, *rewards):
         model.double()
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
-    for scorer in [scorer for scorers in scorers_of(trainer).values() for scorer in scorers.values()]:
-        if isinstance(scorer, ModelReward):
-            scorer.model.double()
     trainer.settings = trainer.settings.model_copy(update={"bf16": False})
     trainer.load_state_dict(state)  # the optimizer moments take the dtype of their parameters
 
@@ -279,9 +260,11 @@ def run_in_float64(
     to_float64(trainer)
     before = copy_weights(trainer.policy, trainer.value)
     state = reference_state_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
-    sampling = reference_state.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
+    sampling = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
     with float64_only():
-        expected = {name: flatten(values) for name, values in (sampling | reference.update(state, tick)).items()}
+        expected = {
+            name: as_float64(values) for name, values in (sampling | reference_update.update(state, tick)).items()
+        }
         expected |= weight_changes(before, copy_weights(state.policy, state.value))
         quantities = run_update(trainer, rollout)[0]
         quantities |= weight_changes(before, copy_weights(trainer.policy, trainer.value))

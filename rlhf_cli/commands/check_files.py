@@ -1,0 +1,178 @@
+"""What `rlhf check` finds: its report, and the checks of configs, files and parents. Imports no torch."""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import runs, terminal
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.data import sources
+from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.resolve import Reference
+from rlhf_cli.runs.status import StageStatus
+
+
+@dataclass
+class Report:
+    """Results of a check, printed at its end. Warnings are printed by the terminal as they occur."""
+
+    checked: list[dict[str, Any]] = field(default_factory=list)  # keys stage, what, found; some have numbers
+    errors: dict[Problem, None] = field(default_factory=dict)  # an ordered set
+    not_checked: dict[str, None] = field(default_factory=dict)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add an RLHFError raised in the block to the report, and leave the block."""
+        try:
+            yield
+        except RLHFError as error:
+            self.errors |= dict.fromkeys(error.problems)
+
+    def add(self, stage: str, label: str, result: str, **numbers: float) -> None:
+        """Add a row to the table of checked items."""
+        self.checked.append({"stage": stage, "what": label, "found": result, **numbers})
+
+    def skip(self, text: str) -> None:
+        """Add an item that could not be checked, with the reason."""
+        self.not_checked[text] = None
+
+    def show(self, *, as_json: bool) -> int:
+        """Print the report; return the exit code."""
+        order = list(CONFIGS)
+        self.checked.sort(key=lambda item: order.index(item["stage"]))
+        if as_json:
+            terminal.out(json.dumps(self._as_json(), indent=2))
+            return 2 if self.errors else 0
+        if self.checked:
+            columns = ["stage", "what", "found"]
+            terminal.table(columns, [[item[name] for name in columns] for item in self.checked])
+        for text in self.not_checked:
+            terminal.out(f"not checked: {text}")
+        if not self.errors:
+            count = len(self.not_checked)
+            summary = f"ok, but for {count} that could not be checked" if count else "ok"
+            terminal.out("; ".join([summary, *self._dropped_rows()]))
+        return self.show_errors()
+
+    def _dropped_rows(self) -> list[str]:
+        """Return a text on the rows that stages would drop, if any: counts and share."""
+        counts = [
+            f"{item['stage']} {item['what']} {dropped} of {item['asked']} ({dropped / item['asked']:.1%})"
+            for item in self.checked
+            if (dropped := item.get("left_out"))
+        ]
+        return [f"rows dropped: {', '.join(counts)}"] if counts else []
+
+    def show_errors(self) -> int:
+        """Print the errors only; return the exit code."""
+        for problem in self.errors:
+            terminal.say(str(problem))
+        return 2 if self.errors else 0
+
+    def _as_json(self) -> dict[str, Any]:
+        levels = [("error", problem) for problem in self.errors]
+        levels += [("warning", problem) for problem in terminal.emitted_problems()]
+        problems = [
+            {"code": problem.code, "text": problem.text, "where": problem.where, "hint": problem.hint, "level": level}
+            for level, problem in levels
+        ]
+        not_checked = list(self.not_checked)
+        return {"ok": not self.errors, "problems": problems, "checked": self.checked, "not_checked": not_checked}
+
+
+MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a model id of the hub
+
+
+@dataclass
+class StageCheck:
+    """State of the check of one stage."""
+
+    config: Config
+    valid: bool = True  # if False, invalid values were replaced by defaults, and only the files are checked
+    parents: dict[str, Parent] = field(default_factory=dict)  # those that exist
+    pending: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage has yet to write
+    data: set[str] = field(default_factory=set)  # keys whose files exist
+    status: StageStatus | None = None  # of its output; None if unknown or rejected
+
+    @property
+    def finished(self) -> bool:
+        return self.status is not None and self.status.state == "finished"
+
+
+def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collection[Path], *, whole_run: bool) -> None:
+    """Check the data, parents and output of all stages.
+
+    In a whole run, outputs of earlier stages may be missing, and stale output is allowed. `unreadable` are the folders
+    of stages whose configs could not be read; no error is reported for the stages that read them.
+    """
+    to_make = set(unreadable)
+    for stage in stages:
+        config = stage.config
+        _find_data(stage, report)
+        _find_parents(stage, to_make, report)
+        if not stage.valid:
+            report.skip(f"{config.stage}: rows and models, until the errors in {config.file.name} are fixed")
+            continue
+        if not stage.pending:
+            _find_status(stage, report, whole_run=whole_run)
+        output = f"; output: {pipeline.describe_status(stage.status)}" if stage.status else ""
+        report.add(config.stage, shown(config.file), f"config read{output}")
+        for folder, key in {folder: key for key, folder in reversed(stage.pending.items())}.items():
+            report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
+        if whole_run and not stage.finished:
+            to_make.add(config.folder)
+
+
+def _find_data(stage: StageCheck, report: Report) -> None:
+    for key, source in stage.config.sources().items():
+        if not sources.is_local(source):
+            name = source.shown()
+            outcome = "and HF_HUB_OFFLINE is set" if sources.is_offline() else "the stage would fetch it"
+            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {outcome}")
+            continue
+        with report.collecting():
+            sources.locate({key: source})
+            stage.data.add(key)
+
+
+def _find_parents(stage: StageCheck, to_make: Collection[Path], report: Report) -> None:
+    config, rejected = stage.config, set()
+    for reference in runs.references(config):
+        if Path(reference.path) in to_make:
+            stage.pending[reference.key] = Path(reference.path)
+        elif _is_uncached_hub_id(config, reference):
+            text = f"{reference.path} is not in the hub's cache; fetch it first: hf download {reference.path}"
+            report.skip(f"{config.stage} {reference.key}: {text}")
+        elif reference.path not in rejected:  # several keys may name one folder
+            try:
+                stage.parents[reference.key] = runs.open_reference(config, reference)
+            except RLHFError as error:
+                rejected.add(reference.path)
+                report.errors |= dict.fromkeys(error.problems)
+
+
+def _is_uncached_hub_id(config: Config, reference: Reference) -> bool:
+    """Return True if a name can only be a hub id that is not cached, not a misspelt folder beside the config."""
+    name, config_folder = reference.path, config.file.parent
+    if not MODEL_ID.fullmatch(name) or runs.is_available_locally(name, reference.revision):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not os.path.isdir(config_folder / owner) if slash else closest_path(config_folder / name) is None
+
+
+def _find_status(stage: StageCheck, report: Report, *, whole_run: bool) -> None:
+    """Compare the stage's output with its config. Adds the C15 or M05 with which the stage would fail."""
+    config = stage.config
+    if len(stage.parents) < len(runs.references(config)) or len(stage.data) < len(config.sources()):
+        return
+    with report.collecting():
+        identity = runs.compute_identity(config, stage.parents, config.sources())
+        stage.status = (runs.stage_status if whole_run else runs.require_current)(config, identity)

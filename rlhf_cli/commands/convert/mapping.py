@@ -1,0 +1,196 @@
+"""Map one TRL option to a key of ppo.yaml: by its name, or by the name that replaces it.
+
+Sources: trl/trainer/ppo_config.py and ppo_trainer.py of TRL 0.11.4; trl/experimental/ppo/ of TRL 1.12.0.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from rlhf_cli.commands.convert.read import Setting, Source
+from rlhf_cli.config import loading, trl_fields
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.fields import key_at, keys_of
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.yaml_io import parse_value, to_yaml
+from rlhf_cli.errors import RLHFError, closest_match, redact
+
+OLD, NEW = "0.11", "1.12"
+# The options of TRL 0.11's PPOConfig; of 1.12's, and those of TrainingArguments that affect PPO.
+_OLD_OPTIONS = """
+    exp_name seed log_with task_name model_name query_dataset reward_model remove_unused_columns tracker_kwargs
+    accelerator_kwargs project_kwargs tracker_project_name push_to_hub_if_best_kwargs steps learning_rate
+    adap_kl_ctrl init_kl_coef kl_penalty target horizon gamma lam cliprange cliprange_value vf_coef batch_size
+    forward_batch_size mini_batch_size gradient_accumulation_steps world_size ppo_epochs max_grad_norm
+    optimize_cuda_cache optimize_device_cache early_stopping target_kl compare_steps ratio_threshold
+    use_score_scaling use_score_norm score_clip whiten_rewards gradient_checkpointing is_encoder_decoder
+    is_peft_model backward_batch_size global_backward_batch_size global_batch_size dataset_num_proc
+"""
+_NEW_OPTIONS = """
+    dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations
+    response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size
+    num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size
+    push_to_hub reward_model_path model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef
+    kl_estimator cliprange vf_coef cliprange_value gamma lam ds3_gather_for_generation learning_rate
+    per_device_train_batch_size gradient_accumulation_steps num_train_epochs lr_scheduler_type warmup_ratio
+    warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm gradient_checkpointing bf16
+    fp16 seed output_dir run_name report_to save_steps save_total_limit
+"""
+OPTIONS = {OLD: _OLD_OPTIONS.split(), NEW: _NEW_OPTIONS.split()}
+# Names that only files of one version have: its own options, and options and classes of its scripts.
+_OLD_CLASSES = {"AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead"}
+_NEW_NAMES = "PPOv2Config model_name_or_path dataset_train_split dataset_test_split eval_strategy use_peft"
+ONLY = {
+    OLD: {*OPTIONS[OLD], *_OLD_CLASSES} - {*OPTIONS[NEW]},
+    NEW: {*OPTIONS[NEW], *_NEW_NAMES.split()} - {*OPTIONS[OLD]},
+}
+# Options that TRL computed, whatever the file said.
+COMPUTED = {
+    OLD: {"world_size", "backward_batch_size", "global_backward_batch_size", "global_batch_size"},
+    NEW: {
+        "world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size",
+        "local_mini_batch_size", "mini_batch_size",
+    },
+}  # fmt: skip
+IGNORED = {OLD: ("steps",), NEW: ("max_grad_norm", "gradient_checkpointing")}  # accepted by TRL without effect
+# Sections searched, in this order, for the key of an option.
+SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
+KEYS = {path for path, key in keys_of(PPOConfig).items() if not key.is_section}
+KEYS -= {"stage", "run", "rewards", "ppo.recipe"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An option of TRL and the key of ppo.yaml that it sets; without a key nothing is written."""
+
+    option: str
+    trl_value: Any
+    key: str = ""
+    value: Any = None
+    note: str = ""
+    is_default: bool = False  # of TRL, not in the file
+
+
+class Conversion:
+    """The options of a file, and the result for each."""
+
+    def __init__(self, source: Source, version: str) -> None:
+        self.source, self.version = source, version
+        self.options: dict[str, Setting] = {}  # not converted yet
+        self.rows: dict[str, Row] = {}  # by key
+        self.unconverted: list[Row] = []  # with the reason as note
+        self.to_set: dict[str, str] = {}  # keys that the user has to set, with a note
+        for setting in source.settings:
+            self._add(setting)
+
+    def _add(self, setting: Setting) -> None:
+        shown = to_yaml(setting.value)
+        if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
+            reason = "secrets are not stored in files; use environment variables such as HF_TOKEN"
+            self.leave(Setting(setting.name, "[secret]"), reason)
+        elif setting.problem:
+            self.leave(setting, setting.problem)
+            if key := target_key(setting.name):
+                self.to_set[key] = f"the file has {setting.value}"
+        elif setting.value is None or setting.value == "":
+            self.leave(Setting(setting.name, None), "not set in TRL")
+        else:
+            if (previous := self.value(setting.name)) not in (None, setting.value):
+                self.leave(Setting(setting.name, previous), "the file sets it again: the last value is used")
+            self.options[setting.name] = setting
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option that is not converted yet, or None."""
+        return self.options[name].value if name in self.options else None
+
+    def take(self, *names: str) -> list[Setting]:
+        """Remove these options from those still to be converted, and return them."""
+        return [self.options.pop(name) for name in names if name in self.options]
+
+    def set(self, key: str, setting: Setting, value: Any = None, note: str = "") -> None:
+        """Set a key to `value`, or to that of an option of the file, unless another option has already set it."""
+        value = coerce(key, setting.value if value is None else value)
+        previous = self.rows.get(key)
+        if not _can_be_written(value):
+            self.leave(setting, "the value cannot be written to YAML")
+        elif previous is None:
+            self.rows[key] = Row(setting.name, setting.value, key, value, note)
+        else:
+            self.leave(setting, f"already set by {previous.option}")
+
+    def leave(self, setting: Setting, reason: str) -> None:
+        """Record an option that is not converted."""
+        self.unconverted.append(Row(setting.name, setting.value, note=reason))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the keys as a nested config."""
+        tree: dict[str, Any] = {}
+        for key, row in self.rows.items():
+            *sections, last = key.split(".")
+            inner = tree
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[last] = row.value
+        return tree
+
+
+def detect_version(source: Source) -> tuple[str, str]:
+    """Return the TRL version of a file, and the reason."""
+    names = dict.fromkeys([*sorted(source.classes), *(setting.name for setting in source.settings)])
+    evidence = {version: [name for name in names if name in ONLY[version]] for version in (OLD, NEW)}
+    version, other = (OLD, NEW) if len(evidence[OLD]) > len(evidence[NEW]) else (NEW, OLD)
+    if not evidence[version]:
+        return version, "no option is specific to a version; use --trl 0.11 for the older one"
+    reason = f"only that version has {', '.join(evidence[version][:3])}"
+    contrary = f"; only the other has {', '.join(evidence[other][:3])}: check, or set --trl" if evidence[other] else ""
+    return version, reason + contrary
+
+
+def target_key(name: str) -> str | None:
+    """Return the key with the meaning of a TRL option, as a dotted path; None if there is none."""
+    last = ALIASES[name].key if name in ALIASES else name
+    return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
+
+
+def map_option(conversion: Conversion, setting: Setting) -> None:
+    name, value, key, version = setting.name, setting.value, target_key(setting.name), conversion.version
+    if name in COMPUTED[version]:
+        conversion.leave(setting, f"TRL {version} computed it")
+    elif key:
+        words = ALIASES[name].values if name in ALIASES else {}
+        translated = parse_value(words[value]) if isinstance(value, str) and value in words else value
+        note = f"takes effect here; TRL {version} ignored it" if name in IGNORED[version] else ""
+        conversion.set(key, setting, translated, note)
+    else:
+        conversion.leave(setting, _unsupported_reason(name))
+
+
+def _unsupported_reason(name: str) -> str:
+    if name in ALIASES:
+        return ALIASES[name].note if ALIASES[name].key is None else f"ppo.yaml has no {ALIASES[name].key}"
+    if name in trl_fields.OWNED or name.startswith(trl_fields.OWNED_FAMILIES):
+        return "the pipeline sets it"
+    if name in trl_fields.fields_of("sft"):
+        return "a setting of transformers' Trainer, which PPO does not use"
+    known = {*OPTIONS[OLD], *OPTIONS[NEW], *ALIASES, *(key.rpartition(".")[2] for key in KEYS)}
+    near = closest_match(name, known, cutoff=0.8)
+    return "unknown, both here and in TRL" + (f"; did you mean {near}?" if near else "")
+
+
+def coerce(key: str, value: Any) -> Any:
+    """Convert a value to the type of a key if it has the same meaning: 10000.0, or a single list item."""
+    config_key = key_at(PPOConfig, key.split("."))
+    parts = config_key.parts if config_key else ()
+    types = {part for part in parts if isinstance(part, type) or get_origin(part) is not None}
+    if int in types and float not in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    words = {word for kind in types if get_origin(kind) is Literal for word in get_args(kind)}
+    is_item = isinstance(value, str) and value not in words and any(get_origin(kind) is list for kind in types)
+    return [value] if is_item else value
+
+
+def _can_be_written(value: Any) -> bool:
+    try:
+        parsed = parse_value(to_yaml(value))
+        return bool(parsed == value) and type(parsed) is type(value)
+    except RLHFError:
+        return False

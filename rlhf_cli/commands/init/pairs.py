@@ -1,0 +1,285 @@
+"""Preference pairs of `rlhf init preferences`: read them, choose token limits, split them into parts.
+
+The answer length is chosen first; pairs that do not fit beside an answer of that length are dropped. Parts share no
+prompt.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from rlhf_cli import data, terminal
+from rlhf_cli.config.common import MAX_DROPPED
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.texts import Pair
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.progress import Progress
+from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
+
+SHARES = {"sft": 0.3, "pairs": 0.45, "prompts": 0.15, "held-out": 0.1}  # of the prompts
+PART_USES = {
+    "sft": "SFT learns the chosen answers",
+    "pairs": "the reward model learns to tell them apart",
+    "prompts": "PPO answers them",
+    "held-out": "evaluation alone",
+}
+MAX_HELD_OUT = 1000  # prompts; the interval of a win rate is then 0.06 wide
+MIN_PROMPTS = 20  # distinct prompts, so that two are held out
+MAX_ANSWERS = 4  # per prompt, for SFT, so that prompts have similar weights
+ENDED_SHARE = 0.9  # of the chosen answers that fit half of the context, this share ends within response_length
+MIN_RESPONSE = 32  # tokens, if a chosen answer is longer
+DEFAULT_CONTEXT = 4096  # for a model without a stated limit
+MAX_TAIL = 1.25  # if the longest row is within this multiple of the 99th percentile, no row is dropped as too long
+CHUNK_PAIRS = 2048  # pairs tokenized at a time
+Parts = dict[str, list[Pair]]
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """The pairs of a file in the form in which they are written."""
+
+    pairs: list[Pair]
+    read: int  # rows of the file
+    text: str  # one line: what the prompts are
+    chat_template: str | None  # to set in sft.yaml
+
+
+def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat:
+    """Read the valid pairs of a source in the form that suits the tokenizer; warnings count the other rows.
+
+    With a chat template, prompts become conversations unless `plain`. Without one, conversations use chatml and
+    transcripts stay text. Raises RLHFError D01-D12.
+    """
+    pairs, rows, transcripts = data.preference_pairs(source)
+    chats = any(not isinstance(pair.prompt, str) for pair in pairs)
+    if chats and transcripts and (plain or not tokenizer.chat_template):
+        text = "dialogues in one text, as the model has no chat template" if not plain else "dialogues in one text"
+        return PairFormat([pair.as_text() for pair in pairs], rows, text, None)
+    if chats:
+        template = None if tokenizer.chat_template else "chatml"
+        text = "conversations" + (", in chatml: the model has no chat template" if template else "")
+        return PairFormat(pairs, rows, text, template)
+    if tokenizer.chat_template and not plain:
+        return PairFormat([_as_chat(pair) for pair in pairs], rows, "conversations, by the model's chat template", None)
+    if _lacks_separator(pairs):
+        spaced = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
+        return PairFormat(spaced, rows, "plain text, a space put before each answer", None)
+    return PairFormat(pairs, rows, "plain text", None)
+
+
+def _as_chat(pair: Pair) -> Pair:
+    chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
+    return replace(pair, prompt=[{"role": "user", "content": pair.prompt}], chosen=chosen, rejected=rejected)
+
+
+def _lacks_separator(pairs: list[Pair]) -> bool:
+    """Return True if most answers would join the last word of their prompts without a space."""
+    joined = [pair for pair in pairs if not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()]
+    return len(joined) > len(pairs) / 2
+
+
+def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:
+    """Split the pairs into parts; all pairs of a prompt, or of a conversation's first message, share a part.
+
+    Raises RLHFError D11 for fewer than 20 distinct prompts.
+    """
+    keys = split_keys(pairs)
+    if len(keys) < MIN_PROMPTS:
+        text = f"{len(keys)} different prompts; at least {MIN_PROMPTS} are needed to hold some of them out"
+        raise RLHFError("D11", text, where="--data", hint="bring pairs for more prompts")
+    random.Random(f"{seed} preferences").shuffle(keys)
+    counts = {name: round(share * len(keys)) for name, share in SHARES.items()}
+    counts["held-out"] = min(counts["held-out"], MAX_HELD_OUT)
+    counts["pairs"] = len(keys) - sum(count for name, count in counts.items() if name != "pairs")
+    names = iter([name for name, count in counts.items() for _ in range(count)])
+    part_of = dict(zip(keys, names, strict=True))
+    parts: Parts = {name: [] for name in SHARES}
+    for pair in pairs:
+        parts[part_of[data.split_key(pair.prompt)]].append(pair)
+    for name, part in parts.items():
+        random.Random(f"{seed} {name}").shuffle(part)  # eval takes the first ones, which must be a random sample
+    return parts
+
+
+def split_keys(pairs: Sequence[Pair]) -> list[str]:
+    """Return the distinct keys that decide the part of a prompt, in order."""
+    return list(dict.fromkeys(data.split_key(pair.prompt) for pair in pairs))
+
+
+def most_chosen(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs for SFT: of each prompt the MAX_ANSWERS answers that were chosen most often, each once."""
+    answers: dict[str, Counter[str]] = {}
+    first: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        prompt = repr(pair.prompt)
+        answers.setdefault(prompt, Counter())[pair.chosen] += 1
+        first.setdefault((prompt, pair.chosen), pair)
+    selected = {(prompt, answer) for prompt, counts in answers.items() for answer, _ in counts.most_common(MAX_ANSWERS)}
+    return [pair for key, pair in first.items() if key in selected]
+
+
+def example(pair: Pair) -> dict[str, Any]:
+    """Return the row {prompt, completion} of the chosen answer."""
+    return {"prompt": pair.prompt, "completion": _answer(pair, pair.chosen)}
+
+
+def preference(pair: Pair) -> dict[str, Any]:
+    """Return the row {prompt, chosen, rejected[, margin]}."""
+    row = {
+        "prompt": pair.prompt,
+        "chosen": _answer(pair, pair.chosen),
+        "rejected": _answer(pair, pair.rejected),
+    }
+    return row if pair.margin is None else {**row, "margin": pair.margin}
+
+
+def distinct_prompts(pairs: list[Pair]) -> list[Any]:
+    """Return each prompt once, in order."""
+    return list({repr(pair.prompt): pair.prompt for pair in pairs}.values())
+
+
+def prompts(pairs: list[Pair]) -> Iterator[dict[str, Any]]:
+    """Return a row {prompt} for each distinct prompt."""
+    return ({"prompt": prompt} for prompt in distinct_prompts(pairs))
+
+
+def _answer(pair: Pair, text: str) -> Any:
+    return text if isinstance(pair.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+class Length(NamedTuple):
+    """Token counts of a pair; answers include the end token."""
+
+    prompt: int
+    chosen: int
+    rejected: int
+
+    @property
+    def row(self) -> int:
+        """Length of the longer of its two rows."""
+        return self.prompt + max(self.chosen, self.rejected)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token limits of a run, and mean lengths of the pairs within them."""
+
+    response_length: int
+    max_length: int
+    ended: float  # share of the chosen answers that end within response_length
+    prompt_mean: float
+    answer_mean: float  # of the chosen ones
+    row_mean: float  # prompt and answer
+
+
+def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
+    """Count the tokens of each pair as all stages do. Raises RLHFError D06, D14, T06."""
+    lengths: list[Length] = []
+    with Progress("data", len(pairs), "pair", brief=True) as bar:
+        for first in range(0, len(pairs), CHUNK_PAIRS):
+            chunk = pairs[first : first + CHUNK_PAIRS]
+            prompts = [prompt for pair in chunk for prompt in (pair.prompt, None)]
+            answers = [answer for pair in chunk for answer in (pair.chosen, pair.rejected)]
+            ids = data.encode_many(tokenizer, prompts, answers)
+            for (prompt, chosen), (_, rejected) in zip(ids[::2], ids[1::2], strict=True):
+                lengths.append(Length(len(prompt), len(chosen), len(rejected)))
+            bar.advance(len(chunk), note="tokenised")
+    return lengths
+
+
+def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
+    """Choose the token limits for a model with `context` positions; return the pairs that fit, and the limits.
+
+    Warns (D10) about dropped pairs. Raises RLHFError D10 if too too_few fit.
+    """
+    context = context or DEFAULT_CONTEXT
+    kept, response, longest = _select(lengths, context)
+    _report_dropped(pairs, lengths, kept, context, response, longest)
+    used = [lengths[i] for i in kept]
+    ended = sum(length.chosen <= response for length in used) / len(used)
+    if ended < 1 - WARN_DROPPED_FRACTION:
+        text = f"only {percent(ended)} of the chosen answers end within response_length {response}"
+        reason = f"the others are longer than half of the {context} positions of the base model"
+        terminal.warn("D10", f"{text}: {reason}", where="--data", hint="name a base model with more positions")
+    rows = [length.prompt + answer for length in used for answer in (length.chosen, length.rejected)]
+    return [pairs[i] for i in kept], Lengths(
+        response_length=response,
+        max_length=longest,
+        ended=ended,
+        prompt_mean=sum(length.prompt for length in used) / len(used),
+        answer_mean=sum(length.chosen for length in used) / len(used),
+        row_mean=sum(rows) / len(rows),
+    )
+
+
+def _select(lengths: Sequence[Length], context: int) -> tuple[list[int], int, int]:
+    """Return the indices of the pairs that fit, the maximum response length and the maximum row length."""
+    half = context // 2
+    fitting = [length.chosen for length in lengths if length.chosen <= half]
+    if len(fitting) < (1 - MAX_DROPPED) * len(lengths):
+        return [], half, context
+    target = max(quantile(fitting, ENDED_SHARE), min(MIN_RESPONSE, max(length.chosen for length in lengths)))
+    response = min(round_up(target), max(half, MIN_RESPONSE))
+    kept = [i for i, length in enumerate(lengths) if length.prompt + response <= context and length.row <= context]
+    if not kept:
+        return [], response, context
+    rows = [lengths[i].row for i in kept]
+    percentile = quantile(rows, 0.99)
+    longest = min(round_up(max(rows) if max(rows) <= MAX_TAIL * percentile else percentile), context)
+    return [i for i in kept if lengths[i].row <= longest], response, longest
+
+
+def _report_dropped(
+    pairs: Sequence[Pair], lengths: Sequence[Length], kept: Sequence[int], context: int, response: int, longest: int
+) -> None:
+    dropped = len(pairs) - len(kept)
+    if not dropped:
+        return
+    long_answers = sum(length.chosen > context // 2 for length in lengths)
+    long_prompts = sum(length.prompt + response > context for length in lengths)
+    long_rows = sum(length.row > context >= length.prompt + response for length in lengths)
+    counts = {
+        f"whose prompts leave less than {response} of {context} positions to an answer": long_prompts,
+        f"longer than {context} positions": long_rows,
+        f"longer than {longest} tokens, much longer than the others": dropped - long_prompts - long_rows,
+    }
+    if long_answers > MAX_DROPPED * len(pairs):
+        counts = {f"whose chosen answers are longer than half of {context} positions": long_answers}
+    reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
+    too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
+    hint = (
+        _suggest_context(pairs, lengths, context) if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs) else None
+    )
+    if too_few or dropped > MAX_DROPPED * len(pairs):
+        raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
+    terminal.warn("D10", f"{share} dropped: {reasons}", where="--data", hint=hint)
+
+
+def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
+    """Return a hint with the context length, a power of two times this one, that fits most pairs."""
+    longer, kept = context, 0
+    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
+        longer *= 2
+        kept = len(_select(lengths, longer)[0])
+    share = percent(kept / len(pairs))
+    return f"take a base model with {longer} positions, where {share} of the pairs fit, or bring shorter pairs"
+
+
+def quantile(values: Sequence[int], share: float) -> int:
+    """Return the smallest value that at least `share` of the values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def percent(share: float) -> str:
+    """Format a share in whole percent; 0 % and 100 % only if it is exactly that."""
+    rounded = round(100 * share)
+    return f"{rounded if share in (0, 1) else min(max(rounded, 1), 99)} %"
+
+
+def round_up(tokens: int) -> int:
+    """Round up to a multiple of 8."""
+    return -(-tokens // 8) * 8

@@ -1,0 +1,396 @@
+"""Peak memory and operations of each phase of a stage, by the closed form of models/memory.py.
+
+The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit. With
+fsdp each of P processes keeps a P-th of weights, gradients and moments, beside what is gathered: a layer, embeddings
+and heads, in a rollout the policy. On a CPU a process takes more than its tensors, since glibc's malloc keeps what was
+freed (docs/scaling.md).
+"""
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf_cli.config.common import Adapters, LoRA
+from rlhf_cli.config.eval import EvalSettings
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models import lora, memory, sharding
+from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept
+from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
+from rlhf_cli.ppo.optimizer import embedding_weights
+
+KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
+MODES = ("full", "lora", "qlora", "one-base")
+DEFAULT_ADAPTERS: LoRA = Adapters(kind="lora")
+# Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients.
+SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES, UPDATE_COPIES = 4, 2, 4, 5
+FULL_KL_COPIES = 3.25  # more of them if the loss or penalty compares full distributions
+RECOMPUTED = 0.75  # of a checkpointed layer's products: all but those of its last matrix
+Bytes = Mapping[str, float]  # by kind
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
+
+    `mean`: tokens of an average row, 0 if no rows were read.
+    """
+
+    prompt: int
+    response: int
+    mean: float = 0
+
+    @property
+    def row(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def average(self) -> "Lengths":
+        """Lengths of an average row, with the prompt's share of the longest."""
+        share = self.mean / self.row if self.mean else 1
+        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Memory of a phase at its possible peaks, and its FLOPs per update (PPO), optimizer step or evaluation."""
+
+    name: str
+    rows: int  # at a time
+    moments: Sequence[Bytes]
+    flops: float = 0
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """Bytes by kind at the peak."""
+        peak = max(self.moments, key=lambda moment: sum(moment.values()))
+        return {kind: round(peak[kind]) for kind in KINDS if peak.get(kind)}
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass
+class StageModel:
+    """A model of a stage, without content: its bytes, and what its passes take. `adapters` are added to it."""
+
+    model: Any
+    section: Any  # of the config, with dtype and attn_implementation
+    bf16: bool = False
+    checkpointing: bool = False
+    adapters: LoRA | None = None
+    four_bits: bool = False
+    parameters: int = field(init=False)
+    full_weights: int = field(init=False)  # bytes of its parameters without adapters, in no 4 bits
+    weights: int = field(init=False)  # bytes in memory
+
+    def __post_init__(self) -> None:
+        self.parameters, self.full_weights = self.model.num_parameters(), memory.size_bytes(self.model.parameters())
+        saved = memory.bytes_saved_by_4_bits(self.model) if self.four_bits else 0
+        if self.adapters:
+            memory.add_adapters(self.model, self.adapters)
+        self.weights = memory.size_bytes([*self.model.parameters(), *self.model.buffers()]) - saved
+        text = self.model.config.get_text_config()
+        heads, self.layers, self.vocabulary = text.num_attention_heads, text.num_hidden_layers, text.vocab_size
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        self.hidden, self.heads_width = text.hidden_size, heads * head_size
+        key_values = (getattr(text, "num_key_value_heads", None) or heads) * head_size
+        self.softcaps = getattr(text, "final_logit_softcapping", None) is not None  # one more copy of the logits
+        self.cache = 2 * self.layers * key_values * self.model.dtype.itemsize  # bytes of a token
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Weights that are trained; of a model with adapters these and its head."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def kept(self, length: int) -> Kept:
+        """Return what a forward pass of rows keeps for the backward pass."""
+        section = self.section
+        kept = memory.kept_bytes(
+            self.model.config, length, dtype=section.dtype, attn_implementation=section.attn_implementation,
+            bf16=self.bf16, adapters=self.adapters,
+        )  # fmt: skip
+        return kept._replace(copies=0) if self.four_bits else kept  # these are dequantized again
+
+    def working(self, rows: int, length: int) -> float:
+        """Return the bytes of a pass that keeps nothing."""
+        return (WORKING_WITH_ADAPTERS if self.adapters else WORKING) * rows * self.kept(length).layer
+
+    def cast_weights(self, length: int) -> int:
+        """Return the bytes of the bfloat16 copies that autocast keeps of trained weights."""
+        return 0 if self.adapters else self.kept(length).copies
+
+    def training_moments(self, rows: int, length: int, logits: float = 0) -> list[Bytes]:
+        """Return activations and logits at the possible peaks of a forward and backward pass."""
+        kept = self.kept(length)
+        layer, stored = rows * kept.layer, rows * kept.row + kept.copies
+        backward = stored + WORKING_BACKWARD * layer
+        forward = []
+        if self.checkpointing:
+            stored = rows * kept.inputs
+            backward = stored + (1 + WORKING_BACKWARD) * layer
+            forward = [{"activations": stored + self.cast_weights(length) + self.working(rows, length)}]
+        return [{"activations": stored, "logits": logits}, {"activations": backward}, *forward]
+
+    @cached_property
+    def matrices(self) -> tuple[int, int]:
+        """Numbers of the backbone's matrices, and of those that are trained."""
+        weights = [layer.weight for _, _, layer in lora.linear_layers(self.model)]
+        return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+
+    def forward_flops(self, rows: int, length: int, answers: int = 0) -> float:
+        """Return the operations of a forward pass, with the logits of `answers` tokens."""
+        attention = 4 * self.layers * self.heads_width * length**2
+        return rows * (2 * self.matrices[0] * length + attention) + 2 * self.vocabulary * self.hidden * answers
+
+    def training_flops(self, rows: int, length: int, answers: int = 0) -> float:
+        """Return the operations of a forward and backward pass; checkpointed layers run their forward pass again.
+
+        Kaplan et al. 2020, section 2.1: 6 for each weight and token, and 14 for attention's products.
+        """
+        attention = 10 * self.layers * self.heads_width * length**2
+        backward = rows * (2 * sum(self.matrices) * length + attention)
+        backward += (2 if self.adapters else 4) * self.vocabulary * self.hidden * answers
+        forward = self.forward_flops(rows, length, answers)
+        return forward + backward + (RECOMPUTED * self.forward_flops(rows, length) if self.checkpointing else 0)
+
+    def generation_flops(self, rows: int, lengths: Lengths) -> float:
+        """Return the operations of writing a response to each prompt with a cache."""
+        width = lengths.prompt + lengths.response / 2
+        attention = 4 * self.layers * self.heads_width * width
+        token = 2 * (self.matrices[0] + self.vocabulary * self.hidden) + attention
+        return self.forward_flops(rows, lengths.prompt, rows) + rows * (lengths.response - 1) * token
+
+
+def _add(fixed: Bytes, moments: Iterable[Bytes]) -> list[Bytes]:
+    return [{**fixed, **moment} for moment in moments]
+
+
+def _learning_bytes(trained: list[Tensor], models: Iterable[nn.Module], *, eight_bits: bool) -> Bytes:
+    """Return the bytes of gradients and optimizer."""
+    moments = memory.optimizer_bytes(trained, embedding_weights(models), eight_bits=eight_bits)
+    return {"gradients": memory.size_bytes(trained), "optimizer": moments}
+
+
+def _step_bytes(weights: list[Tensor], *, foreach: bool) -> Bytes:
+    """Return the working memory of an optimizer step: AdamW of torch computes on all weights, or one at a time."""
+    sizes = [weight.nbytes for weight in weights]
+    return {"activations": sum(sizes) if foreach else 2 * max(sizes)}
+
+
+def rollout_phase(policy: StageModel, fixed: Bytes, rows: int, total: int, lengths: Lengths) -> Phase:
+    """Return the phase that generates `total` responses, `rows` at a time: prefill, then one pass per token."""
+    rows = min(rows, total)
+    cache = policy.cache * rows * lengths.row
+    logits = SAMPLE_COPIES * 4 * rows * policy.vocabulary
+    reading, writing = policy.working(rows, lengths.prompt), cache / (2 * policy.layers)  # a layer's keys are copied
+    copies = policy.cast_weights(lengths.prompt)
+    moments = [
+        {"cache": policy.cache * rows * lengths.prompt, "activations": copies + reading},
+        {"cache": cache, "activations": copies + writing, "logits": logits},
+    ]
+    flops = policy.generation_flops(rows, lengths) * total / rows
+    return Phase("rollout", rows, _add(fixed, moments), flops)
+
+
+def trl_phases(
+    name: str, model: StageModel, settings: Any, lengths: Lengths, *, gpu: bool, eight_bits: bool
+) -> list[Phase]:
+    """Return the phases of SFT or the reward model: an optimizer step, and with qlora the reading of the full model.
+
+    TRL's loss makes no logits on a GPU. The two sides of a pair form one batch.
+    """
+    is_sft = name == "sft"
+    rows = settings.per_device_train_batch_size * (1 if is_sft else 2)
+    parts, answers = settings.gradient_accumulation_steps, rows * lengths.response if is_sft else 0
+    copy = 0 if gpu else 4 * answers * model.vocabulary
+    logits = (SFT_COPIES + model.softcaps) * copy
+    trained, fixed = model.trained, {"weights": model.weights}
+    learning = _learning_bytes(trained, [model.model], eight_bits=eight_bits)
+    moments = model.training_moments(rows, lengths.row, logits)
+    head = model.model.get_output_embeddings() if is_sft else None
+    if copy and head is not None and head.weight.requires_grad:  # its gradient, while those of the logits are there
+        moments.append({"activations": moments[0]["activations"] + head.weight.nbytes, "logits": logits - copy})
+    gradients = learning["gradients"] if parts > 1 else 0  # of the micro-batches before
+    within = [{**moment, "gradients": gradients, "optimizer": learning["optimizer"]} for moment in moments]
+    step = {**learning, **_step_bytes(trained, foreach=gpu)}
+    flops = parts * model.training_flops(rows, lengths.row, answers)
+    phases = [Phase("step", settings.per_device_train_batch_size, _add(fixed, [*within, step]), flops)]
+    if model.four_bits:  # the finished model is read in full, to be measured
+        phases.append(Phase("read again", 0, [{"weights": model.full_weights}]))
+    return phases
+
+
+@dataclass
+class PPOModels:
+    """Models of a PPO run. Without `value` the policy has a value head.
+
+    `apart`: names of models that are no adapters of the policy's weights in mode one-base; the value model's adapters
+    then use the weights of the reward model `beside`, or their own ones.
+    """
+
+    policy: StageModel
+    value: StageModel | None
+    rewards: dict[str, StageModel]
+    mode: str
+    apart: Collection[str] = ()
+    beside: str | None = None
+
+    @property
+    def learning(self) -> list[StageModel]:
+        return [self.policy] if self.value is None else [self.policy, self.value]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        head = [] if self.value else [self.value_head]
+        return [weight for model in self.learning for weight in model.trained] + head
+
+    @cached_property
+    def value_head(self) -> Tensor:
+        return nn.Linear(self.policy.hidden, 1, bias=False, device="meta", dtype=self.policy.model.dtype).weight
+
+    def share_layers(self, count: int) -> int:
+        """Freeze the layers that policy and reference share; return the bytes that the reference saves."""
+        if not count:
+            return 0
+        model = self.policy.model
+        modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        modules += sharding.decoder_layers(model)[:count]
+        shared = [weight for module in modules for weight in module.parameters()]
+        for weight in shared:
+            weight.requires_grad_(False)
+        return memory.size_bytes(shared) if self.mode == "full" else 0
+
+    def weights(self) -> dict[str, int]:
+        """Return the bytes of weights that each model adds to those of the others."""
+        if self.value is None:
+            value = self.value_head.nbytes
+        elif self.mode == "one-base" and not ("value" in self.apart and self.beside is None):
+            value = memory.size_bytes(self.value.trained)
+        else:
+            value = self.value.weights
+        reference = self.policy.weights if self.mode == "full" else 0
+        weights = {"policy": self.policy.weights, "value": value, "reference": reference}
+        for name, model in self.rewards.items():
+            shares = self.mode == "one-base" and name not in self.apart
+            weights[name] = memory.size_bytes(model.trained) if shares else model.weights
+        return weights
+
+
+class PPOPlan:
+    """The phases of an update after the first, per process."""
+
+    def __init__(self, models: PPOModels, settings: PPOSettings, lengths: Lengths, *, gpu: bool, processes: int):
+        self.models, self.settings, self.lengths, self.gpu = models, settings, lengths, gpu
+        self.policy, self.episodes, self.processes = models.policy, settings.episodes_per_update, processes
+        self.width = lengths.row - 1  # a row's last token is not read
+        tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
+        rows = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
+        self.rows = min(rows, self.episodes // settings.num_mini_batches)
+        self.answers = self.rows * lengths.response
+        chunk = min(self.answers, logits_chunk_size(settings, self.policy.vocabulary, on_cpu=not gpu) or self.answers)
+        self.logits = 4 * chunk * self.policy.vocabulary  # bytes of a copy
+        self.half = 0.5 if settings.bf16 else 0  # a copy that is in bfloat16
+        self.shared = models.share_layers(settings.num_shared_layers or 0)
+        self.weights, self.trained = models.weights(), models.trained
+        learning = [model.model for model in models.learning]
+        self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")
+
+    def phases(self) -> list[Phase]:
+        """Return the phases rollout, judge and update."""
+        at_once = self.settings.local_rollout_forward_batch_size or self.episodes
+        rollout = rollout_phase(self.policy, self._fixed(), at_once, self.episodes, self.lengths)
+        phases = [rollout, self._judge(), self._update()]
+        return [self._shard(phase) for phase in phases] if self.settings.fsdp else phases
+
+    def _fixed(self, *read: str) -> Bytes:
+        """Return what is in memory: all models; with offload those that are trained, and those that are `read`."""
+        names = {"policy", "value", *read} if self.settings.offload else self.weights
+        reference_shares = self.shared if "reference" in names else 0
+        return {"weights": sum(self.weights[name] for name in names) - reference_shares, **self.learning}
+
+    def _judge(self) -> Phase:
+        """Score the episodes, then compare policy, reference and value model on micro-batches."""
+        settings, policy, models = self.settings, self.policy, self.models
+        at_once = min(settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size, self.episodes)
+        moments, flops = list[Bytes](), 2 * policy.forward_flops(self.rows, self.width, self.answers)
+        flops += sum(model.forward_flops(self.rows, self.width) for model in models.learning[1:])
+        flops *= self.episodes / self.rows
+        for name, model in models.rewards.items():
+            moments += _add(self._fixed(name), [{"activations": model.working(at_once, self.lengths.row)}])
+            flops += model.forward_flops(self.episodes, self.lengths.row)
+        copies = JUDGE_COPIES - 2 * self.half + FULL_KL_COPIES * (settings.kl_estimator == "full")
+        states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
+        cast = sum(model.cast_weights(self.width) for model in models.learning)
+        reading = {"activations": states + cast + policy.working(self.rows, self.width)}
+        comparing = {"activations": states, "logits": copies * self.logits}
+        moments += _add(self._fixed("reference"), [reading, comparing])
+        return Phase("judge", self.rows, moments, flops)
+
+    def _update(self) -> Phase:
+        """Train the value model, then the policy, on micro-batches, and step."""
+        settings, policy, models = self.settings, self.policy, self.models
+        compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
+        copies = UPDATE_COPIES - self.half + policy.softcaps + FULL_KL_COPIES * compares
+        moments = policy.training_moments(self.rows, self.width, copies * self.logits)
+        flops = policy.training_flops(self.rows, self.width, self.answers)
+        flops += policy.forward_flops(self.rows, self.width, self.answers) * compares
+        if settings.num_shared_layers:  # frozen layers keep nothing
+            part = 1 - settings.num_shared_layers / policy.layers
+            moments = [{**moment, "activations": part * moment["activations"]} for moment in moments]
+        for model in models.learning[1:]:
+            moments += model.training_moments(self.rows, self.width)
+            flops += model.training_flops(self.rows, self.width)
+        if settings.optim == "adamw_torch":
+            moments.append(_step_bytes(policy.trained if self.gpu else self.trained, foreach=self.gpu))
+        flops *= settings.num_ppo_epochs * self.episodes / self.rows
+        return Phase("update", self.rows, _add(self._fixed(*["reference"] * compares), moments), flops)
+
+    def _shard(self, phase: Phase) -> Phase:
+        """Return a phase with FSDP-sharded policy, value model and reference (models/sharding.py).
+
+        Each process keeps its shards and what is gathered: a layer, embeddings and heads, and in a rollout the policy.
+        """
+        policy, learning = self.policy.model, [model.model for model in self.models.learning]
+        gone = 1 - 1 / self.processes
+        learnt = sum(_layer_bytes(model) + _vocabulary_bytes(model) for model in learning)
+        reference = 0 if self.settings.offload else _layer_bytes(policy)
+        layer = max(memory.size_bytes(layer.parameters()) for layer in sharding.decoder_layers(policy))
+        gathered = sum(map(_vocabulary_bytes, learning)) + layer
+        added = _layer_bytes(policy) + _vocabulary_bytes(policy) if phase.name == "rollout" else gathered
+        moments = []
+        for moment in phase.moments:
+            changed = dict(moment)
+            changed["weights"] += added - gone * (learnt + reference)
+            changed["gradients"] += (gathered if phase.name == "update" else 0) - gone * learnt
+            changed["optimizer"] *= 1 - gone * learnt / memory.size_bytes(self.trained)
+            moments.append(changed)
+        return replace(phase, moments=moments)
+
+
+def _layer_bytes(model: Any) -> int:
+    return memory.size_bytes(sharding.decoder_layers(model).parameters())
+
+
+def _vocabulary_bytes(model: Any) -> int:
+    return memory.size_bytes(weight for weight, _ in sharding.vocabulary_weights(model))
+
+
+def evaluation_phases(
+    policies: Sequence[StageModel], judges: Sequence[StageModel], settings: EvalSettings, total: int, lengths: Lengths
+) -> list[Phase]:
+    """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
+    rows = min(settings.per_device_batch_size, total)
+    fixed, answers = {"weights": sum(model.weights for model in (*policies, *judges))}, rows * lengths.response
+    reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
+    logits = {"logits": SAMPLE_COPIES * 4 * answers * policies[0].vocabulary}
+    flops = sum(model.forward_flops(rows, lengths.row) for model in judges)
+    flops += sum(model.forward_flops(rows, lengths.row - 1, answers) for model in policies)
+    return [
+        rollout_phase(policies[0], fixed, rows, total, lengths),
+        Phase("judge", rows, _add(fixed, [{"activations": reading}, logits]), flops * total / rows),
+    ]

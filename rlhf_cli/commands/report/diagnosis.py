@@ -1,0 +1,354 @@
+"""Diagnosis of a run: findings and advice for each stage, the stage to fix first, and the result in sentences."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, moves, readings, reconcile, with_values
+from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
+from rlhf_cli.config.ppo_algorithm import WatchdogSettings
+from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence
+from rlhf_cli.evaluation.reward_model import mean_confidence
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval
+
+# early: too few updates; stale: out of date; open: absent, or not finished
+Grade = Literal["good", "early", "stale", "look", "bad", "open"]
+SEVERITY: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
+# Limits of docs/evaluation.md, "Badges", and docs/tuning.md (TRIVIAL).
+CHANCE = 0.5
+TRIVIAL = 0.95  # accuracy above which the pairs may differ in something trivial
+OVERFIT = 1.05  # times the lowest held-out loss
+MEMORIZED = 2.0  # times the training loss
+ENDED = 0.9
+REPEATED: float = WatchdogSettings.model_fields["repetition"].default
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem, or that there is none, and advice; `name` refers to it in the advice for other findings."""
+
+    grade: Grade
+    text: str
+    advice: str = ""
+    name: str = ""
+
+
+def findings(run: Run, stage: str) -> list[Finding]:
+    """Return the findings on one of the four stages, the most severe first."""
+    rules = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _evaluation}
+    problem, unreadable = run.stages[stage].problem, run.stages[stage].state == "unreadable"
+    damaged = [Finding("bad", problem if unreadable else f"damaged: {problem}")] if problem else []
+    stale = [Finding("stale", f"made from {change}") for change in run.stages[stage].outdated]
+    return sorted([*damaged, *stale, *rules[stage](run)], key=lambda finding: -SEVERITY.index(finding.grade))
+
+
+# SFT and the losses of the reward model
+
+
+def _sft(run: Run) -> Iterator[Finding]:
+    stage = run.stages["sft"]
+    overfit = [*_losses(stage), *_held_out_loss(stage)]
+    yield from overfit
+    yield from _ended(run, overfit=any(finding.grade == "look" and moves(finding.advice) for finding in overfit))
+    repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
+    # PPO's first update is written by the SFT policy.
+    if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
+        text = f"{percent(repetition[0])} of its trigrams are repeated in PPO's first update (healthy: at most "
+        advice = "look for repetition in its training rows and in its answers under Samples"
+        yield Finding("look", f"{text}{percent(REPEATED)})", advice)
+
+
+def _losses(stage: Stage) -> Iterator[Finding]:
+    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
+    if len(loss) >= FEWEST:
+        gain, chance = gained(loss)
+        ends, rate = f"{number(loss[0])} to {number(loss[-1])}", f"{stage.name}.learning_rate; in steps of a factor 3"
+        if gain > chance:
+            yield Finding("bad", f"the training loss rose: {ends}", f"lower {rate}", "the training loss rose")
+        elif gain > -chance:
+            name = "the training loss did not fall by more than noise"
+            yield Finding("look", f"{name}: {ends}", f"raise {rate}", name)
+    if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
+        name = "the held-out loss rose again"
+        text = f"{name}: {number(min(held_out))} to {number(held_out[-1])}"
+        yield Finding("look", text, _train_less(stage), name)
+
+
+def _train_less(stage: Stage) -> str:
+    return f"lower {_duration_key(stage)}; it memorizes its rows: more rows help as well"
+
+
+def _duration_key(stage: Stage) -> str:
+    steps = f"{stage.name}.max_steps"
+    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
+
+
+def _held_out_loss(stage: Stage) -> Iterator[Finding]:
+    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
+    if not loss or not held_out:
+        return
+    final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
+    ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
+    text = f"held-out loss {number(theirs)}, training loss {number(ours)}"
+    if theirs <= MEMORIZED * ours:
+        yield Finding("good", text)
+        return
+    # If no earlier evaluation was lower, fewer epochs may be worse.
+    falling = len(held_out) > 1 and held_out[-1] == min(held_out)
+    advice = "add rows: it memorizes the ones it has" if falling else _train_less(stage)
+    yield Finding("look", f"{text}: the ratio is above {number(MEMORIZED)}", advice, "the held-out loss")
+
+
+def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
+    """Judge how many of SFT's answers end, unless PPO trains without a stop token."""
+    report, ended = run.outcome or {}, at(run.outcome, "models.sft.eos_fraction")
+    if not is_number(ended) or run.stages["ppo"].setting("ppo.stop_token") == "none":
+        return
+    n = report["n"]
+    interval = wilson(ended * n, n)
+    text = f"{percent(ended)}{bounds(interval)} of its {n:,} sampled answers end"
+    if interval[1] >= ENDED:
+        yield Finding("good", text)
+        return
+    length = report.get("response_length")
+    text = f"only {text} (healthy: at least {percent(ENDED)}); the others are cut off"
+    text += f" at {length} tokens" if is_number(length) else ""
+    greedy = at(report, "greedy.models.sft.eos_fraction")
+    if is_number(greedy) and wilson(greedy * n, n)[0] >= ENDED and not overfit:
+        text += f" ({percent(greedy)} end near-greedy)"
+        advice = f"raise {_duration_key(run.stages['sft'])} or sft.learning_rate; "
+        advice += "it is undertrained: its likeliest answers end, its sampled ones do not"
+    else:
+        advice = "raise sft.max_length or ppo.response_length; see Samples: complete texts that are cut off need a "
+        advice += "higher response_length, texts without an end a higher max_length, or rows that end"
+    yield Finding("bad" if interval[1] < CHANCE else "look", text, advice, "answers that end")
+
+
+# Reward model
+
+
+def hacked_judge(run: Run) -> str:
+    """Return the judge by which PPO loses although it wins by the reward model, both by more than chance; else ""."""
+    rates = run.rates
+    judge = deciding_judge(rates) if rates else "reward"
+    hacked = "reward" in rates and significance(rates["reward"]) == "better" and significance(rates[judge]) == "worse"
+    return judge if hacked else ""
+
+
+def hacked_stage(run: Run) -> str:
+    """Return the stage that caused the reward hacking: ppo if its metrics are unhealthy, else reward; else ""."""
+    if not hacked_judge(run):
+        return ""
+    return "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
+
+
+def _reward(run: Run) -> Iterator[Finding]:
+    stage = run.stages["reward"]
+    if hacked_stage(run) == "reward":
+        advice = "add pairs that reject what PPO exploits: see Samples, largest losses of PPO"
+        yield Finding("bad", f"PPO raised the reward and lost by {hacked_judge(run)}", advice)
+    yield from _losses(stage)
+    metrics, card = stage.table("metrics"), stage.table("card")
+    accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
+    if is_number(accuracy) and interval:
+        text = f"accuracy {percent(accuracy)}{bounds(interval)} on the held-out pairs"
+        if interval[0] <= CHANCE:
+            advice = "raise reward.max_length; read twenty pairs: more and cleaner pairs help"
+            yield Finding("bad", f"{text}: it may be no better than chance", advice, "accuracy")
+        elif interval[0] > TRIVIAL:
+            advice = "add pairs whose answers differ only in quality"
+            yield Finding("look", f"{text}: the pairs may differ in something trivial, such as length", advice)
+        else:
+            yield Finding("good", text)
+    flags = card.get("flags", [])
+    probes = [str(flag["text"]).partition(" scores above") for flag in flags if flag.get("code") == "R11"]
+    rejected = [f"pairs in which {probe if found else 'such an answer'} is rejected" for probe, found, _ in probes]
+    exploit = "it" if len(rejected) == 1 else "each of them"
+    advices = {
+        "R10": "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
+        "R11": f"add {', and '.join(rejected)}: PPO will exploit {exploit}",
+    }
+    for flag in flags:
+        code = str(flag.get("code"))
+        advice = _recalibrate(stage, card) if code == "R12" else advices.get(code, "")
+        yield Finding("look", str(flag["text"]), advice, "the report card")
+
+
+def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
+    low, high = wilson(card["accuracy"] * card["n"], card["n"])
+    if mean_confidence(card) > high:
+        return f"lower {_duration_key(stage)} or reward.learning_rate"
+    if mean_confidence(card) < low:
+        return f"raise {_duration_key(stage)}; more pairs help as well"
+    return "add more pairs"
+
+
+# PPO and the evaluation
+
+
+def _ppo(run: Run) -> Iterator[Finding]:
+    if hacked_stage(run) == "ppo":
+        yield Finding("bad", f"it raised the reward and lost by {hacked_judge(run)}")
+    yield from _ppo_log(run)
+
+
+def _ppo_log(run: Run) -> Iterator[Finding]:
+    """Yield the findings on PPO without the evaluation."""
+    stage = run.stages["ppo"]
+    stopped, updates = (stage.manifest or {}).get("stopped"), len(stage.metrics)
+    since = f" of update {run.firings[0]['step']} and later" if run.firings else ""
+    advice = f"read the responses{since} in ppo/samples.jsonl for what the policy exploits"
+    names = dict.fromkeys(str(row.get("signal")) for row in run.firings)
+    if stopped:
+        yield Finding("bad", f"it was stopped: {stopped}", advice)
+    elif names:
+        yield Finding("bad", f"the watchdog fired {count(len(run.firings), 'time')} ({', '.join(names)})", advice)
+    for reading in by_cause(readings(stage)):
+        if reading.verdict == "look" or reading.verdict == "bad":
+            yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
+    if 0 < updates < FEWEST:
+        yield Finding("early", f"{count(updates, 'update')}: a trend needs {FEWEST}")
+
+
+def _short(reading: Reading) -> str:
+    """Return the reading's sentence without the numbers of its course."""
+    return reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")
+
+
+def _evaluation(run: Run) -> Iterator[Finding]:
+    rates = run.rates
+    if not rates:
+        return
+    judge = deciding_judge(rates)
+    result = significance(rates[judge])
+    if result == "worse":
+        advice = "read the largest losses of PPO under Samples; an earlier policy may be better: see Reward against KL"
+        yield Finding("bad", f"PPO loses to SFT by {judge}", advice)
+    elif judge == "reward":
+        compared = "beats SFT" if result == "better" else "is not distinguishable from SFT"
+        yield Finding("look", f"PPO {compared} by {OWN_REWARD}", "add another judge in eval.yaml (judges:)")
+    elif result == "undecided":
+        advice = "raise eval.n; more prompts show smaller differences"
+        yield Finding("look", f"PPO and SFT are not distinguishable by {judge}", advice)
+    else:
+        yield Finding("good", f"PPO beats SFT by {judge}")
+
+
+# Badges: the findings on each stage, and which stage to fix first
+
+
+@dataclass(frozen=True)
+class Badge:
+    """A stage's grade, its findings as text, the most severe first, and one advice (empty if healthy)."""
+
+    stage: str
+    grade: Grade
+    reasons: tuple[str, ...]
+    todo: str = ""
+
+
+def badges(run: Run) -> list[Badge]:
+    """Return a badge for each of the four stages."""
+    return [_badge(stage, findings(run, name)) for name, stage in run.stages.items()]
+
+
+def _badge(stage: Stage, found: list[Finding]) -> Badge:
+    if not stage.there:
+        return Badge(stage.name, "open", (ABSENT,))
+    grade, reasons = found[0].grade if found else "good", tuple(finding.text for finding in found)
+    # One advice, as it may remove the cause of the others: config keys before files to read.
+    advices = filter(None, reconcile([(finding.name, finding.advice) for finding in found if finding.grade in ILL]))
+    todo = with_values(next(iter(sorted(advices, key=lambda advice: not moves(advice))), ""), stage.config)
+    if stage.state == "begun":
+        steps = [row["step"] for row in stage.metrics]
+        progress = "not finished" + (f": {count(max(steps), 'step')} so far" if steps else "")
+        return Badge(stage.name, grade if grade in ILL else "open", (progress, *reasons), todo)
+    return Badge(stage.name, grade, reasons, todo)
+
+
+def headline(run: Run, found: list[Badge]) -> str:
+    """Return the stage to fix first, and a sentence for each stage that is out of date."""
+    stale = [stage for stage in run.stages.values() if stage.outdated]
+    outdated = [f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}." for stage in stale]
+    return " ".join([_fix_first(run, found), *outdated])
+
+
+def _fix_first(run: Run, found: list[Badge]) -> str:
+    if judge := hacked_judge(run):
+        stage = hacked_stage(run)
+        why = "over-optimized its reward model" if stage == "ppo" else "exploited errors of the reward model"
+        return f"PPO raised the reward and lost by {judge}: it {why}. Stage to fix first: {stage}."
+    first = by_priority(run, found)[0]
+    if first.grade == "bad" and first.stage == "eval":
+        return "The training stages look healthy, but the outcome is bad: check the samples and the reward model."
+    if first.grade in ILL:
+        lead = "Stage to fix first" if first.grade == "bad" else "No stage is bad. Worth a look first"
+        if first.grade == "look" and found[-1].grade == "bad":
+            lead = "The outcome is bad, but no training stage is. Worth a look first"
+        why = next(reason for reason in first.reasons if not reason.startswith("not finished"))
+        return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
+    if early := [badge.stage for badge in found if badge.grade == "early"]:
+        return f"No stage is bad so far; too early to tell for {early[0]}."
+    return "No stage is bad." if any(badge.grade != "open" for badge in found) else "No results yet."
+
+
+def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
+    """Return the badges in the order in which to fix their stages.
+
+    The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
+    later ones depend on them, and the evaluation after the training stages.
+    """
+    cause = hacked_stage(run)
+    return sorted(
+        found,
+        key=lambda badge: (badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"),
+    )
+
+
+# The result
+
+
+def sentences(run: Run) -> list[str]:
+    """Return the result in plain sentences, as far as it exists."""
+    report = run.outcome
+    if run.stages["eval"].outdated:
+        return ["The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."]
+    if report is None:
+        ppo = run.stages["ppo"]
+        updates = [f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."] if ppo.metrics else []
+        return [*updates, "There is no evaluation yet, so PPO and SFT are not compared."]
+    return list(_result(run, report))
+
+
+def _result(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
+    rates = run.rates
+    if rates:
+        yield f"{summary_sentence(report)}."
+        ours, theirs = (at(report, f"models.{name}.response_length_mean") for name in ("ppo", "sft"))
+        if is_number(ours) and is_number(theirs):
+            rate = rates[deciding_judge(rates)]
+            equal, interval = rate.get("length_controlled"), rate.get("length_controlled_ci95")
+            controlled = f"; length-controlled win rate {with_interval(equal, interval)}" if is_number(equal) else ""
+            yield f"PPO's answers have {number(ours)} tokens on average, SFT's {number(theirs)}{controlled}."
+    for row in report.get("best_of", [])[-1:]:
+        if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
+            undecided = ", undecided" if significance(rate) == "undecided" else ""
+            baseline = f"SFT's best of {row['n']} by the reward model, which needs no training"
+            yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
+    yield from _selected(report)
+
+
+def _selected(report: Mapping[str, Any]) -> Iterator[str]:
+    step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
+    if point := next((each for each in points if each["step"] == step), None):
+        last = max(each["step"] for each in points)
+        tied = last in chosen.get("within_noise", ())
+        compared = "within noise of it" if tied else "worse by more than noise"
+        end = "the last one" if step == last else f"the last one, {last}, is {compared}"
+        yield f"Selected policy: update {step} at {number(point['kl'])} nats, by {chosen['rule']}; {end}."
+    elif chosen:
+        yield f"No policy was selected: {chosen.get('rule')}."
+    elif reason := report.get("no_frontier"):
+        yield f"There is no frontier: {reason}."

@@ -1,0 +1,133 @@
+"""The figures of a run: which data each one shows, and the sentence below it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_cli.commands.report.charts import (
+    INK,
+    SERIES,
+    Figure,
+    bars,
+    calibration,
+    curves,
+    figure,
+    frontier_panel,
+    histograms,
+    win_rate_chart,
+)
+from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, readings, with_values
+from rlhf_cli.commands.report.tables import number, percent
+from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.read import Run, Stage
+
+# Metrics of SFT and reward model: key, title, unit. The held-out series is drawn with it.
+TRAINING = {
+    "sft": (("loss", "Loss", "nats per token"), ("mean_token_accuracy", "Token accuracy", "share")),
+    "reward": (("loss", "Loss", ""), ("accuracy", "Pair accuracy", "share"), ("margin", "Margin", "score")),
+}
+
+
+def training(stage: Stage) -> list[Figure]:
+    """Return the curves of SFT or of the reward model."""
+    found = []
+    for key, title, unit in TRAINING[stage.name]:
+        series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
+        lines = {name: points for name, points in series.items() if points}
+        if lines:
+            sentence = " ".join(f"{name.capitalize()}: {_ends(points)}" for name, points in lines.items())
+            final = stage.table("metrics").get("eval_loss") if key == "loss" else None
+            if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
+                sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
+            name, draw = f"{stage.name}-{key}", curves(lines, unit=unit, x="step")
+            found.append(figure(name, title, sentence, draw, key=key))
+    return found
+
+
+def _ends(points: Sequence[tuple[int, float]]) -> str:
+    (_, first), (_, last) = points[0], points[-1]
+    return f"{number(first)}." if len(points) == 1 else f"{number(first)} to {number(last)}."
+
+
+def ppo(run: Run) -> list[Figure]:
+    """Return a card for each of PPO's metrics with a rule: unhealthy ones first, constant ones last.
+
+    Each drawing marks the first alarm of every watchdog signal.
+    """
+    stage = run.stages["ppo"]
+    alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
+    found = readings(stage)
+    ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
+    cards = [_ppo_figure(reading, stage, alarms) for reading in [*ill, *(each for each in found if each not in ill)]]
+    return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
+
+
+def _ppo_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
+    title, sentence = reading.title, reading.sentence
+    markup = None
+    if len({value for _, value in reading.points}) > 1:
+        lines = {title: reading.points}
+        if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
+            lines = {"score": reading.points, "minus the KL penalty": penalized}
+        draw = curves(lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
+        markup = figure(figure_name(reading.key), title, sentence, draw).markup
+    advice = with_values(reading.advice, stage.config)
+    return Figure(title, sentence, markup, reading.verdict, advice, reading.key)
+
+
+def figure_name(key: str) -> str:
+    """Return the name of a PPO metric's figure on its page."""
+    return "ppo-" + key.replace("/", "-").replace("_", "-")
+
+
+def report_card(card: Mapping[str, Any]) -> list[Figure]:
+    """Return calibration and margins of a reward model's report card."""
+    found = []
+    if bins := card.get("calibration"):
+        sentence = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
+        sentence += "Larger dots have more pairs."
+        found.append(figure("card-calibration", "Calibration", sentence, calibration(bins)))
+    if "margin_histogram" in card:
+        edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+        wrong = sum(counts[: 1 + edges.index(0.0)])
+        sentence = "The margin is the score of the chosen answer minus that of the rejected one. "
+        sentence += f"{wrong} of {card['n']} are below 0: the rejected answer scores higher."
+        draw = bars(counts, edges, "margin, chosen - rejected", "pairs")
+        found.append(figure("card-margins", "Margins", sentence, draw))
+    return found
+
+
+def frontiers(report: Mapping[str, Any]) -> list[Figure]:
+    """Return a panel for each judge, if PPO's snapshots were evaluated."""
+    found, points = [], report.get("frontier") or []
+    for index, judge in enumerate(at(report, "models.sft.judges") if points else ()):
+        best, end = max(points, key=lambda point: point["judges"][judge]["mean"]), points[-1]
+        sentence = f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} "
+        sentence += f"nats; at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
+        tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
+        if end is not best and tied is not None:
+            sentence += ", within noise of it" if tied else ", worse by more than noise"
+        draw = frontier_panel(judge, report, (SERIES[0], SERIES[1], INK), legend=True)
+        found.append(figure(f"frontier-{index}", f"By {judge}", f"{sentence}.", draw, (4.8, 3.2)))
+    return found
+
+
+def wins(report: Mapping[str, Any]) -> Figure | None:
+    """Return the chart of all win rates, sampled ones first."""
+    rows = [(f"{pair}, {judge}", rate["value"], rate.get("ci95")) for pair, judge, rate in win_rate_rows(report)]
+    if not rows:
+        return None
+    about = "; ".join(f"{label}: {percent(value)}" for label, value, _ in rows)
+    return figure("win-rates", "Win rates", "", win_rate_chart(rows), (4.8, 0.7 + 0.25 * len(rows)), about=about)
+
+
+def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Return the histogram of the lengths of both policies' answers."""
+    pairs = response_pairs(answers)
+    if not pairs:
+        return None
+    tokens = {"SFT": [pair.sft["length"] for pair in pairs], "PPO": [pair.ppo["length"] for pair in pairs]}
+    means = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in tokens.items())
+    return figure(
+        "lengths", "Answer lengths", f"Mean tokens per answer: {means}.", histograms(tokens, "tokens per answer")
+    )

@@ -1,0 +1,159 @@
+"""Memory of language models in closed form: for `rlhf plan`, the check before a run and `rlhf init preferences`.
+
+In bytes of float32, for W weights of which T are trained, n rows of L tokens, N response tokens, hidden size H and V
+words in the vocabulary:
+
+    weights      4 W
+    gradients    4 T
+    optimizer    8 T: AdamW's moments; of 8 bits 2 T, but 8 for embeddings and small weights
+    activations  what autograd keeps for a backward pass, counted in a forward pass of tensors without content. Of a
+                 Llama's layer 4 n L (8 H + 2 H K / A + 4 I), for A heads of which K are key-value heads and I
+                 intermediate numbers. With gradient checkpointing: 4 n L H for each layer, and one layer.
+    logits       4 N V for each copy
+    cache        8 H K / A for each token and layer: keys and values
+
+The layer that is being computed needs working memory: a share of what it keeps, similar for all families. Adapters put
+r (in + out) numbers beside a matrix, and these are T. With qlora a matrix takes half a byte per number, and its scales.
+"""
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rlhf_cli.config.common import LoRA
+from rlhf_cli.models import build, lora
+
+WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter in float32
+CHECKPOINT_BYTES = WEIGHT_BYTES + MOMENT_BYTES
+WORKING, WORKING_WITH_ADAPTERS, WORKING_BACKWARD = 0.67, 0.8, 0.35  # shares of what a layer keeps
+MIN_8BIT_NUMBERS, BLOCK_8BIT = 4096, 256  # of bitsandbytes: smaller weights have moments of 32 bits; numbers per scale
+
+
+def training_bytes(trained: int, frozen: int) -> int:
+    """Return the bytes of a number of parameters in float32: weights, and gradients and moments of the trained."""
+    return (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * trained + WEIGHT_BYTES * frozen
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of distinct tensors."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+class LoRALinear(nn.Module):
+    """A linear layer, and two trained low-rank matrices beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Module, rank: int) -> None:
+        super().__init__()
+        width, height = matrix_shape(base)
+        self.base = base
+        self.down = nn.Linear(width, rank, bias=False, device=base.weight.device)
+        self.up = nn.Linear(rank, height, bias=False, device=base.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def matrix_shape(layer: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a linear layer or Conv1D."""
+    return (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
+
+
+def add_adapters(model: Any, adapters: LoRA) -> None:
+    """Add adapters to a model without content; train only these and a one-label head."""
+    targets = lora.target_modules(model, adapters)
+    for owner, name, layer in list(lora.linear_layers(model)):
+        if name in targets:
+            setattr(owner, name, LoRALinear(layer, adapters.r))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".down." in name or ".up." in name or name.startswith("score."))
+
+
+def bytes_saved_by_4_bits(model: Any) -> int:
+    """Return how many bytes fewer a model's linear layers take in 4 bits, with a scale for each block."""
+    layers = [layer for _, name, layer in lora.linear_layers(model) if name not in ("down", "up")]
+    numbers = [layer.weight for layer in layers if lora.can_quantize(layer)]
+    return sum(w.nbytes - -(-w.numel() // 2) - WEIGHT_BYTES * -(-w.numel() // lora.BLOCK_SIZE) for w in numbers)
+
+
+def optimizer_bytes(weights: Iterable[Tensor], full_precision: set[Tensor], *, eight_bits: bool) -> int:
+    """Return the bytes of AdamW's two moments of weights; those of `full_precision` are never stored in 8 bits."""
+    total = 0
+    for weight in weights:
+        numbers = weight.numel()
+        if not eight_bits:
+            total += 2 * weight.nbytes
+        elif numbers < MIN_8BIT_NUMBERS or weight in full_precision:
+            total += MOMENT_BYTES * numbers
+        else:
+            total += 2 * (numbers + WEIGHT_BYTES * -(-numbers // BLOCK_8BIT))
+    return total
+
+
+class Kept(NamedTuple):
+    """Bytes that a forward pass of a backbone keeps for the backward pass."""
+
+    row: int  # for each row
+    copies: int  # bfloat16 copies of the weights
+    layer: float  # of `row`, for each layer
+    inputs: int  # inputs of all layers, for each row: what gradient checkpointing keeps
+
+
+def kept_bytes(
+    config: Any,
+    length: int,
+    *,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    bf16: bool = False,
+    adapters: LoRA | None = None,
+) -> Kept:
+    """Return what the causal LM of a transformers config keeps for rows of `length` tokens.
+
+    `bf16` computes in bfloat16 autocast; with `adapters` only these are trained.
+    """
+    options = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
+    kind: Any = type(config)
+    return _kept_bytes(kind, config.to_json_string(), length, dtype, attn_implementation, bf16, options)
+
+
+@cache
+def _kept_bytes(
+    kind: Any, fields: str, length: int, dtype: str, attention: str | None, bf16: bool, options: str | None
+) -> Kept:
+    adapters = None if options is None else LoRA.model_validate_json(options)
+    config = kind.from_dict(json.loads(fields))
+    with FakeTensorMode():
+        cpu = torch.device("cpu")
+        model = build.causal_lm_from_config(config, dtype=dtype, attn_implementation=attention, device=cpu)
+        model.eval()
+        if adapters:
+            add_adapters(model, adapters)
+        one, two = (_count_kept(model, rows, length, bf16=bf16) for rows in (1, 2))
+    text = config.get_text_config()
+    layers, row = text.num_hidden_layers, two - one
+    return Kept(row, one - row, row / layers, layers * length * text.hidden_size * model.dtype.itemsize)
+
+
+def _count_kept(model: Any, rows: int, length: int, *, bf16: bool) -> int:
+    weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    storages: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage  # kept alive, so that no other has its address
+        return tensor
+
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    with (
+        patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),  # it reads contents
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16),
+    ):
+        _output = model.base_model(input_ids=ids, use_cache=False)
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)

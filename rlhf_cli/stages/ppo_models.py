@@ -1,0 +1,222 @@
+"""Models and reward sources of a PPO run.
+
+With `models.adapters`, policy, reference, reward and value model share the SFT model's weights. They are four separate
+models with their own modules over the same tensors; only adapters and heads differ. No adapter is switched on or off,
+so a layer recomputed in the backward pass uses the same adapter as in the forward pass.
+"""
+
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_cli import data, runs, system, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import at_location, collect_errors
+from rlhf_cli.models import devices, forward, load, lora, sharding
+from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
+from rlhf_cli.rewards.model import EnsembleReward, ModelReward
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import setup
+
+
+@dataclass(frozen=True)
+class SharedBaseModels:
+    """The SFT model, which is also the reference, and constructors of the models that share its weights.
+
+    They return peft models, for `save.save_model`; PPO works with the plain model inside, `get_base_model()`.
+    """
+
+    config: PPOConfig
+    options: Options
+    sft: Parent
+    model: Any
+
+    def make_policy(self) -> Any:
+        """Return the SFT model with new trainable adapters that initially change nothing. Raises RLHFError C07."""
+        return self._add_adapters(sharding.clone_sharing_weights(self.model), self.sft, "policy")
+
+    def own_weights_reason(self, parent: Parent, tokenizer: Any) -> str | None:
+        """Return why a reward or value model needs its own weights, None if it can share these.
+
+        `tokenizer` is the one it reads. A pad token added by its training is no reason: no text contains it.
+        """
+        if parent.base is None:
+            return "a full model"
+        if not runs.is_adapter_of(parent, self.sft):
+            return "an adapter of other weights than models.sft's"
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        return "an adapter with additional tokens" if max(tokenizer.get_vocab().values()) >= rows else None
+
+    def load_reward_model(self, parent: Parent, tokenizer: Any) -> Any:
+        """Load a reward model, on the shared weights if it is an adapter of them, else with its own weights.
+
+        Raises RLHFError M01-M03, M06-M08.
+        """
+        reason = self.own_weights_reason(parent, tokenizer)
+        if reason is None:
+            return self.load_scorer(parent).get_base_model()
+        model = setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer)
+        size = system.format_bytes(sum(weight.nbytes for weight in model.parameters()))
+        hint = "an adapter of models.sft (reward.yaml: model.adapters) would need next to nothing"
+        terminal.say(f"ppo      {parent.key} is {reason}: {size} of additional memory; {hint}")
+        return model.to(devices.device())
+
+    def load_scorer(self, parent: Parent) -> Any:
+        """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""
+        with at_location(self.config.where(parent.key)):
+            model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
+            # Float32, since bfloat16 loses small updates. No random numbers are drawn for it.
+            width = self.model.get_output_embeddings().weight.shape[1]
+            head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, dtype=torch.float32)
+            nn.init.zeros_(head.weight)
+            model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head)
+            base = self.sft.hub or self.sft.model
+            return lora.load_adapter(model, parent.model, model_config, base, self.sft.revision).to(devices.device())
+
+    def value_from_reward_model(self, reward_model: Any, parent: Parent) -> Any:
+        """Return a value model with new adapters on the weights of a reward model that does not share these."""
+        return self._add_adapters(sharding.clone_sharing_weights(reward_model), parent, "value")
+
+    def value_from_head(self, policy: Any, head: nn.Linear) -> Any:
+        """Return the policy's value head as a separate model with the policy's adapters, for saving."""
+        model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head)
+        value = self._add_adapters(model, self.sft, "value")
+        lora.copy_adapter_weights(policy, value)
+        return value
+
+    def _add_adapters(self, model: Any, base: Parent, role: str) -> Any:
+        """Add adapters to a model with the weights of `base`; their values depend only on the seed and the role."""
+        adapters, key = self.config.models.adapters, "models.adapters"
+        assert adapters is not None
+        with at_location(self.config.where(f"{key}.target_modules")), torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
+            adapted = lora.add_adapters(
+                model, adapters, vocab_size=0, base=base.hub or base.model, revision=base.revision,
+                device=devices.device(), bf16=False, key=key,
+            )  # fmt: skip
+        return adapted.to(devices.device())
+
+
+@dataclass
+class RewardModelCache:
+    """The run's reward models; each folder is loaded once, even if several keys name it."""
+
+    config: PPOConfig
+    options: Options
+    parents: Mapping[str, Parent]
+    policy_text: setup.PolicyText
+    base: SharedBaseModels | None = None
+    offload: bool = False
+    fsdp: bool = False
+    loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)  # folder -> (model, own tokenizer)
+
+    def reward(self, key: str) -> ModelReward:
+        """Return a frozen model as a reward source, on the policy's tokens or its own."""
+        settings = self.config.ppo
+        rows = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
+        options = {"packed": settings.packing, "offloaded": self.offload}
+        return setup.build_model_reward(
+            self.config, key, self.policy_text, *self._load_frozen(key), rows=rows, **options
+        )
+
+    def _load(self, key: str, tokenizer: Any) -> Any:
+        """Load a new copy of a model that reads the tokens of `tokenizer`."""
+        if self.base:
+            return self.base.load_reward_model(self.parents[key], tokenizer)
+        return setup.load_model(load.load_reward_model, self.config, self.options, self.parents[key], tokenizer)
+
+    def _load_frozen(self, key: str) -> tuple[Any, Any]:
+        """Return a frozen model and its own tokenizer, None if it reads the policy's tokens."""
+        parent = self.parents[key]
+        if parent.model not in self.loaded:
+            own_tokenizer = setup.load_own_tokenizer(self.config, self.options, self.policy_text.sft, parent)
+            model = self._load(key, own_tokenizer or self.policy_text.tokenizer).eval().requires_grad_(False)
+            if not self.offload:
+                model.to(devices.device())
+            self.loaded[parent.model] = model, own_tokenizer
+            stop_id = data.stop_token_id(own_tokenizer) if own_tokenizer else self.policy_text.stop_token_id
+            warn_pad_is_stop_token(model.config, stop_id, self.config.where(key))
+        return self.loaded[parent.model]
+
+    def value_model(self, policy: Any) -> Any:
+        """Return the value model of `models.value`; with adapters the peft model."""
+        source, tokenizer = self.config.models.value, self.policy_text.tokenizer
+        if source == "policy_head":
+            return forward.ValueHead(policy)
+        key = "models.reward" if source == "reward" else "models.value"
+        if self.base:
+            parent = self.parents[key]
+            if self.base.own_weights_reason(parent, tokenizer):
+                return self.base.value_from_reward_model(self._load_frozen(key)[0], parent)
+            return self.base.load_scorer(parent)
+        copied = source == "reward"
+        model = copy.deepcopy(self._load_frozen(key)[0]).requires_grad_(True) if copied else self._load(key, tokenizer)
+        return model if self.fsdp else model.to(devices.device())
+
+    def check_probes(self) -> None:
+        """Raise RLHFError M09 if a reward model no longer gives the scores its stage stored with it."""
+        for key, parent in self.parents.items():
+            if parent.manifest.get("probes"):
+                model, _ = self._load_frozen(key)
+                with sharding.on_device(model, devices.device()) if self.offload else nullcontext():
+                    setup.check_probes(model, parent, where=self.config.where(key))
+
+
+def warn_pad_is_stop_token(model_config: Any, stop_id: int | None, where: str) -> None:
+    """Warn (T01) if an external reward model's pad token is also its stop token."""
+    if stop_id is not None and model_config.pad_token_id == stop_id:
+        text = "the reward model's pad token ends a text: it is read at the token before, as it was trained"
+        terminal.warn("T01", text, where=where)
+
+
+def build_reward_sources(
+    config: PPOConfig, reward_fns: Mapping[str, RewardFn], cache: RewardModelCache
+) -> dict[str, RewardSource]:
+    """Build every reward source by name; `reward_fns` are those that read text."""
+    sources: dict[str, RewardSource] = {}
+    for name, section in config.rewards.items():
+        if name in reward_fns:
+            sources[name] = FunctionReward(name, reward_fns[name], cache.policy_text.tokenizer)
+        elif section.models:
+            members = {member: cache.reward(f"rewards.{name}.models.{member}") for member in section.models}
+            sources[name] = EnsembleReward(members, section.combine, section.std_coef)
+        else:
+            sources[name] = cache.reward(f"rewards.{name}.model")
+    return sources
+
+
+def build_reward_fns(
+    config: PPOConfig, options: Options, parents: Mapping[str, Parent], *, load_models: bool = True
+) -> dict[str, RewardFn]:
+    """Build the reward sources that read text, by name; without `load_models` they are only validated.
+
+    A source whose model is not among `parents` is skipped. Raises RLHFError with the problems of all sources: C01,
+    C05-C07, C17, and M01, M03, M07, M08 of a model.
+    """
+    reward_fns: dict[str, RewardFn] = {}
+
+    def build(name: str) -> None:
+        section, key = config.rewards[name], f"rewards.{name}"
+        model = parents.get(f"{key}.pipeline")
+        if not section.pipeline or model:
+            context = RewardContext(
+                config.file.parent,
+                lambda option: config.where(f"{key}.{option}"),
+                model.model if model else None,
+                options.trust_remote_code,
+                load_models,
+            )
+            reward_fns[name] = make_reward_fn(section.kind, section, context)
+
+    names = [name for name, section in config.rewards.items() if section.kind not in ("model", "models")]
+    collect_errors(*(partial(build, name) for name in names))
+    return reward_fns

@@ -1,0 +1,200 @@
+"""Smoke tests: each benchmark runs in tiny sizes on the CPU. TRL 1.12 is replaced by canned results."""
+
+import importlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from without_packages import python
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from benchmarks import fast_paths, scale  # noqa: E402
+from benchmarks.learning import __main__ as learning  # noqa: E402
+from benchmarks.memory import __main__ as memory  # noqa: E402
+from benchmarks.speed import __main__ as speed  # noqa: E402
+from benchmarks.speed import cli_time, floor, ours, reference, synthetic  # noqa: E402
+from benchmarks.speed.workload import Job  # noqa: E402
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+JUDGE = """import sys
+for path in sys.argv[2:]:
+    print(f"{path.split('/')[-2]}: P(pos) 0.851 win 0.926 [0.895, 0.957] reward -0.02 KL 11.4 length 23.9")
+"""
+WATCHED = """import hashlib
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.sources import read_rows
+open("rows.jsonl", "w").write("{}\\n" * 3)
+for _ in range(2):
+    with open("rows.jsonl", "rb") as file: hashlib.file_digest(file, "sha256")
+    assert len(list(read_rows(DataSource("rows.jsonl")))) == 3
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A folder like the developers' shared folder, with tiny models."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "data/rt-polarity").mkdir(parents=True)
+    (folder / "bench").mkdir()
+    texts = [f"a film with heart and a plot that holds to scene {n}" for n in range(60)]
+    for name in ("pos", "neg"):
+        (folder / f"data/rt-polarity/{name}.txt").write_text("\n".join(texts), encoding="utf-8")
+    reference.fresh_model(texts, folder / "models/reviews-sft", vocabulary=300, **SIZES)
+    scorer = LlamaForSequenceClassification.from_pretrained(folder / "models/reviews-sft", num_labels=1)
+    scorer.save_pretrained(folder / "models/reviews-rm")
+    curve = [{"objective/scores": float(n), "objective/kl": 2.0 * n} for n in range(12)]
+    (folder / "bench/trl_curves.jsonl").write_text(json.dumps({"seed": 0, "curve": curve}) + "\n", encoding="utf-8")
+    (folder / "bench/judge.py").write_text(JUDGE, encoding="utf-8")
+    return folder
+
+
+def run(monkeypatch, module, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *map(str, arguments)])
+    return module.main()
+
+
+@pytest.mark.training
+def test_speed(shared, tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def run_module(module: str, *arguments, **_) -> object:
+        calls.append(module)
+        if module.endswith("synthetic"):
+            model, part = arguments[2:]
+            body = synthetic.config(model)
+            return synthetic.growth(model) if part == "growth" else synthetic.padding(body, batch=8, mean=16, repeats=1)
+        return ours.measure(replace(Job.read(arguments[0]), batch=8, rows=4, epochs=1, response_length=6))
+
+    def run_command(_, environment: dict[str, str]) -> None:
+        folder = Path(environment["WATCH_BELOW"])
+        if not folder.exists():
+            folder.mkdir()
+            subprocess.run([sys.executable, "-c", WATCHED, "ppo"], env=environment, cwd=folder, check=True)
+
+    monkeypatch.setattr(speed, "run_module", run_module)
+    monkeypatch.setattr(cli_time, "run_command", run_command)
+    tiny = {"SHARES": (0.0, 0.5), "LENGTHS": (2, 3, 4, 5), "BATCHES": (2, 4, 6, 8), "VOCABULARIES": range(300, 500, 50)}
+    for name, value in tiny.items():
+        monkeypatch.setattr(synthetic, name, value)
+    out = tmp_path / "out"
+    command = ("--shared", shared, "--out", out, "--rounds", 1, "--updates", 2, "--peer", sys.executable)
+    assert run(monkeypatch, speed, *command) == 0
+    result, prompts = (json.loads((out / f"{name}.json").read_text()) for name in ("bench", "prompts"))
+    dense = result["dense"]["ours"][0]
+    assert dense["real_tokens"] == sum(map(len, prompts[8:16])) + 8 * 6  # the first update is a warm-up
+    assert sum(dense["phases"].values()) == pytest.approx(dense["cpu_s"], rel=0.3) and dense["over_floor"] > 1
+    assert [point["real_tokens"] for point in result["padding"]] == [128, 128] and result["start"]["heavy"] == []
+    repeated = ["hashes rows.jsonl 2 times", "reads the rows of rows.jsonl 2 times"]
+    assert result["demo"]["stages"]["ppo"]["doubles"] == repeated
+    assert len(result["goals"]) == 12 and (out / "bench.svg").stat().st_size > 0
+    assert "| dense | TRL 1.12 |" in (out / "bench.md").read_text()
+    calls.clear()
+    assert run(monkeypatch, speed, *command) == 0 and not calls  # results are reused
+    assert run(monkeypatch, speed, *command, "--set", "vf_coef=0.5") == 2  # another job
+
+
+@pytest.mark.training
+def test_memory(tmp_path, monkeypatch):
+    kinds = ("weights", "gradients", "optimizer", "one", "mapped", "libraries", "peak", "training")
+    canned = dict.fromkeys(kinds, 1e6) | {"plan": dict.fromkeys(("weights", "learning", "peak", "holes"), 1e6)}
+
+    def run_module(module: str, stage: str, *arguments, **_) -> dict:
+        real = module.endswith("ours") and arguments[0].parent.name in ("reward-full", "ppo-full")
+        return importlib.import_module(module).measure(stage, *arguments) if real else canned
+
+    monkeypatch.setattr(memory, "run_module", run_module)
+    monkeypatch.setattr(memory.cases, "BIG", memory.cases.SMALL)
+    assert run(monkeypatch, memory, "--peer", sys.executable, "--out", tmp_path) == 0
+    ppo = json.loads((tmp_path / "memory.json").read_text())["bytes"]["ppo-full"]
+    assert ppo["weights"] == pytest.approx(4 * ppo["one"], rel=0.01)
+    assert ppo["gradients"] == pytest.approx(2 * ppo["one"], rel=0.01)  # policy and value model
+    assert ppo["optimizer"] == pytest.approx(2 * ppo["gradients"], rel=0.01)
+    assert ppo["weights"] == pytest.approx(ppo["plan"]["weights"], rel=0.05)
+    assert all(f"| {case.title} | " in (tmp_path / "memory.md").read_text() for case in memory.CASES)
+
+
+def test_learning(shared, tmp_path, monkeypatch):
+    sets = ("--set", "total_episodes=128", "--set", "num_ppo_epochs=1", "--set", "response_length=8")
+    command = ("--shared", shared, "--out", tmp_path, "--seeds", 0, "--samples", 2, *sets)
+    assert run(monkeypatch, learning, *command) == 0
+    text = (tmp_path / "learning.md").read_text()
+    assert "| TRL 1.12, seed 0 | 2.50 | 5.00 | 7.50 | 9.00 | 18.0 |" in text  # interpolated means of five updates
+    assert "| rlhf, seed 0 |" in text and "\\* never at that KL" in text  # the run ends at a KL near 0
+    assert "| seed 0, KL <= 12 | 2 | 0.926 [0.895, 0.957] |" in text and (tmp_path / "learning.svg").stat().st_size > 0
+    monkeypatch.delattr(learning.train, "load_policy")  # a complete run is not repeated
+    assert run(monkeypatch, learning, *command) == 0 and (tmp_path / "learning.md").read_text() == text
+
+
+def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
+    path, code = tmp_path / "gpu.json", "from benchmarks import gpu; gpu.ENGINES['generate_batch'] = lambda *_: 1 / 0; "
+    missing = {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "psutil", "kernels", "matplotlib"}
+    python(code + f"assert gpu.main(['--tiny', '--device', 'cpu', '--json', '{path}']) == 1", missing)
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["tiny generate_batch, 8 rows, full, float32 weights"]["failed"].startswith("ZeroDivisionError")
+    assert rows["tiny hf, 8 rows, full, float32 weights"]["mean_length"] == 12
+    assert rows["tiny policy and value model, gradient checkpointing"]["update_s"] > 0
+
+
+def test_fast_paths(monkeypatch, capsys):
+    monkeypatch.setattr(fast_paths, "REPEATS", 1)
+    fast_paths.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 6 and all(float(number) > 0 for row in rows for number in row[-3:])
+
+
+@pytest.mark.training
+def test_scale(tmp_path, monkeypatch):
+    monkeypatch.setitem(scale.MODELS, "tiny", (32, 64, 2, 4, 2, 300, True))
+    monkeypatch.setattr(scale, "MODES", {"full": scale.MODES["full"]})
+    assert run(monkeypatch, scale, "--models", "tiny", "--out", tmp_path) is None
+    assert json.loads((tmp_path / "scale.json").read_text())["tiny"]["full"]["8"]["steps"] == 196
+
+
+@pytest.mark.parametrize("module", [speed, memory, learning])
+def test_missing_inputs_are_one_line(module, tmp_path, monkeypatch, capsys):
+    option = "--peer" if module is memory else "--shared"
+    assert run(monkeypatch, module, option, tmp_path / "none", "--out", tmp_path / "out") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(tmp_path / "none") in err
+
+
+def test_modules_of_the_trl_environment_import_nothing_of_rlhf_cli():
+    names = {"golden", "memory.peer", "memory.tensors", "speed.peer", "speed.workload", "speed.counters", "speed.floor"}
+    for name in names:
+        text = (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+        imports = re.findall(r"^from (?:benchmarks\.|(?=rlhf_cli))(\S+) import (.+)", text, re.MULTILINE)
+        assert all(base in names or {f"{base}.{each}" for each in part.split(", ")} <= names for base, part in imports)
+
+
+def test_watched_functions_exist():
+    for module, functions in runpy.run_path(cli_time.WATCH / "sitecustomize.py")["WATCHED"].items():
+        for path, *_ in functions:
+            assert callable(attrgetter(path)(importlib.import_module(module)))
+
+
+def test_flops_equal_those_that_torch_counts():
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, vocab_size=50)
+    config._attn_implementation = "eager"  # torch does not count fused attention on a CPU
+    model, shape = LlamaForCausalLM(config), floor.Shape.of(config)
+    prompt, response, n = 3, 5, 7  # positions: all but the last token
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.model(torch.randint(50, (1, n))).last_hidden_state
+        logits = model.lm_head(hidden[:, prompt - 1 :]).sum()
+        forward = counter.get_total_flops()
+        logits.backward()
+    not_causal = (n * n - n * (n + 1) // 2) * shape.pair  # eager attention computes all n^2 pairs
+    assert floor.forward_flops(shape, [n], response) == forward - 2 * not_causal
+    policy = counter.get_total_flops() / 2 - 3 * not_causal
+    value = policy - 3 * response * shape.hidden * (shape.vocabulary - 1)  # one output in place of the vocabulary
+    assert floor.multiply_adds(shape, [(prompt, response)], epochs=1) == policy + value

@@ -1,0 +1,197 @@
+"""Adapters that are refused: each message says code, place and fix, and nothing is trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_folder import run, write
+from bad_inputs import check, refused, replace, rlhf
+from conftest import World
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.config.loading import load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import build, save
+from rlhf_cli.models.load import load_causal_lm
+
+pytestmark = pytest.mark.training
+
+
+# Bases
+
+
+def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
+    (adapters_copy / "model").rename(adapters_copy / "elsewhere")
+    says = ("sft holds an adapter, but its base model does not exist", "hint: put it back there; or train the adapter")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says) and not (adapters_copy / "ppo").exists()
+    seen = check("ppo.yaml")
+    assert seen.exit_code == 2 and "error[M04]" in seen.stdout + seen.stderr
+    with pytest.raises(RLHFError, match="M04"):
+        load_causal_lm(adapters_copy / "sft/model")
+
+
+def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
+    tensors = load_file("model/model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
+    says = ("sft holds an adapter, and its base model has changed since (", "hint: restore the old base, or train")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
+    told = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
+    assert told.exit_code == 0 and "stale: model.path: other weights" in told.stdout
+
+
+def test_m04_the_sft_stage_below_a_reward_adapter_was_made_anew(adapters_copy: Path) -> None:
+    run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
+    says = ("reward holds an adapter, and its base sft has changed since (", "--fresh")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
+
+
+def test_m10_a_flipped_bit_in_an_adapter_or_in_the_one_below(adapters_copy: Path) -> None:
+    for stage in ("sft", "reward"):
+        path = adapters_copy / stage / "model/adapter_model.safetensors"
+        good = path.read_bytes()
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        says = (f"{stage} is damaged: model/adapter_model.safetensors: its content is not what was written",)
+        # What only the reward model stands on is held against its hash too.
+        assert refused(rlhf("ppo", "-s", "models.sft=model"), "M10", "", *says)
+        path.write_bytes(good)
+
+
+def test_m01_an_adapter_of_another_model(adapters_copy: Path) -> None:
+    tensors = load_file("sft/model/adapter_model.safetensors")
+    for changed in (
+        {"base_model.model.model.layers.9.x.lora_A.weight": torch.zeros(4, 4)},
+        {next(iter(tensors)): None},
+    ):
+        kept = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
+        save_file(kept, "sft/model/adapter_model.safetensors")
+        with pytest.raises(RLHFError, match="does not fit its base"):
+            load_causal_lm("sft/model")
+
+
+# Keys
+
+FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size: 300}}, adapters: {kind: lora}}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "told", "code", "says"),
+    [
+        ("sft", "model.adapters={kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
+        ("sft", "model.adapters={kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
+        ("sft", "model.adapters={r: 8}", "C05", ("model.adapters.kind is missing",)),
+        ("sft", "model.adapters={kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
+        ("sft", "model.adapters={kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
+        ("sft", "model.adapters={kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
+        ("sft", FRESH, "C17", ("model.adapters needs a trained model", "remove model.adapters")),
+        (
+            "reward",
+            "model.adapters={kind: lora, lora_dropout: 0.1}",
+            "C17",
+            ("lora_dropout has no effect", "remove lora_dropout"),
+        ),
+    ],
+)
+def test_keys_that_are_wrong(
+    world: World, tmp_path: Path, stage: str, told: str, code: str, says: tuple[str, ...]
+) -> None:
+    folder = write(tmp_path / "run", world)
+    with pytest.raises(RLHFError) as caught:
+        load(stage, folder / f"{stage}.yaml", [told])
+    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
+
+
+def test_c07_a_layer_that_the_model_does_not_have(adapters_copy: Path) -> None:
+    replace("sft.yaml", "r: 4", "target_modules: [q_prj]")
+    replace("reward.yaml", "r: 4", "target_modules: [lm_head]")
+    says = (
+        "model.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj?"
+    )
+    for stage, name in (("sft", "q_prj"), ("reward", "lm_head")):
+        result = check(f"{stage}.yaml")
+        assert result.exit_code == 2 and f"is called {name}" in result.stderr
+    assert refused(rlhf("sft", "--fresh"), "C07", "sft.yaml:1: ", says)
+
+
+def test_c17_a_model_of_which_4_bits_can_hold_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write(tmp_path / "run", world))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = build.new_causal_lm(sizes, world.tokenizer())
+    save.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
+    says = ("4 bits hold layers of a width that 64 divides, and the model has none", "hint: set it to lora")
+    result = rlhf("sft", "-s", "model.adapters.kind=qlora")
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and all(text in result.stderr for text in says)
+
+
+def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy: Path) -> None:
+    replace("sft.yaml", "path: model,", "path: model, chat_template: chatml,")
+    says = ("adds <|im_start|> and <|im_end|>, whose embeddings adapters do not train", "hint: take a template of")
+    assert refused(rlhf("sft", "--fresh"), "C17", "sft.yaml:1: ", *says)
+    assert "adds <|im_start|>" in check("sft.yaml").stdout + check("sft.yaml").stderr
+
+
+def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", world)
+    told = ["model.adapters={kind: lora, lora_dropout: 0.1}", "trainer.disable_dropout=false"]
+    adapters = load("reward", folder / "reward.yaml", told).model.adapters
+    assert adapters and adapters.lora_dropout == 0.1
+
+
+# PPO's
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "says"),
+    [
+        (["models.adapters={kind: qlora}"], "C07", ("models.adapters.kind", "lora")),
+        (["models.adapters={kind: lora, lora_dropout: 0.1}"], "C01", ("unknown key models.adapters.lora_dropout",)),
+        (
+            ["models.adapters={kind: lora}", "ppo.num_shared_layers=1"],
+            "C17",
+            ("num_shared_layers cannot be combined with models.adapters", "hint: remove it"),
+        ),
+    ],
+)
+def test_keys_of_ppo_that_are_wrong(
+    world: World, tmp_path: Path, told: list[str], code: str, says: tuple[str, ...]
+) -> None:
+    folder = write(tmp_path / "run", world)
+    with pytest.raises(RLHFError) as caught:
+        load("ppo", folder / "ppo.yaml", told)
+    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
+
+
+def test_c07_a_layer_that_the_policy_does_not_have(adapters_copy: Path) -> None:
+    told = ("-s", "models.adapters={kind: lora, target_modules: [q_prj]}")
+    says = (
+        "models.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj"
+    )
+    assert refused(rlhf("ppo", *told), "C07", "--set models.adapters: ", says)
+    replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
+    seen = check("ppo.yaml")
+    assert seen.exit_code == 2 and says in seen.stderr
+
+
+def test_c17_a_push_of_adapters_whose_base_is_a_folder_here(
+    adapters_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    told = ("-s", "models.adapters={kind: lora}", "-s", "ppo.push_to_hub_if_best=some/where")
+    says = (
+        "only adapters would be pushed to some/where, and their base, models.sft, is a local folder",
+        "hint: remove",
+    )
+    assert refused(rlhf("ppo", *told), "C17", "--set ppo.push_to_hub_if_best", *says)
+    assert not (adapters_copy / "ppo/model").exists()
+
+
+def test_m04_the_base_below_a_policy_of_adapters(adapters_copy: Path) -> None:
+    run(adapters_copy, "ppo", "-s", "models.adapters={kind: lora, r: 2}")
+    run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
+    says = ("ppo holds an adapter, and its base sft has changed since (", "hint: restore the old base, or train")
+    result = rlhf("eval")
+    assert result.exit_code == 2 and "error[M04]: eval.yaml" in result.stderr
+    assert all(text in result.stderr for text in says), result.stderr

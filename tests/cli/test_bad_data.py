@@ -1,0 +1,359 @@
+"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+
+from rlhf_cli import jsonl
+from rlhf_cli.data import convert
+from rlhf_cli.data.readers import BadRow
+from rlhf_cli.models.tokenizers import CHATML
+
+GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
+PAIR = {"prompt": "Tell me about the sun.", "chosen": " It is bright.", "rejected": " It is dull."}
+DROP = "hint: correct the row, or set data.on_bad: drop"
+
+
+def write(name: str, *contents: Any) -> None:
+    jsonl.write_jsonl(Path(f"{name}.jsonl"), contents)
+
+
+def test_d01_data_file_missing(folder: Path) -> None:
+    replace("sft.yaml", "rows.jsonl", "row.jsonl")
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "hint: did you mean rows.jsonl?")
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl"])
+def test_d01_what_is_no_file(folder: Path, name: str) -> None:
+    os.mkfifo(folder / "pipe.jsonl")
+    replace("sft.yaml", "rows.jsonl", name)
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", f"{name} is a device or a pipe, a data file is needed")
+
+
+def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a patch: root, who runs many a CI, may read everything."""
+    opens = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "rows.jsonl":
+            raise PermissionError(13, "Permission denied")
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "cannot read rows.jsonl: Permission denied")
+
+
+def test_d02_column_missing(folder: Path) -> None:
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "worse": "c"}])
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "e.g. data.columns: {rejected: worse}")
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])  # never one that has its place already
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "e.g. data.columns: {rejected: NAME}")
+
+
+ASKED, ANSWERED = {"from": "human", "value": "Tell me about the sun."}, {"from": "gpt", "value": "It is bright."}
+WORSE = {"from": "gpt", "value": "It is dull."}
+ALPACA = {"instruction": "Tell me about it.", "input": "The sun.", "output": "It is bright."}
+RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is bright.", "rejected": "It is dull."}
+RATED = {
+    "prompt": "Tell me about the sun.",
+    "responses": [" It is.", " It is dull.", " Bright."],
+    "scores": [3, 1, 4.5],
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "code"),
+    [
+        ("sft", {"conversations": [ASKED, ANSWERED]}, "D02"),
+        ("sft", {"messages": [ASKED, ANSWERED]}, "D06"),
+        ("sft", ALPACA, "D02"),
+        ("sft", RATED, "D02"),
+        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, "D02"),
+        ("reward", RANKED, "D02"),
+        ("reward", RATED, "D02"),
+    ],
+)
+def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
+    folder: Path, stage: str, row: dict[str, Any], code: str
+) -> None:
+    """ShareGPT's, Alpaca's, answers with scores."""
+    (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
+    write("theirs", *[row] * 64)
+    result = rlhf(stage, "-s", "data.train=theirs.jsonl")
+    assert refused(result, code, "theirs.jsonl:1", "hint: run `python -m rlhf_cli.data.convert theirs.jsonl ")
+    words = shlex.split(re.search("hint: run `python -m (.*?)` to", result.stderr)[1])  # type: ignore[index]
+    columns = ["-s", f"data.columns={found[1]}"] if (found := re.search(r"columns: ({.*?})", result.stderr)) else []
+    assert words[0] == "rlhf_cli.data.convert" and convert.main(words[1:]) == 0
+    done = check(f"{stage}.yaml", "-s", f"data.train={words[2]}", *columns)
+    assert done.exit_code == 0 and "64 rows" in done.output, done.output
+
+
+def test_what_becomes_of_another_systems_rows() -> None:
+    user, good, bad = ({"role": "user", "content": "Tell me about it.\n\nThe sun."}, *map(answer, ("bright", "dull")))
+    assert convert.convert_row(
+        {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
+    ) == {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
+    }
+    assert convert.convert_row({**ALPACA, "history": "", "output": "bright"}) == {"messages": [user, good]}  # of a CSV
+    assert convert.convert_row(RATED) == {
+        "prompt": RATED["prompt"],
+        "chosen": " Bright.",
+        "rejected": " It is dull.",
+    }
+    assert convert.convert_row({**RATED, "scores": [1, 1, 1]}) is None
+    assert convert.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
+        "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
+    }  # fmt: skip
+    for odd in ({"text": "a"}, {**RATED, "scores": [1]}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
+        with pytest.raises(BadRow):
+            convert.convert_row(odd)
+
+
+SAID = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
+SAY = {"from": "human", "value": "Say 0\n"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**RANKED, **{name: f"Q: {RANKED['instruction']} A: {RANKED[name]}" for name in ("chosen", "rejected")}},
+        {"instruction": "Say 0 ", **SAID},
+        {"instruction": "", **SAID},
+        {"instruction": "Other words, beside transcripts.", **SAID},
+        {"conversations": [SAY], **SAID},
+        {"conversations": [{"from": "system", "value": "Be brief."}, SAY, ANSWERED], **SAID},
+    ],
+)
+def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:
+    assert convert.target_form(row) is None
+    write("pairs", *[row] * 64)
+    done = check("reward.yaml")
+    assert done.exit_code == 0 and "64 rows" in done.output, done.output
+
+
+@pytest.mark.parametrize("asked", [{"instruction": "Hi."}, {"conversations": [{"from": "human", "value": "Hi."}]}])
+def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any]) -> None:
+    """The other answer does not begin so: read as it stands, the pair would lose its prompt."""
+    assert convert.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == convert.PAIR_FORM
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "says"),
+    [
+        ({"instruction": "hi", "input": 3, "output": "yo"}, "D06", '"input" is the number 3'),
+        ({"instruction": "hi", "output": None}, "D06", '"output" is null'),
+        ({**ALPACA, "system": 3}, "D06", '"system" is the number 3'),
+        ({**ALPACA, "history": [["a"]]}, "D12", "[['a']]"),
+        ({**ALPACA, "history": 1}, "D12", "history"),
+        ({**ALPACA, "history": [["a", None]]}, "D06", '"history" is null'),
+        ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
+        ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is not a turn of"),
+        ({**RATED, "responses": ["a", "b"], "scores": [1, None]}, "D06", '"scores" holds null'),
+        ({**RATED, "responses": ["a", None], "scores": [1, 2]}, "D06", '"responses" is null'),
+        ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores match neither"),
+    ],
+)
+def test_a_row_that_cannot_be_converted_is_told_by_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], code: str, says: str
+) -> None:
+    write("theirs", ALPACA, row)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and not Path("out.jsonl").exists()
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"error[{code}]: theirs.jsonl:2: ") and says in stderr and stderr.count("\n") == 1
+
+
+def test_a_conversion_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("theirs", ALPACA)
+    before = Path("theirs.jsonl").read_bytes()
+    Path("link.jsonl").symlink_to("nowhere.jsonl")
+    for out, code in (("theirs.jsonl", "C15"), ("model", "C15"), ("link.jsonl", "C15"), ("no/out.jsonl", "E03")):
+        assert convert.main(["theirs.jsonl", out]) == 2
+        assert capsys.readouterr().err.startswith(f"error[{code}]: {out} ")
+    assert Path("theirs.jsonl").read_bytes() == before and not Path("nowhere.jsonl").exists()
+
+
+def test_a_conversion_that_cannot_be_written_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write("theirs", ALPACA)
+    before = sorted(os.listdir())
+    monkeypatch.setattr(os, "fsync", full)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and sorted(os.listdir()) == before
+    assert capsys.readouterr().err == "error[E03]: out.jsonl cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says", "left"),
+    [
+        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped", 1),
+        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo", 1),
+        ([RATED, {**RATED, "scores": [1, 1, 1]}], "out.jsonl: 1 rows; 1 with equal scores dropped", 1),
+        ([{**RATED, "scores": [1, 1, 1]}], "error[D05]: theirs.jsonl: no usable row; 1 with equal scores dropped", 0),
+    ],
+)
+def test_a_conversion_counts_what_it_leaves_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], says: str, left: int
+) -> None:
+    write("theirs", *theirs)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == (0 if left else 2)
+    assert capsys.readouterr().err.startswith(says)
+    assert not left or len(Path("out.jsonl").read_text().splitlines()) == left
+
+
+def test_the_command_of_the_hint_says_one_line(folder: Path) -> None:
+    """Python warns where a module that is run was imported before."""
+    write("theirs", ALPACA)
+    command = [sys.executable, "-m", "rlhf_cli.data.convert", "theirs.jsonl", "out.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "out.jsonl: 1 rows\n")
+    assert convert.main(["theirs.jsonl"]) == 2
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_rows_with_one_answer_are_no_pairs(folder: Path) -> None:
+    write("pairs", ALPACA)
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, but a pair needs two")
+
+
+def test_d03_malformed_json(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n')
+    assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_d03_a_key_that_stands_twice(folder: Path, name: str) -> None:
+    """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
+    good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
+    (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
+    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" occurs twice in one object'
+    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: remove one of the two")
+
+
+def test_d04_not_utf8(folder: Path) -> None:
+    (folder / "rows.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n')
+    assert refused(rlhf("sft"), "D04", "rows.jsonl:2: ", "byte 0xE9 at position 13", "hint: convert", "iconv")
+
+
+def test_d05_no_usable_row(folder: Path) -> None:
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 2")
+    assert refused(rlhf("sft"), "D05", "rows.jsonl", "96", "longer than 2 tokens")
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "code", "says"),
+    [
+        ("sft", {**GOOD, "completion": None}, "D06", ('"completion" is null', DROP)),
+        ("sft", {**GOOD, "prompt": 7}, "D06", ('"prompt" is the number 7', DROP)),
+        ("reward", {**PAIR, "rejected": PAIR["chosen"]}, "D07", ('"chosen" equals "rejected"', "data.on_identical")),
+        ("sft", {**GOOD, "prompt": " "}, "D08", ("the prompt is empty", DROP)),
+        ("sft", {**GOOD, "completion": ""}, "D09", ('"completion" is empty', DROP)),
+        ("reward", {**PAIR, "chosen": "\n"}, "D09", ('"chosen" is empty', DROP)),
+        ("sft", {"prompt": "a"}, "D12", ('no column "completion"', "line 1 has one", DROP)),
+        ("sft", {"prompt": [], "completion": "a"}, "D12", ("a conversation here, text in line 1", DROP)),
+    ],
+)
+def test_a_bad_row_is_told_by_its_line(
+    folder: Path, stage: str, row: dict[str, Any], code: str, says: tuple[str, ...]
+) -> None:
+    """D06-D09 and D12."""
+    name, good = ("rows", GOOD) if stage == "sft" else ("pairs", PAIR)
+    write(name, good, row)
+    assert refused(rlhf(stage), code, f"{name}.jsonl:2: ", *says)
+
+
+def test_d08_pairs_that_begin_with_nothing_in_common(folder: Path) -> None:
+    write("pairs", {"chosen": "Yes.", "rejected": "No."})
+    says = ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")
+    assert refused(rlhf("reward"), "D08", "pairs.jsonl:1: ", *says)
+
+
+def test_d09_nothing_left_of_a_completion(folder: Path) -> None:
+    write("rows", GOOD, {**GOOD, "completion": "<eos>"})
+    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "no tokens besides the stop token", DROP)
+
+
+def test_bad_rows_are_shown_up_to_five_and_counted(folder: Path) -> None:
+    write("rows", GOOD, *[{**GOOD, "prompt": ""}] * 7)
+    result = rlhf("sft")
+    assert refused(result, "D08", "rows.jsonl:2: ", "7 of 8 rows are bad; the first 5 are shown", "data.on_bad: drop")
+    assert result.stderr.count("error[D08]") == 6
+
+
+def test_d10_rows_that_are_too_long(folder: Path) -> None:
+    long = {**GOOD, "completion": " The sun is bright." * 9}
+    write("rows", *[GOOD] * 8, long, long)
+    replace("sft.yaml", "max_steps: 1", "max_length: 30")
+    says = ("2 of 10 rows dropped: longer than 30 tokens (first: line 9); the longest has ", "data.on_long: error")
+    assert warned(check("sft.yaml"), "D10", "rows.jsonl: ", *says)
+    result = rlhf("sft", "-s", "data.on_long=error")
+    assert refused(result, "D10", "rows.jsonl:9: ", "the limit is 30", "hint: set data.on_long: drop")
+
+
+@pytest.mark.parametrize(("stage", "name", "row"), [("sft", "rows", GOOD), ("reward", "pairs", PAIR)])
+def test_d11_fewer_rows_than_an_optimizer_step_takes(folder: Path, stage: str, name: str, row: dict[str, str]) -> None:
+    write(name, *[{**row, "prompt": f"{number}"} for number in range(20)])
+    says = (
+        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes "
+        "(per_device_train_batch_size 8 x gradient_accumulation_steps 4 = 32)",
+        f"hint: set {stage}.gradient_accumulation_steps to 2 at most",
+    )
+    result = rlhf(stage, "-s", f"{stage}.gradient_accumulation_steps=4")
+    assert refused(result, "D11", f"{stage}.yaml:3: ", *says)
+
+
+def test_d11_fewer_prompts_than_an_update_takes(folder: Path) -> None:
+    foreign_scorer(folder)
+    write("prompts", *[{"prompt": f"{number}"} for number in range(20)])
+    says = ("20 usable prompts, fewer than one update takes (16 x 4 episodes = 64)", "hint: lower", "bring 64 prompts")
+    assert refused(rlhf("ppo"), "D11", "ppo.yaml:3: ", *says)
+
+
+@pytest.mark.training
+def test_d13_evaluation_prompts_that_are_trained_on(folder: Path) -> None:
+    write("held-out", GOOD, {**GOOD, "prompt": "Something else?"})
+    replace("sft.yaml", "train: rows.jsonl", "train: rows.jsonl, eval: held-out.jsonl")
+    says = ("1 of 2 evaluation prompts also occur in rows.jsonl", "hint: remove them")
+    assert warned(rlhf("sft"), "D13", "sft.yaml:2: ", *says)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "row"),
+    [("reward", "train: pairs.jsonl, eval", PAIR), ("ppo", "prompts: prompts.jsonl, eval_prompts", GOOD)],
+)
+def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[str, str]) -> None:
+    foreign_scorer(folder)
+    write("held-out", row, {**row, "prompt": "Something else?"})
+    replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
+    says = "1 of 2 evaluation prompts also occur in"
+    assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: remove them")
+
+
+def test_d14_a_conversation_without_a_chat_template(folder: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    write("rows", *[{"messages": turns}] * 8)
+    result = rlhf("sft")
+    assert refused(result, "D14", "rows.jsonl:1: ", "no chat template", "hint: set model.chat_template")
+    assert result.stderr.count("error[") == 1
+
+
+def test_d15_pairs_that_repeat_or_contradict_another(folder: Path) -> None:
+    turned = {**PAIR, "chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
+    write("pairs", PAIR, *[{**PAIR, "prompt": f"{number}"} for number in range(7)], PAIR, turned)
+    result = check("reward.yaml")
+    assert warned(result, "D15", "pairs.jsonl: ", "1 of 10 pairs occur twice in the file (first: line 1 and line 9)")
+    says = "1 of 10 pairs contradict another pair, with chosen and rejected swapped (first: line 1 and line 10)"
+    assert says in result.stderr

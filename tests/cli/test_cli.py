@@ -1,0 +1,368 @@
+"""The command line: help, streams, exit codes, and errors that fit a line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cost import cost
+from run_cli import ROOT, child, is_one_error, rlhf
+from typer.main import get_command
+
+import rlhf_cli
+from rlhf_cli import config, runs
+from rlhf_cli.cli import app, train
+from rlhf_cli.cli.errors import ELSEWHERE
+from rlhf_cli.config.base import Options
+from rlhf_cli.errors import RLHFError
+
+SFT = "model: {path: ./base}\ndata: {train: rows.jsonl}\nsft:\n  learning_rate: 1e-5\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder with an SFT config, its data, a base model, and a PPO config."""
+    (tmp_path / "sft.yaml").write_text(SFT)
+    (tmp_path / "ppo.yaml").write_text("data: {prompts: rows.jsonl}\nppo: {total_episodes: 64}\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
+    """Stages that only record their arguments."""
+    calls: list[tuple[config.Config, Options]] = []
+    monkeypatch.setattr(train, "_runner", lambda name: lambda *arguments: calls.append(arguments))
+    return calls
+
+
+# Help
+
+
+def test_help_is_light() -> None:
+    result = child("--help")
+    assert result.returncode == 0
+    assert cost(lambda: child("--help")) <= 1.6  # 1.1 on a quiet machine
+    assert result.stdout.count("completion") == 4  # two options, a line or two each
+
+
+def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = child("--help").stdout
+    groups = {part.split(":")[0]: part for part in text.split("\n\n") if part[:1].isupper()}
+    shown = {title: re.findall(r"^  (\w+) ", groups[title], re.M) for title in ("Train", "Inspect", "Ship")}
+    assert shown == {
+        "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "ppo", "eval"],
+        "Inspect": ["status", "ls", "report", "chat", "verify", "explain", "schema", "env"],
+        "Ship": ["export"],
+    }
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    public = {name for name, command in commands.items() if not command.hidden}
+    assert public == {name for names in shown.values() for name in names}
+    for line in "\n".join(groups[title] for title in shown).splitlines():
+        assert len(line) <= 80 and (not line.startswith("  ") or line.endswith(".")), line
+
+
+def python(script: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60)
+
+
+LIGHT = ["--help", "ppo -h", "run -h", "chat -h", "schema ppo", "explain kl_coef", "--version"]
+
+
+@pytest.mark.parametrize("command", [*LIGHT, "sft -c sft.yaml --dry-run"])
+def test_light_commands_import_no_torch(command: str, folder: Path) -> None:
+    script = (
+        f"import sys; from rlhf_cli.cli import app\ntry: app({command.split()})\nfinally: print('torch' in sys.modules)"
+    )
+    result = python(script, folder)
+    assert (result.stdout.splitlines()[-1], result.stderr) == ("False", "")
+
+
+COLLECTOR = """
+import gc, sys
+from rlhf_cli.cli.options import heavy_imports
+runs = []
+gc.callbacks.append(lambda phase, about: runs.append(phase))
+runs.clear()
+with heavy_imports():
+    import torch
+assert runs == [] and gc.isenabled(), runs
+frozen = gc.get_freeze_count()
+assert frozen > len(torch.__dict__), frozen
+with heavy_imports():
+    import torch
+    mine = [[] for _ in range(10)]
+assert gc.get_freeze_count() <= frozen  # nothing came, so nothing of the caller's is kept
+try:
+    with heavy_imports():
+        import no_such_module
+except ImportError:
+    assert gc.isenabled()
+"""
+
+
+def test_the_collector_does_not_walk_over_what_is_imported() -> None:
+    result = python(COLLECTOR)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    assert rlhf("--version").stdout == f"rlhf {rlhf_cli.__version__}\n"
+
+
+# Usage
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text", "hint"),
+    [
+        ("zzz", "C11", "zzz", "rlhf --help"),
+        ("ppo", "C11", "--config", "rlhf ppo --help"),
+        ("ppo --config", "C11", "--config", "rlhf ppo --help"),
+        ("ppo -c x.yaml --frsh", "C11", "--frsh", "rlhf ppo --help"),
+        ("--nope", "C11", "--nope", "rlhf --help"),
+        ("run runs/x --only", "C11", "--only", "rlhf run --help"),
+        ("stauts runs/x", "C11", "stauts", "did you mean rlhf status?"),
+        ("sft .", "C11", "Missing option '--config'", "rlhf sft --config sft.yaml"),
+        ("sft sft.yaml", "C11", "Missing option '--config'", "rlhf sft --config sft.yaml"),
+        ("sft -c .", "C09", "is a folder", "--config sft.yaml; for all stages: rlhf run "),
+        ("sft -c base", "C09", "base is a folder", "give the stage's YAML file"),
+        ("ppo -c ppo.yaml --dry-run models.sft=./bse", "M01", "bse", ""),
+        ("schema pppo", "C07", "pppo", "did you mean ppo?"),
+        ("init ci", "C11", "DIR is missing", "rlhf init ci runs/ci"),
+        ("init dmo x", "C07", "dmo", "did you mean demo?"),
+    ],
+)
+def test_a_wrong_command_line_is_one_error_with_the_fix(
+    folder: Path, line: str, code: str, text: str, hint: str
+) -> None:
+    result = rlhf(*line.split())
+    assert is_one_error(result, code)
+    assert text in result.stderr and f"\nhint: {hint}" in result.stderr
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_a_command_of_another_system_names_what_does_its_work(command: str) -> None:
+    result = rlhf(command, "runs/x", "--lr", "3")
+    assert is_one_error(result, "C11")
+    assert result.stderr == f"error[C11]: there is no command {command}\nhint: {ELSEWHERE[command]}\n"
+
+
+def test_the_commands_and_options_of_the_answers_exist() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert not ELSEWHERE.keys() & commands.keys()
+    for answer in ELSEWHERE.values():
+        for name, words in re.findall(r"\brlhf ([a-z]+)([^,;]*)", answer):
+            assert name in commands, answer
+            assert set(re.findall("--[a-z]+", words)) <= {text for each in commands[name].params for text in each.opts}
+
+
+def test_no_command_shows_the_help_and_is_an_error_of_usage() -> None:
+    result = rlhf()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "\n  ppo " in result.stderr
+
+
+def test_all_problems_are_printed_together(folder: Path) -> None:
+    result = rlhf("sft", "-c", "sft.yaml", "-s", "sft.nope=1", "-s", "seed=-1")
+    codes = sorted(line[:10] for line in result.stderr.splitlines() if line.startswith("error"))
+    assert (result.exit_code, codes) == (2, ["error[C01]", "error[C06]"])
+
+
+# The arguments of a stage
+
+
+def test_overrides_and_options_reach_the_stage(folder: Path, stage: list) -> None:
+    arguments = ["-c", "sft.yaml", "-s", "sft.learning_rate=2e-5", "seed=4", "--set", "sft.max_length=9", "--fresh"]
+    assert rlhf("sft", *arguments).exit_code == 0
+    ((sft, options),) = stage
+    assert (sft.sft.learning_rate, sft.sft.max_length, sft.seed) == (2e-5, 9, 4)
+    assert options == Options(fresh=True)
+    rlhf("sft", "-c", "sft.yaml", "--trust-remote-code", "--debug")
+    assert stage[1][1] == Options(trust_remote_code=True, debug=True)
+
+
+def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_cli.commands import run as pipeline
+
+    calls: list[Any] = []
+    monkeypatch.setattr(pipeline, "run", lambda *arguments: calls.append(arguments) or 5)
+    selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
+    assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
+    selection = pipeline.StageFilter(("ppo",), "sft", ("ppo",))
+    assert calls == [(Path("x"), ["*.seed=3", "ppo.kl_coef=1"], selection, Options(dry_run=True))]
+
+
+# Dry runs
+
+
+def test_a_dry_run_prints_a_config_that_loads_and_writes_nothing(folder: Path, tmp_path_factory: Any) -> None:
+    before = sorted(folder.rglob("*"))
+    result = child("sft", "-c", "sft.yaml", "--dry-run", "sft.max_length=9", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(folder.rglob("*")) == before
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "printed.yaml"
+    elsewhere.write_text(result.stdout)
+    loaded = config.load("sft", folder / "sft.yaml", ["sft.max_length=9"])
+    assert config.load("sft", elsewhere).dump() == yaml.safe_load(result.stdout) == loaded.dump()
+    assert result.stdout.splitlines()[-3:] == [
+        f"# reads   model.path: base (foreign, {runs.open_parents(loaded)['model.path'].sha256[:6]})",
+        "# reads   data.train: rows.jsonl",
+        "# writes  sft: new",
+    ]
+
+
+def test_a_dry_run_lists_missing_inputs_and_refuses_those_that_no_stage_writes(folder: Path) -> None:
+    result = rlhf("ppo", "-c", "ppo.yaml", "--dry-run")
+    assert result.exit_code == 0
+    assert "# reads   models.reward: not ready: " in result.stdout
+    assert result.stdout.endswith("# writes  ppo: once what it reads is ready\n")
+    (folder / "rows.jsonl").unlink()
+    assert is_one_error(rlhf("ppo", "-c", "ppo.yaml", "--dry-run"), "D01")
+
+
+def test_a_dry_run_prints_what_happens_to_the_output(folder: Path) -> None:
+    loaded = config.load("sft", folder / "sft.yaml")
+    parents = runs.open_parents(loaded)
+    identity = runs.compute_identity(loaded, parents, loaded.sources())
+    runs.start_stage(loaded, identity, {}, fresh=False)
+    runs.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
+
+    def outcome(*more: str) -> str:
+        return rlhf("sft", "-c", "sft.yaml", "--dry-run", *more).stdout.splitlines()[-1]
+
+    assert outcome() == "# writes  sft: resumes at step 7"
+    assert outcome("sft.max_length=9") == "# writes  sft: stale: sft.max_length 1024 -> 9; needs --fresh"
+    assert outcome("sft.max_length=9", "--fresh") == "# writes  sft: new; the old folder moves to .old/"
+    runs.complete_stage(loaded, identity, parents=parents, fields={})
+    assert outcome() == "# writes  sft: it is finished, nothing to do"
+
+
+# Failures
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "_runner", lambda name: run)
+
+
+def test_an_unexpected_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ZeroDivisionError("division\n by zero"))
+    result = rlhf("sft", "-c", "sft.yaml")
+    assert is_one_error(result, "R00", exit_code=1)
+    assert result.stderr.startswith("error[R00]: ZeroDivisionError: division by zero\nhint: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ZeroDivisionError(), 1), (RLHFError("M10", "not ready"), 2), (RLHFError("R01", "nan"), 1)]
+)
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    failing(monkeypatch, error)
+    assert "Traceback" not in rlhf("sft", "-c", "sft.yaml").stderr
+    result = rlhf("sft", "-c", "sft.yaml", "--debug")
+    assert "Traceback" in result.stderr and result.exit_code == code
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_signal_inside_a_stage_ends_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    failing(monkeypatch, error)
+    result = rlhf("sft", "-c", "sft.yaml")
+    assert result.exit_code == code
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
+    script = """
+import signal, time
+from rlhf_cli import cli
+from rlhf_cli.cli import train
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+def stage(*_):
+    try:
+        print("up", flush=True)
+        time.sleep(60)
+    finally:
+        print("closed", flush=True)
+train._runner = lambda name: stage
+cli.app(["sft", "-c", "sft.yaml"])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        output, complaint = process.communicate(timeout=30)
+    assert (process.returncode, output) == (code, "closed\n")
+    assert "Traceback" not in complaint
+
+
+def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(sft: Any, _: Any) -> None:
+        runs.start_stage(sft, runs.compute_identity(sft, {}, {}), {}, fresh=False)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(train, "_runner", lambda name: run)
+    assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
+    script = "import pathlib, sys; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]))"
+    assert python(script.replace("sys.argv[1]", repr(str(folder / "sft")))).returncode == 0
+
+
+def test_a_reader_that_leaves_early_is_no_failure_to_explain() -> None:
+    command = [sys.executable, "-m", "rlhf_cli", "schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+# The small commands
+
+
+def test_schema_prints_one_stage_or_all() -> None:
+    every, one = (json.loads(rlhf(*arguments).stdout) for arguments in (["schema"], ["schema", "ppo"]))
+    assert len(every["anyOf"]) == 4 and "ppo" in one["properties"] and one["additionalProperties"] is False
+
+
+def test_init_lists_its_presets() -> None:
+    listed = [line.split()[0] for line in rlhf("init", "--list").stdout.splitlines()]
+    assert listed[0] == "preset" and {"demo", "ci"} <= set(listed)
+
+
+def test_init_writes_a_folder_of_a_seed_and_refuses_to_write_over_it(folder: Path) -> None:
+    assert rlhf("init", "ci", "a", "--seed", "0").exit_code == 0
+    assert rlhf("init", "ci", "b", "--seed", "1").exit_code == 0
+    assert config.load("ppo", "a/ppo.yaml").ppo == config.load("ppo", "b/ppo.yaml").ppo
+    assert (folder / "a/data/prompts.jsonl").read_bytes() != (folder / "b/data/prompts.jsonl").read_bytes()
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()}
+
+    before = content()
+    assert is_one_error(rlhf("init", "ci", "a", "--seed", "1"), "C15") and content() == before
+
+
+def test_env_prints_versions_and_devices() -> None:
+    facts = json.loads(rlhf("env", "--json").stdout)
+    assert facts["rlhf"] == rlhf_cli.__version__
+    assert {"python", "torch", "transformers", "trl", "platform", "cpus", "gpus"} <= facts.keys()
+    assert f"torch_threads  {facts['torch_threads']}" in rlhf("env").stdout

@@ -1,0 +1,201 @@
+"""What TAB offers, by the protocol that the shells' scripts speak, and in a bash that is really typed into."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_cli import config
+from rlhf_cli.cli import app, completion
+from rlhf_cli.commands import init
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.runs import discover
+
+RLHF = Path(sys.executable).with_name("rlhf")
+MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]
+YAML = {"sft": "model: {path: base}", "reward": "data: {train: p}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a run that has snapshots, one of an evaluation alone, and what is no run."""
+    for name, stages in (("runs/demo", CONFIGS), ("runs/deep/er", ["eval"])):
+        (tmp_path / name).mkdir(parents=True)
+        for stage in stages:
+            (tmp_path / name / f"{stage}.yaml").write_text(YAML[stage])
+    for step in (2, 30):
+        (tmp_path / f"runs/demo/ppo/snapshots/step_{step:06d}").mkdir(parents=True)
+    (tmp_path / "runs/demo/ppo/identity.json").write_text("{}")
+    (tmp_path / "runs/demo/ppo/sft.yaml").touch()  # the inside of a stage is no run
+    (tmp_path / "runs/.old").mkdir()
+    (tmp_path / "runs/.old/sft.yaml").touch()
+    (tmp_path / "readme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tab(line: str, shell: str = "bash") -> list[str]:
+    """What is offered for the end of a line. bash cuts words at `=` as well."""
+    if shell == "bash":
+        words = [part for word in line.split() for part in re.split("(=)", word) if part]
+        words += [""] if line.endswith(" ") else []
+        environment = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    else:
+        environment = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = CliRunner().invoke(app, [], prog_name="rlhf", env={"_RLHF_COMPLETE": f"complete_{shell}", **environment})
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("rlhf pp", ["ppo"]),
+        ("rlhf run ", ["runs/demo", "runs/deep/er"]),
+        ("rlhf run runs/de", ["runs/demo", "runs/deep/er"]),
+        ("rlhf status ./runs/dem", ["./runs/demo"]),
+        ("rlhf report runs/demo runs/dee", ["runs/deep/er"]),
+        ("rlhf ppo --config ", ["runs/demo/ppo.yaml"]),
+        ("rlhf eval -c runs/", ["runs/demo/eval.yaml", "runs/deep/er/eval.yaml"]),
+        ("rlhf eval -c runs/deep/er/", ["runs/deep/er/eval.yaml"]),
+        ("rlhf check runs/demo/", [f"runs/demo/{stage}.yaml" for stage in CONFIGS]),
+        ("rlhf export runs/demo --step ", ["last", "selected", "2", "30"]),
+        ("rlhf chat runs/demo --step ", ["last", "selected", "2", "30"]),
+        ("rlhf export --step 3 runs/demo --step ", ["last", "selected", "2", "30"]),
+        ("rlhf report runs/demo/ppo --step 3", ["30"]),
+        ("rlhf export runs/deep/er --step ", ["last", "selected"]),
+        ("rlhf chat runs/demo --compare ", ["sft,ppo", "ppo,sft"]),
+        ("rlhf chat runs/demo --compare sft,", ["sft,ppo"]),
+        ("rlhf chat runs/demo --stage ", ["ppo", "sft"]),
+        ("rlhf run runs/demo --only ", [*CONFIGS]),
+        ("rlhf schema r", ["reward"]),
+        ("rlhf init re", ["reviews"]),
+        ("rlhf init ", [*init.PRESETS]),
+        ("rlhf explain D01", ["D01"]),
+        ("rlhf explain kl_est", ["kl_estimator"]),
+        ("rlhf explain ppo.kl_est", ["ppo.kl_estimator"]),
+        ("rlhf ppo mod", ["models.sft=", "models.reward=", "models.value=", *MORE_MODEL_KEYS, "models.adapters."]),
+        ("rlhf ppo --set ppo.kl_coe", ["ppo.kl_coef=", "ppo.kl_coef=0.05"]),
+        ("rlhf ppo --set ppo.kl_estimator=", ["k1", "k2", "k3", "abs", "full"]),
+        ("rlhf ppo --set ppo.kl_estimator=k", ["k1", "k2", "k3"]),
+        ("rlhf ppo seed=1 ppo.kl_estimator=f", ["full"]),
+        ("rlhf sft sft.packing=", ["true", "false"]),
+        ("rlhf sft trainer.optim=adamw_torch_f", ["adamw_torch_fused"]),
+        ("rlhf sft trainer.save_", []),  # the pipeline's own
+        ("rlhf ppo models.value=", ["reward", "policy_head"]),
+        ("rlhf run runs/deep/er eval.per", ["eval.per_device_batch_size=", "eval.per_device_batch_size=64"]),
+        ("rlhf run runs/deep/er ppo.", []),  # it has no such stage
+        ("rlhf check runs/demo/ppo.yaml eval.", []),
+        ("rlhf run runs/demo --set eval.sel", [f"eval.select.{key}=" for key in ("judge", "kl_max")]),
+        ("rlhf ppo nothing.of.this", []),
+        ("rlhf run nowhere/at/all/", []),
+    ],
+)
+def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> None:
+    assert tab(line) == offered
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "verify"])
+def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    shutil.copytree(discover.configs_folder() / "ci", here / "configs/ci")
+    monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")
+    assert tab(f"rlhf {command} ") == ["runs/demo", "runs/deep/er"] and tab(f"rlhf {command} configs/") == []
+    assert "configs/ci" in tab("rlhf check ") and "configs/ci" in tab("rlhf plan configs/")
+
+
+def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: Path) -> None:
+    assert tab("rlhf ppo ppo.kl_estimator=k", "fish") == [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]
+    assert '"ppo.kl_estimator=k2"' in "".join(tab("rlhf ppo ppo.kl_estimator=k", "zsh"))
+
+
+def test_every_key_that_is_offered_is_a_key(here: Path) -> None:
+    for stage in CONFIGS:
+        for key in config.completion_values(stage):
+            assert config.accepts_key(stage, key), key
+        assert len(config.completion_values(stage)) > 10
+
+
+def test_a_file_that_is_broken_and_one_that_is_half_typed_are_passed_over(here: Path) -> None:
+    (here / "runs/demo/ppo.yaml").write_text("{")
+    assert tab("rlhf check runs/demo/ppo.yaml ppo.") == []
+    assert completion.steps(ctx=None, incomplete="") == []
+
+
+def test_a_large_tree_is_looked_at_in_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "MAX_FOLDERS", 3)  # here, readme, runs
+    assert tab("rlhf run ") == []
+    assert tab("rlhf run runs/") == ["runs/demo"]
+
+
+def test_it_is_quick_and_needs_no_torch(here: Path) -> None:
+    script = (
+        "import atexit, sys, time\n"
+        "atexit.register(lambda: print(time.process_time(), {'torch', 'rich', 'numpy'} & sys.modules.keys()))\n"
+        "from rlhf_cli.cli import app; app([], prog_name='rlhf')"
+    )
+    words = {"_RLHF_COMPLETE": "complete_bash", "COMP_WORDS": "rlhf\nppo\nppo.kl_c", "COMP_CWORD": "2"}
+    result = subprocess.run([sys.executable, "-c", script], env={**os.environ, **words}, capture_output=True, text=True)
+    *offered, cost = result.stdout.splitlines()
+    assert offered == ["ppo.kl_coef=", "ppo.kl_coef=0.05"]
+    seconds, heavy = cost.split(maxsplit=1)
+    assert heavy == "set()" and float(seconds) < 0.6  # 0.25 on a quiet machine
+
+
+# A bash
+
+
+class Bash:
+    """An interactive bash with the completion of its script, typed into through a terminal of its own."""
+
+    def __init__(self, home: Path) -> None:
+        paths = os.pathsep.join([str(RLHF.parent), os.environ["PATH"]])
+        terminal = {"PATH": paths, "HOME": str(home), "PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null"}
+        self.pid, self.screen = pty.fork()
+        if self.pid == 0:
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, **terminal})
+        self.type('eval "$(_RLHF_COMPLETE=source_bash rlhf)"; echo "rea""dy"\r', until=r"\nready\r")
+
+    def type(self, keys: str, until: str) -> str:
+        """What the screen shows from the keys on, up to a match."""
+        os.write(self.screen, keys.encode())
+        shown, deadline = "", time.monotonic() + 60
+        while not re.search(until, shown):
+            ready, _, _ = select.select([self.screen], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no {until!r} in {shown!r}"
+            shown += os.read(self.screen, 65536).decode(errors="replace")
+        return shown
+
+    def complete(self, line: str) -> str:
+        """The line as it stands once its tabs are through: echoed, not run."""
+        shown = self.type(f'{line}\x01echo ":" \x05 ":"\r', until=r"\n: .* :\r")
+        line_shown = re.search(r"\n: (.*) :\r", shown)
+        assert line_shown
+        return line_shown[1]
+
+
+@pytest.fixture
+def bash(here: Path) -> Iterator[Bash]:
+    if not (shutil.which("bash") and RLHF.is_file()):
+        pytest.skip("bash, and the command itself, are what this is about")
+    shell = Bash(here)
+    yield shell
+    os.write(shell.screen, b"\x03\rexit\r")
+    os.close(shell.screen)
+    os.waitpid(shell.pid, 0)
+
+
+def test_a_real_bash_completes_lines(bash: Bash) -> None:
+    assert bash.complete("rlhf ppo -c run\t") == "rlhf ppo -c runs/demo/ppo.yaml"
+    # No space behind the sign: the value is typed on, or completed in its turn.
+    assert bash.complete("rlhf ppo ppo.kl_est\tfu\t") == "rlhf ppo ppo.kl_estimator=full"
+    assert bash.complete("rlhf sta\truns/dem\t--j\t") == "rlhf status runs/demo --json"
+    assert bash.complete("rlhf export runs/demo --out rea\t") == "rlhf export runs/demo --out readme/"  # bash's own

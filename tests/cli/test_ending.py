@@ -1,0 +1,110 @@
+"""The last lines of `rlhf run`: what the page says, and where to go from there."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from report_run import report, write_run
+from test_status import chain  # noqa: F401  (a fixture)
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands.report import brief, write_beside
+from rlhf_cli.errors import shell_word
+
+SOURCE = Path(pipeline.__file__).parent
+
+
+@pytest.mark.parametrize("met", [True, False])
+@pytest.mark.parametrize("gold", [0.63, 0.2], ids=["good", "found out"])
+def test_the_page_comes_first_where_there_is_something_to_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gold: float, met: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("run"), evaluation=report(gold=gold))
+    configs: dict[str, Any] = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
+
+    def said() -> list[str]:
+        capsys.readouterr()
+        pipeline.show_summary(run, configs, {"ppo": [], "eval": []}, met=met)
+        return capsys.readouterr().out.splitlines()
+
+    onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR --step selected"] if met else []
+    assert said() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
+    assert write_beside(run / "eval")
+    page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []
+    assert said() == [f"the page says: {brief(run).headline}", f"next: {'; '.join([*page, *onward])}"]
+    assert ("Stage to fix first" in brief(run).headline) == (gold < 0.5)
+
+
+def test_a_page_that_is_missing_is_drawn_again(
+    chain: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kill came between the manifest of the evaluation and its page: nothing is evaluated again."""
+    monkeypatch.chdir(shutil.copytree(chain, tmp_path / "run"))
+    before = Path("eval/manifest.json").read_bytes()
+    first, second = (CliRunner().invoke(app, ["run", "."]) for _ in range(2))
+    for result in (first, second):
+        assert result.exit_code == 0 and "eval     up to date" in result.stdout, result.output
+        assert "\nthe page says: " in result.stdout
+    assert Path("eval/manifest.json").read_bytes() == before
+    drawn = Path("eval/report.html").stat()
+    assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
+    assert Path("eval/report.html").stat().st_mtime_ns == drawn.st_mtime_ns  # one that is there stays
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain/name_1.yaml",
+        "sp ace",
+        "$(id)",
+        "a'b",
+        "x;y",
+        "é",
+        "line\nbreak",
+        "\x1b]0;t\x07",
+        "\udcff",
+        "#x",
+        "~",
+        "-rf",
+        "tab\t'",
+    ],
+)
+def test_a_printed_name_is_one_word_of_a_shell(name: str) -> None:
+    """What is pasted names the very file, and no character of it moves a cursor."""
+    printed = shell_word(name)
+    assert printed.isprintable()
+    told = subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, check=True).stdout
+    assert told == name.encode("utf-8", "surrogateescape")
+
+
+def test_the_next_line_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "sp ace $(id)\x1b"
+    assert (initialised := CliRunner().invoke(app, ["init", "hh", name])).exit_code == 0, initialised.output
+    pasted = r"$'sp ace $(id)\x1b'"
+    assert f"then rlhf run {pasted}\n" in initialised.stdout or f"rlhf run {pasted}\n" in initialised.stdout
+    assert f"next: rlhf run {pasted} " in CliRunner().invoke(app, ["status", name]).stdout
+    run = write_run(tmp_path / name)
+    configs: Any = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("rlhf_cli.terminal.out", said.append)
+        pipeline.show_summary(run, configs, {"ppo": [], "eval": []})
+    assert f"rlhf chat {pasted} --compare sft,ppo; rlhf export {pasted} --out DIR" in said[-1]
+
+
+def test_every_command_that_is_printed_has_its_names_quoted() -> None:
+    lines = [(path, line) for path in SOURCE.rglob("*.py") for line in path.read_text(encoding="utf-8").splitlines()]
+    commands = re.compile(
+        r"\b(rlhf|hf) [a-z]+[^`]*(--config|run|check|report|init \w+|download) \{(shown\(|folder|path|base\})"
+    )
+    assert [line for line in lines if commands.search(line[1])] == []

@@ -1,0 +1,92 @@
+"""The words and exit codes of errors."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.error_codes import CODES
+from rlhf_cli.errors import Problem, RLHFError, closest_folder, closest_match, closest_path, shown
+
+
+def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
+    problem = Problem("C01", "unknown key ppo.kl_coeff", "x/ppo.yaml:4", "did you mean kl_coef?")
+    assert str(problem) == "error[C01]: x/ppo.yaml:4: unknown key ppo.kl_coeff\nhint: did you mean kl_coef?"
+    assert str(Problem("R00", "failed")) == "error[R00]: failed"
+    assert problem.line("warning").startswith("warning[C01]: x/ppo.yaml:4: ")
+
+
+def test_what_users_wrote_cannot_break_the_line() -> None:
+    problem = Problem("C01", "unknown key a\nb", "x.yaml:1", "keys here: c\u2028d")
+    assert str(problem) == "error[C01]: x.yaml:1: unknown key a b\nhint: keys here: c d"
+
+
+def test_an_unknown_code_is_a_programmers_mistake() -> None:
+    with pytest.raises(AssertionError):
+        RLHFError("X99", "no such code")
+
+
+@pytest.mark.parametrize(
+    ("codes", "exit_code"),
+    [(["C01"], 2), (["R01"], 1), (["R01", "D07"], 2), (["M05"], 1), (["R06"], 1), (["M10"], 2), (["M09", "R05"], 1)],
+)
+def test_the_exit_code_is_2_where_a_check_could_have_seen_it(codes: list[str], exit_code: int) -> None:
+    error = RLHFError.from_problems([Problem(code, "text") for code in codes])
+    assert error.exit_code == exit_code
+    assert str(error).splitlines() == [f"error[{code}]: text" for code in codes]
+
+
+def test_an_error_crosses_processes_whole() -> None:
+    error = RLHFError.from_problems([Problem("C01", "one", "f:1", "fix"), Problem("D07", "two")])
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
+
+
+def test_every_code_has_a_form_a_meaning_and_a_fix() -> None:
+    for name, code in CODES.items():
+        assert re.fullmatch(r"[CDTMERS][0-9]{2}", name) and code.exit in (0, 1, 2)
+        assert code.title and code.meaning.endswith(".") and code.fix, name
+
+
+def test_a_code_that_warns_and_fails_says_when_it_only_warns() -> None:
+    warned = [
+        code
+        for file in (Path(__file__).parents[2] / "rlhf_cli").rglob("*.py")
+        for code in re.findall(r'terminal\.warn\(\s*"([A-Z][0-9]{2})"', file.read_text(encoding="utf-8"))
+    ]
+    assert {"R02", "R13", "M05"} <= set(warned)
+    assert [code for code in warned if CODES[code].exit and not CODES[code].warns] == []
+    assert not any(code.warns for code in CODES.values() if code.exit == 0)
+
+
+def test_paths_are_shown_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path / "runs" / "x.yaml") == "runs/x.yaml"
+    assert shown("runs/x.yaml") == "runs/x.yaml"
+    assert shown(tmp_path.parent / "x.yaml") == str(tmp_path.parent / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("kl_coeff", "kl_coef"), ("KL_COEF", "kl_coef"), ("gam", "gamma"), ("zzzzz", None), ("", None)],
+)
+def test_the_nearest_name(name: str, expected: str | None) -> None:
+    assert closest_match(name, ["kl_coef", "gamma", "lam"]) == expected
+
+
+def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    assert closest_path("data/trian.jsonl") == "data/train.jsonl"
+    assert closest_path("dta/train.jsonl") == "data/train.jsonl"
+    assert closest_path("data/zzz") is None
+
+
+def test_only_a_folder_is_named_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.log").touch()
+    assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
+    (tmp_path / "demmo").mkdir()
+    (tmp_path / "demmo/sft.yaml").touch()
+    assert closest_folder("demo") == "demmo" and closest_path("demo.log/sft.yaml") is None

@@ -1,0 +1,253 @@
+"""Terminal output of an evaluation, and `eval.require`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.evaluation import render
+
+
+def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:
+    judges = {"reward": {"mean": reward, "ci95": [reward - 0.1, reward + 0.1]}, "gold": {"mean": gold, "ci95": [0, 1]}}
+    return {"response_length_mean": 20.25, "eos_fraction": 0.995, "judges": judges, **more}
+
+
+def rate(value: float, ties: int) -> dict[str, Any]:
+    return {"value": value, "ci95": [value - 0.05, value + 0.05], "n": 100, "ties": ties}
+
+
+REPORT: dict[str, Any] = {
+    "n": 100,
+    "models": {"sft": model(0.1, 0.4, kl=0.0, kl_ci95=[0.0, 0.0]), "ppo": model(1.7, 0.85, kl=5.25, kl_ci95=[5, 5.5])},
+    "win_rate": {"ppo_vs_sft": {"reward": rate(0.95, 1), "gold": rate(0.875, 12)}},
+    "greedy": {"models": {"sft": model(0.2, 0.5)}, "win_rate": {"ppo_vs_sft": {"gold": rate(0.7, 3)}}},
+    "best_of": [{"n": 4, "kl_bound": 0.636, **model(0.9, 0.6), "ppo_win_rate": {"gold": rate(0.66, 7)}}],
+    "warnings": ["warning[R03]: no response ends"],
+}
+
+
+def sample(index: int, model: str, gold: float, text: str, mode: str = "sampled") -> dict[str, Any]:
+    row = {"index": index, "prompt": f"prompt {index}", "model": model, "mode": mode, "response": text}
+    return {**row, "scores": {"reward": -gold, "gold": gold}}
+
+
+@pytest.fixture
+def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Print an evaluation and return its output."""
+
+    def show(report: dict[str, Any], *samples: dict[str, Any]) -> str:
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+        render.print_report(tmp_path)
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out
+
+    return show
+
+
+def cells(output: str) -> list[list[str]]:
+    """The cells of each line; columns are at least two spaces apart."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in output.splitlines()]
+
+
+def test_policies_and_win_rates_with_intervals(printed: Any, tmp_path: Path) -> None:
+    rows = cells(printed(REPORT))
+    for row in (
+        ["model", "KL", "length", "ended", "reward", "gold"],
+        ["SFT", "0.00", "20.2", "100%", "0.100 [0.000, 0.200]", "0.400 [0.000, 1.000]"],
+        ["PPO", "5.25 [5.00, 5.50]", "20.2", "100%", "1.700 [1.600, 1.800]", "0.850 [0.000, 1.000]"],
+        ["SFT, near-greedy", "-", "20.2", "100%", "0.200 [0.100, 0.300]", "0.500 [0.000, 1.000]"],
+        ["SFT, best of 4", "<= 0.64", "20.2", "100%", "0.900 [0.800, 1.000]", "0.600 [0.000, 1.000]"],
+        ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "-", "1", "100"],
+        ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "-", "12", "100"],
+        ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "-", "3", "100"],
+        ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "-", "7", "100"],
+        ["in report.json: warning[R03]: no response ends"],
+    ):
+        assert row in rows, row
+    assert rows[-2] == [f"report: {tmp_path}/report.json"] and rows[-1][0].startswith("result: PPO beats SFT: win rate")
+
+
+def test_samples_are_at_the_quartiles_of_the_gain(printed: Any) -> None:
+    samples = []
+    for index in range(9):  # the gain of prompt i is (i - 2) / 10 by gold; the reward has the opposite order
+        samples += [sample(index, "sft", 0.2, f"old {index}"), sample(index, "ppo", index / 10, f"new {index}")]
+        samples += [sample(index, "ppo", 0, "near-greedy", mode="greedy"), sample(index, "best_of_4", 1, "best")]
+    rows = cells(printed(REPORT, *samples))
+    start = rows.index(["Sample responses at the quartiles of PPO's gain by gold"])
+    expected = []
+    for index in (2, 4, 6):
+        expected += [["prompt", f"prompt {index}"], ["SFT", "reward -0.20, gold 0.20", f"old {index}"]]
+        expected += [["PPO", f"reward -{index / 10:.2f}, gold {index / 10:.2f}", f"new {index}"]]
+    assert rows[start + 2 : start + 11] == expected
+    greedy = [sample(0, "sft", 0.1, "old", mode="greedy"), sample(0, "ppo", 0.9, "new", mode="greedy")]
+    assert ["PPO", "reward -0.90, gold 0.90", "new"] in cells(printed({**REPORT, "greedy": {}, "best_of": []}, *greedy))
+
+
+@pytest.mark.parametrize(
+    ("gains", "examples"),
+    [
+        ({0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, [1, 2, 3]),
+        ({7: 4.0, 5: 0.0, 3: 2.0, 9: 1.0, 1: 3.0}, [9, 3, 1]),
+        ({4: 1.0, 2: 1.0, 0: 1.0, 6: 1.0}, [0, 2, 4]),
+        ({8: -1.0, 3: 1.0}, [8, 3]),
+        ({8: 0.5}, [8]),
+    ],
+)
+def test_examples_are_deterministic(gains: dict[int, float], examples: list[int]) -> None:
+    assert render.quartile_examples(gains) == examples
+
+
+def test_a_judge_other_than_the_reward_model_decides() -> None:
+    for judges, judge in ((["reward", "helpful", "gold"], "gold"), (["reward", "helpful"], "helpful")):
+        assert render.deciding_judge(judges) == judge
+    assert render.deciding_judge(["reward"]) == "reward"
+
+
+def test_responses_cannot_control_the_terminal(printed: Any) -> None:
+    output = printed(
+        REPORT, sample(0, "sft", 0.1, "\x1b[31m[link=file:///etc/passwd]red"), sample(0, "ppo", 0.9, "two\nlines")
+    )
+    assert "\x1b" not in output
+    assert "[link=file:///etc/passwd]red" in output and "two\\nlines" in output
+
+
+def point(step: int, kl: float, gold: float, won: float) -> dict[str, Any]:
+    judges = model(1.0 + step / 10, gold)["judges"]
+    rates = {judge: {**rate(won, 0), "length_controlled": won - 0.1} for judge in judges}
+    return {"step": step, "kl": kl, "judges": judges, "win_rate": rates}
+
+
+def test_the_frontier_and_the_selected_policy(printed: Any) -> None:
+    best = {**REPORT["best_of"][0], "win_rate_vs_sft": point(0, 0, 0, 0.6)["win_rate"]}
+    frontier = [point(10, -0.001, 0.4, 0.5), point(25, 11.812, 0.6, 0.7)]
+    selected = {"judge": "gold", "rule": "the highest mean of gold among 2 of 2 policies", "optimism": 0.0042}
+    selection = {"selected_step": 25, "selected": {**selected, "within_noise": [10]}}
+    output = printed({**REPORT, "best_of": [best], "frontier": frontier, **selection})
+    rows = cells(output)
+    for row in (
+        ["update", "KL", "reward", "gold", "win rate, gold", "length-controlled"],
+        ["10", "0.00", "2.000", "0.400 [0.000, 1.000]", "0.500 [0.450, 0.550]", "0.400"],
+        ["25", "11.81", "3.500", "0.600 [0.000, 1.000]", "0.700 [0.650, 0.750]", "0.600", "*"],
+        ["best of 4", "<= 0.64", "0.900", "0.600 [0.000, 1.000]", "0.600 [0.550, 0.650]", "0.500"],
+    ):
+        assert row in rows, row
+    assert "selected: update 25, by the highest mean of gold among 2 of 2 policies\n" in output
+    assert "within noise of it: update 10 (paired" in output and "about 0.004 too high\n" in output
+    start = output.index("Frontier: ")
+    assert max(map(len, output[start : output.index("too high")].splitlines())) <= 100
+
+
+def test_a_damaged_report_is_an_error(tmp_path: Path) -> None:
+    for content in (None, '{"n": 1'):
+        if content:
+            (tmp_path / "report.json").write_text(content)
+        with pytest.raises(RLHFError, match="M05"):
+            render.print_report(tmp_path)
+
+
+GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
+
+
+def unmet(**require: str) -> list[str]:
+    """The problems of requirements, each on GOLD unless its key has dots."""
+    try:
+        render.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
+    except RLHFError as error:
+        assert error.exit_code == 1 and str(error).startswith("error[R06]: eval.yaml:9: ")
+        return [problem.text for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("condition", [">= 0.875", "<=0.875", "> 0.87", "< 0.88", "== 0.875", " >= 8.7e-1 "])
+def test_met_requirements(condition: str) -> None:
+    assert unmet(**{GOLD: condition}) == []
+
+
+@pytest.mark.parametrize("condition", [">= 0.876", "<= 0.874", "> 0.875", "< 0.875", "== 0.87"])
+def test_unmet_requirements(condition: str) -> None:
+    assert unmet(**{GOLD: condition}) == [f"{GOLD} is 0.875, required {condition}"]
+
+
+def test_all_unmet_requirements_are_reported() -> None:
+    require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 6", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
+    assert unmet(**require) == [
+        f"{GOLD} is 0.875, required >= 0.9",
+        "models.nobody.kl is not a number in report.json",
+        "models.ppo is not a number in report.json",
+    ]
+
+
+def test_an_interval_with_one_half_is_undecided(printed: Any) -> None:
+    intervals = (("a", [0.5, 0.7]), ("b", [0.51, 0.7]))
+    rates = {name: {**rate(0.6, 0), "ci95": interval} for name, interval in intervals}
+    output = printed({**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}})
+    assert "0.600 [0.500, 0.700], undecided" in output and "0.600 [0.510, 0.700]  " in output
+
+
+def test_a_warning_is_printed_once_per_command(printed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.warn("R03", "no response ends")
+    capsys.readouterr()
+    other = "warning[D13]: eval.yaml:3: shared"
+    lines = printed({**REPORT, "warnings": [*REPORT["warnings"], other]}).splitlines()
+    expected = [f"in report.json: {other}", "in report.json, printed above: R03"]
+    assert [line for line in lines if line.startswith("in report.json")] == expected
+
+
+BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))
+BY_GOLD = "on 200 held-out prompts, judged by gold, at a KL of 5.25"
+OWN = "; by the reward model"
+
+
+@pytest.mark.parametrize(
+    ("rates", "end"),
+    [
+        (
+            {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
+            f"PPO beats SFT: win rate 0.800 [0.700, 0.900] {BY_GOLD}{OWN} 0.930 [0.700, 0.900]",
+        ),
+        ({"gold": BETTER, "reward": WORSE}, f"{BY_GOLD}{OWN} 0.200 [0.100, 0.300]"),
+        (
+            {"gold": OPEN, "reward": BETTER},
+            f"PPO and SFT are not distinguishable: win rate 0.500 [0.400, 0.600] {BY_GOLD} "
+            f"(raise eval.n for narrower intervals){OWN} 0.800 [0.700, 0.900], which gold does not confirm",
+        ),
+        ({"gold": OPEN, "reward": OPEN}, f"narrower intervals){OWN} 0.500 [0.400, 0.600]"),
+        (
+            {"gold": WORSE, "reward": BETTER},
+            f"PPO loses to SFT: win rate 0.200 [0.100, 0.300] {BY_GOLD}{OWN} 0.800 [0.700, 0.900]: "
+            "reward hacking (docs/rewards.md)",
+        ),
+        ({"gold": WORSE, "reward": WORSE}, f"5.25{OWN} 0.200 [0.100, 0.300]"),
+        (
+            {"reward": BETTER},
+            "5.25: the reward model that PPO was trained on, which proves little; add a judge in eval.yaml",
+        ),
+        ({"helpful": BETTER}, "judged by helpful, at a KL of 5.25"),
+        (
+            {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
+            "5.25; length-controlled 0.550 [0.450, 0.650], undecided",
+        ),
+        ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 5.25"),
+    ],
+)
+def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end: str) -> None:
+    summary = render.summary_sentence({**REPORT, "win_rate": {"ppo_vs_sft": rates}})
+    assert summary and summary.endswith(end), summary
+
+
+def test_without_a_comparison_there_is_no_summary(printed: Any) -> None:
+    assert "result:" not in printed({**REPORT, "win_rate": {}})
+
+
+@pytest.mark.parametrize(("low", "chance"), [(0.51, False), (0.5, True), (0.45, True)])
+def test_the_accuracy_of_the_reward_model(printed: Any, low: float, chance: bool) -> None:
+    output = printed({**REPORT, "reward_model": {"accuracy": 0.6, "ci95": [low, 0.7]}})
+    (line,) = [line for line in output.splitlines() if line.startswith("reward model")]
+    assert line.startswith(f"reward model: accuracy 0.600 [{low:.3f}, 0.700] on the held-out pairs")
+    assert ("no better than chance" in line) == chance

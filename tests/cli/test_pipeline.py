@@ -1,0 +1,459 @@
+"""`rlhf run`: what runs, what is skipped, and why. Only the stages are fakes, which train nothing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_stage
+import pytest
+
+from rlhf_cli import config
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands.run import StageFilter
+from rlhf_cli.config.base import Options
+from rlhf_cli.errors import RLHFError
+
+FAKE = Path(fake_stage.__file__)
+CONFIGS = {
+    "sft": "model: {path: ./base}\ndata: {train: sft.jsonl}\nsft: {learning_rate: 1e-5, weight_decay: 0.0}\n",
+    "reward": "data: {train: pairs.jsonl}\nreward: {learning_rate: 1e-5}\n",
+    "ppo": "data: {prompts: prompts.jsonl}\nppo: {kl_coef: 0.05, total_episodes: 64}\n",
+    "eval": "data: {prompts: held-out.jsonl}\n",
+}
+
+
+def run_here(command: list[str]) -> int:
+    """Run a stage in this process, which is faster than a child."""
+    assert command[:4] == [sys.executable, "-P", "-m", "rlhf_cli"]
+    if command[4] == "check":
+        return 0  # the fakes' data would not pass
+    try:
+        return fake_stage.main(command[4:])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder with all four configs, their data and a base model; stages are replaced by fakes."""
+    for stage, text in CONFIGS.items():
+        (tmp_path / f"{stage}.yaml").write_text(text)
+    for name in ("sft", "pairs", "prompts", "held-out"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(FAKE.parent.parent))
+    monkeypatch.setattr(pipeline, "_run_child", run_here)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, str]]:
+    """Runs the pipeline and returns its line about each stage; asserts on the exit code."""
+
+    def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
+        capfd.readouterr()
+        options = Options(dry_run=dry_run)
+        assert pipeline.run(Path("."), overrides, StageFilter(**selection), options) == code  # type: ignore[arg-type]
+        lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
+        # The fakes print "sft new", too; a line of the pipeline has the stage's name in a column of 8.
+        return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
+
+    return call
+
+
+def refused(run: Callable, *overrides: str, **selection: object) -> RLHFError:
+    with pytest.raises(RLHFError) as caught:
+        run(*overrides, **selection)
+    return caught.value
+
+
+def change(stage: str, old: str, new: str) -> None:
+    path = Path(f"{stage}.yaml")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def edit_json(name: str, edit: Callable[[dict], object]) -> None:
+    content = json.loads(Path(name).read_text())
+    edit(content)
+    Path(name).write_text(json.dumps(content))
+
+
+def ran(lines: dict[str, str]) -> dict[str, str]:
+    """Return the lines of the stages that ran, in order."""
+    up_to_date = re.compile(r"up to date \(\w+\), skipped")
+    return {stage: line for stage, line in reversed(lines.items()) if not up_to_date.fullmatch(line)}
+
+
+def test_a_first_run_runs_all_stages_and_a_second_one_none(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run() == dict.fromkeys(CONFIGS, "new")
+    monkeypatch.setattr(pipeline, "_run_child", lambda command: pytest.fail(f"ran {command}"))
+    assert (lines := run()).keys() == CONFIGS.keys() and ran(lines) == {}
+
+
+def test_all_stages_are_checked_once_before_the_first_of_several_runs(
+    run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def child(command: list[str]) -> int:
+        calls.append(command[4])
+        return 2 if command[4] == "check" and (folder / "wrong").exists() else run_here(command)
+
+    monkeypatch.setattr(pipeline, "_run_child", child)
+    (folder / "wrong").touch()
+    assert run(code=2) == {} and calls == ["check"]
+    (folder / "wrong").unlink()
+    run()
+    assert calls == ["check", "check", *CONFIGS]
+    run()  # nothing to do
+    (folder / "held-out.jsonl").write_text("{} \n")
+    run()  # the last stage alone checks itself
+    assert calls == ["check", "check", *CONFIGS, "eval"]
+    command = pipeline.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
+    assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
+
+
+def test_a_run_that_skips_all_stages_prints_the_evaluation_and_imports_no_torch(
+    run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    script = "import sys; from rlhf_cli.cli import app\ntry: app(['run', '.'])\nfinally: print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stderr == ""
+    assert "win rate" in result.stdout and "report: eval/report.json" in result.stdout
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def other_dates() -> None:
+    for path in Path().rglob("*"):
+        os.utime(path, (1, 1))
+
+
+def newer_version() -> None:
+    old = {"schema": 1, "versions": {"rlhf": "9.9", "torch": "9.9"}}  # schema 1 has no hash of itself
+    edit_json("sft/manifest.json", lambda manifest: manifest.update(old))
+
+
+def no_such_keys() -> None:
+    """An older version, which did not have these keys, wrote the stages."""
+    for stage, key in (("sft", "packing"), ("ppo", "gamma"), ("eval", "modes")):
+        edit_json(f"{stage}/identity.json", lambda identity, stage=stage, key=key: identity["config"][stage].pop(key))
+
+
+def moved() -> None:
+    os.chdir(Path.cwd().rename(Path.cwd().with_name("moved")))
+
+
+def unfinished() -> None:
+    Path("reward/manifest.json").unlink()
+    shutil.rmtree("reward/model")
+
+
+JUDGED = {"eval": "stale: models.ppo: other weights"}
+KL_COEF = {"ppo": "stale: ppo.kl_coef 0.05 -> 0.1", **JUDGED}
+PROMPTS = {"ppo": "stale: data.prompts: other content", **JUDGED}
+RATE = {
+    "sft": "stale: sft.learning_rate 1e-05 -> 2e-05",
+    "reward": "stale: model.path: other weights",
+    "ppo": "stale: models.sft: other weights",
+    "eval": "stale: models.sft: other weights",
+}
+
+
+@pytest.mark.parametrize(
+    ("happens", "expected"),
+    [
+        (lambda: change("ppo", "kl_coef: 0.05", "kl_coef: 0.1"), KL_COEF),
+        (lambda: change("sft", "learning_rate: 1e-5", "learning_rate: 2e-5"), RATE),
+        # the same bytes again make nothing else stale
+        (lambda: change("sft", "decay: 0.0", "decay: 0.1"), {"sft": "stale: sft.weight_decay 0.0 -> 0.1"}),
+        (lambda: Path("prompts.jsonl").write_text("{} \n"), PROMPTS),
+        (lambda: change("sft", "sft: {", "output: {keep: 5}\nsft: {logging_steps: 3, "), {}),
+        (other_dates, {}),
+        (newer_version, {}),
+        (no_such_keys, {}),
+        (moved, {}),
+        (unfinished, {"reward": "starts again (no step was saved)"}),
+        (lambda: Path("sft/model/model.safetensors").write_text(""), {"sft": "damaged: model/model.safetensors has 0"}),
+    ],
+)
+def test_a_change_runs_the_stages_that_it_makes_stale(
+    run: Callable, happens: Callable, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their old output is moved to .old/."""
+    run()
+    monkeypatch.chdir(".")  # and back
+    happens()
+    lines = ran(run())
+    assert lines.keys() == expected.keys()
+    assert all(line.startswith(expected[stage]) for stage, line in lines.items()), lines
+    replaced = {stage for stage, line in expected.items() if not line.startswith("starts")}
+    assert {path.name for path in Path().glob(".old/*")} == {f"{stage}-1" for stage in replaced}
+    assert ran(run()) == {}
+
+
+def test_a_key_of_a_newer_version_that_is_not_at_its_default_makes_a_stage_stale(run: Callable) -> None:
+    run()
+    no_such_keys()
+    assert run("ppo.gamma=0.9")["ppo"] == "stale: ppo.gamma: new key 0.9"
+
+
+@pytest.mark.parametrize(("stage", "rest"), [("sft", "; what comes after it was not run"), ("eval", "")])
+def test_a_failed_stage_ends_the_run_with_its_exit_code(
+    run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", stage)
+    assert pipeline.run(Path("."), (), StageFilter(), Options()) == 7
+    assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
+
+
+def test_a_failed_stage_is_resumed(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILS", "reward")
+    assert run(code=7) == {"sft": "new", "reward": "new"}
+    monkeypatch.delenv("FAKE_FAILS")
+    assert ran(run()) == {"reward": "resumes at step 120", "ppo": "new", "eval": "new"}
+
+
+# Selections
+
+
+def test_only_from_and_force(run: Callable) -> None:
+    run()
+    assert ran(run(force=("reward",))).keys() == {"reward"}
+    assert run(force=("sft",), only=("sft",)) == {"sft": "forced to run again"}
+    change("ppo", "0.05", "0.1")
+    assert run(only=("reward",)).keys() == {"reward"}
+    assert run(start="ppo").keys() == {"ppo", "eval"}
+    assert len(list(Path(".old").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("selection", "code", "text"),
+    [
+        ({"only": ("rewards",)}, "C07", "did you mean reward?"),
+        ({"start": "eval", "only": ("sft",)}, "C17", "--only and --from"),
+        ({"start": "ppo", "force": ("sft",)}, "C17", "--force sft"),
+    ],
+)
+def test_contradictory_selections_are_refused(run: Callable, selection: dict, code: str, text: str) -> None:
+    error = refused(run, **selection)
+    assert error.problems[0].code == code and text in str(error)
+
+
+def test_a_selected_stage_needs_its_parents(run: Callable) -> None:
+    error = refused(run, only=("ppo",))
+    assert [problem.code for problem in error.problems] == ["M01", "M01"]
+    assert "rlhf sft --config sft.yaml" in str(error)
+
+
+def test_a_stage_without_a_config_is_not_run(run: Callable) -> None:
+    Path("eval.yaml").unlink()
+    assert run().keys() == {"sft", "reward", "ppo"}
+    assert refused(run, only=("eval",)).problems[0].code == "C09"
+
+
+def test_all_missing_files_are_reported_before_anything_runs(run: Callable) -> None:
+    for name in ("pairs.jsonl", "held-out.jsonl", "base/config.json"):
+        Path(name).unlink()
+    assert [problem.code for problem in refused(run).problems] == ["M01", "D01", "D01"]
+    assert not Path("sft").exists()
+
+
+def test_all_config_errors_of_all_files_are_reported_at_once(run: Callable) -> None:
+    change("sft", "weight_decay", "weight_decai")
+    change("ppo", "kl_coef", "kl_coeff")
+    assert [problem.where for problem in refused(run).problems] == ["sft.yaml:3", "ppo.yaml:2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("empty", "holds none of"), ("emptx", "did you mean empty?"), ("sft.yaml", "rlhf sft --config")]
+)
+def test_a_folder_without_configs_is_refused(folder: Path, name: str, text: str) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(RLHFError, match="C09") as caught:
+        pipeline.run(Path(name), (), StageFilter(), Options())
+    assert text in str(caught.value)
+
+
+# Overrides
+
+
+def test_a_key_goes_to_the_stages_that_have_its_section(run: Callable) -> None:
+    run()
+    assert run("ppo.kl_coef=0.2")["ppo"] == "stale: ppo.kl_coef 0.05 -> 0.2"
+    assert run("ppo.kl_coef=0.2", "reward.learning_rate=3e-5")["reward"] == "stale: reward.learning_rate 1e-05 -> 3e-05"
+    assert [line.split(";")[0] for line in run("*.seed=3").values()][:1] == ["stale: seed 0 -> 3"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["*.seed=3"], {stage: ["*.seed=3"] for stage in CONFIGS}),
+        (
+            ["model.new.hidden_size=8", "data.on_identical=drop"],
+            {"sft": ["model.new.hidden_size=8"], "reward": ["data.on_identical=drop"]},
+        ),
+        (["*.models.dtype=float32"], {stage: ["*.models.dtype=float32"] for stage in ("ppo", "eval")}),
+    ],
+)
+def test_a_star_sets_a_key_in_every_stage_that_has_it(texts: list[str], expected: dict) -> None:
+    routed = pipeline.route_overrides(texts, list(CONFIGS))
+    assert {stage: sets for stage, sets in routed.items() if sets} == expected
+
+
+def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_it(
+    run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def unsaved(*overrides: str) -> list[str]:
+        capfd.readouterr()
+        assert pipeline.run(Path("."), overrides, StageFilter(), Options()) == 0
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("made with")]
+
+    run()
+    keep = "have: write it there to keep it, or a plain `rlhf run {}` makes {} again"
+    where = str(folder)
+    (line,) = unsaved("ppo.kl_coef=0.2", "ppo.total_episodes=64", "sft.logging_steps=7")
+    assert line.startswith("made with -s ppo.kl_coef=0.2, which ppo.yaml does not have: write")
+    assert line.endswith(keep.format(where, "that stage"))
+    (line,) = unsaved("ppo.kl_coef=0.05", "*.seed=3")
+    files = "sft.yaml, reward.yaml, ppo.yaml, eval.yaml"
+    assert line == f"made with -s '*.seed=3', which {files} do not {keep.format(where, 'those stages')}"
+    run()
+    assert unsaved("sft.logging_steps=7", "ppo.kl_coef=0.05") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("seed=3", "-s '*.seed=3' sets it in all of them"),
+        ("data.columns.prompt=q", "-s '*.data.columns.prompt=q' sets it in all"),
+        ("pppo.kl_coef=1", "did you mean ppo?"),
+        ("rubbish", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
+        ("=", "--set =: expected KEY=VALUE"),
+    ],
+)
+def test_an_ambiguous_or_unknown_section_is_refused(run: Callable, text: str, hint: str) -> None:
+    error = refused(run, text)
+    assert error.problems[0].code == "C11" and hint in str(error) and error.exit_code == 2
+
+
+# Dry runs
+
+
+def test_a_dry_run_prints_the_decisions_and_runs_nothing(run: Callable, folder: Path) -> None:
+    assert run(dry_run=True) == {
+        "sft": "new",
+        "reward": "after sft: new",
+        "ppo": "after sft and reward: new",
+        "eval": "after sft and ppo and reward: new",
+    }
+    assert not (folder / "sft").exists()
+    run()
+    change("ppo", "0.05", "0.1")
+    again = "after ppo: runs again if that changes what it starts from"
+    assert ran(run(dry_run=True)) == {"ppo": "stale: ppo.kl_coef 0.05 -> 0.1", "eval": again}
+    assert not (folder / ".old").exists()
+
+
+# Requirements of an evaluation
+
+REQUIRE = 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\ndata:'
+
+
+def test_a_finished_evaluation_is_checked_against_its_requirements(
+    run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(pipeline, "show_summary", lambda *_, met=True: ends.append(met))
+
+    def failing(stage: str) -> Callable[[list[str]], int]:
+        return lambda command: run_here(command) or int(command[4] == stage)
+
+    monkeypatch.setattr(pipeline, "_run_child", failing("ppo"))
+    run(code=1)
+    assert ends == []  # no evaluation
+    monkeypatch.setattr(pipeline, "_run_child", failing("eval"))
+    run(code=1)
+    run()
+    assert ends == [False, True]
+    change("eval", "data:", REQUIRE)
+    error = refused(run)
+    assert error.problems[0].code == "R06" and error.exit_code == 1 and ends == [False, True, False]
+    assert "win_rate.ppo_vs_sft.reward.value is 0.5, required >= 0.6" in str(error)
+
+
+# Children
+
+
+def start_and_wait(folder: Path) -> subprocess.Popen[str]:
+    """Start `rlhf run .` in another process, with a stage that waits for a signal."""
+    script = f"""
+import sys; from rlhf_cli import cli; from rlhf_cli.commands import run as pipeline
+real = pipeline.child_command
+pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
+pipeline.check_command = lambda *a: [sys.executable, "-c", ""]
+cli.app(["run", "."])
+"""
+    environment = {**os.environ, "FAKE_WAITS": "sft"}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    until((folder / "sft/waiting").exists, "the child did not start")
+    assert parent.poll() is None
+    return parent
+
+
+def until(there: Callable[[], bool], else_: str) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline, else_
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, number: int, code: int) -> None:
+    parent = start_and_wait(folder)
+    parent.send_signal(number)
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == code
+    assert f"sft      ended with exit code {code}" in said and "Traceback" not in said
+    assert not (folder / "reward").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not told that its parent was killed")
+def test_a_child_whose_parent_is_killed_stops(folder: Path) -> None:
+    parent = start_and_wait(folder)
+    parent.kill()
+    parent.communicate(timeout=30)
+    until((folder / "sft/stopped").exists, "the child continues")
+
+
+def test_the_exit_code_of_a_killed_child_is_that_of_a_shell() -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert pipeline._run_child([sys.executable, "-c", script]) == 137
+
+
+def test_after_a_signal_the_next_stage_does_not_start() -> None:
+    script = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+    script += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"
+    assert pipeline._run_child([sys.executable, "-c", script]) == 143
+
+
+def test_a_child_gets_the_options_of_the_command_line(folder: Path) -> None:
+    loaded = config.load("sft", folder / "sft.yaml")
+    options = Options(trust_remote_code=True, debug=True)
+    command = pipeline.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
+    assert command[4:] == [
+        *("sft", "--config", str(folder / "sft.yaml"), "--set", "seed=3", "--set", "*.output.keep=4"),
+        *("--fresh", "--trust-remote-code", "--debug"),
+    ]
+    assert pipeline.child_command(loaded, [], Options(), fresh=False)[4:] == command[4:7]

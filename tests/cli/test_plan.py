@@ -1,0 +1,632 @@
+"""`rlhf plan`: memory and time of stages without loading weights, compared with models, hand counts and real stages."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from bad_inputs import check, foreign_scorer, replace
+from plan_cases import Case, measured, write
+from safetensors import safe_open
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from rlhf_cli import progress, system, terminal
+from rlhf_cli.cli import app
+from rlhf_cli.commands import plan as advice
+from rlhf_cli.commands import speed
+from rlhf_cli.commands.plan import show
+from rlhf_cli.commands.plan.estimate import Target
+from rlhf_cli.commands.plan.models import ModelResolver
+from rlhf_cli.commands.plan.phases import DEFAULT_ADAPTERS, MODES, Lengths
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.jsonl import append_jsonl, read_jsonl
+from rlhf_cli.models import build, devices, forward, lora, memory
+from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config
+from rlhf_cli.stages import hardware
+
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+GPU = ("--gpu", "80")
+KNOWN: dict[Any, dict[str, dict[str, Any]]] = {}  # plans by arguments and files
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+
+
+@pytest.fixture
+def three(folder: Path) -> Path:
+    foreign_scorer(folder)
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 640\n  response_length: 24")
+    return folder
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def plan_anew(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return stage -> its plan, at a fixed rate, so that nothing is measured."""
+    result = plan(*arguments, "--json", "--flops", "1e9")
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("plan ")]
+    assert (result.exit_code, lines) == (0, []), result.stderr
+    return {stage["stage"]: stage for stage in json.loads(result.stdout)["stages"]}
+
+
+def planned(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return plan_anew, computed once for the same arguments and files."""
+    files = frozenset((str(path), path.read_bytes()) for path in Path().rglob("*") if path.is_file())
+    if (arguments, files) not in KNOWN:
+        KNOWN[arguments, files] = plan_anew(*arguments)
+    return KNOWN[arguments, files]
+
+
+def phase(stage: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (each for each in stage["phases"] if each["name"] == name)
+    return found
+
+
+def policy_and_scorer() -> tuple[int, int]:
+    return load_causal_lm("model").num_parameters(), load_reward_model("scorer").num_parameters()
+
+
+# Weights, gradients, optimizer
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_parameters_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+    for kind, make, from_config in (
+        ("causal", tiny.causal, build.causal_lm_from_config),
+        ("scorer", tiny.scorer, build.reward_model_from_config),
+    ):
+        make(family).save_pretrained(tmp_path / kind)
+        with safe_open(tmp_path / kind / "model.safetensors", "pt") as file:
+            stored = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+        model = from_config(read_config(tmp_path / kind))
+        assert sum(weight.numel() for weight in model.parameters()) == stored
+        assert all(weight.device == build.META for weight in model.parameters())
+
+
+def test_ppo_keeps_four_models_and_trains_two(three: Path) -> None:
+    policy, scorer = policy_and_scorer()
+    stage = planned("ppo.yaml")["ppo"]
+    assert stage["parameters"] == {"policy": policy, "reference": policy, "value": scorer, "reward": scorer}
+    for name in ("rollout", "judge"):
+        kinds = phase(stage, name)["bytes"]
+        assert 0 <= kinds["weights"] - 4 * (2 * policy + 2 * scorer) < 500  # buffers
+        assert kinds["gradients"] == 4 * (policy + scorer)
+        assert kinds["optimizer"] == 8 * (policy + scorer)
+
+
+def test_value_heads_and_shared_layers_save_their_weights(three: Path) -> None:
+    policy = load_causal_lm("model")
+    head = planned("ppo.yaml", "models.value=policy_head")["ppo"]
+    assert phase(head, "rollout")["bytes"]["gradients"] == 4 * (policy.num_parameters() + policy.config.hidden_size)
+    shared = planned("ppo.yaml", "ppo.num_shared_layers=1")["ppo"]
+    frozen = sum(w.numel() for part in (policy.model.embed_tokens, policy.model.layers[0]) for w in part.parameters())
+    full, part = (phase(stage, "rollout")["bytes"] for stage in (planned("ppo.yaml")["ppo"], shared))
+    saved = {kind: full[kind] - part[kind] for kind in ("weights", "gradients", "optimizer")}
+    assert saved == pytest.approx({"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}, abs=100)
+
+
+def test_no_weights_are_read(three: Path) -> None:
+    before = planned(".")
+    for path in three.rglob("model.safetensors"):
+        path.write_bytes(b"nothing that loads")
+    after = planned(".")
+    assert list(after) == list(before)
+    assert all(after[stage]["phases"] == before[stage]["phases"] for stage in before)
+
+
+@on_a_cpu
+def test_the_check_before_a_run_counts_the_same_without_heads(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = phase(planned("ppo.yaml")["ppo"], "judge")["bytes"]
+    fixed = kinds["weights"] + kinds["gradients"] + kinds["optimizer"]
+    monkeypatch.setattr(system, "total_memory", lambda: fixed)
+    assert "E03" not in check("ppo.yaml").stderr
+    heads = (4 + 16) * load_reward_model("scorer").score.weight.numel()  # the value model's is trained
+    monkeypatch.setattr(system, "total_memory", lambda: fixed - heads - 600)  # buffers
+    assert "warning[E03]" in check("ppo.yaml").stderr
+
+
+def test_a_frozen_model_is_loaded_once_per_folder(three: Path) -> None:
+    replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
+    uses = hardware.models_in_memory(load("ppo", Path("ppo.yaml")))
+    assert [(use.role, use.trained) for use in uses] == [
+        ("policy", True), ("reference", False), ("value", True), ("reward", False),
+    ]  # fmt: skip
+
+
+def test_8_bit_moments_take_a_quarter_except_those_of_embeddings(three: Path) -> None:
+    """By the minimum size of 8 bits, and the scale of each block of 256 numbers (bitsandbytes)."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": read_config("model").vocab_size}
+    models = {"policy": tiny.causal("llama", **shape), "value": tiny.scorer("llama", **shape)}
+    for folder, model in zip(("model", "scorer"), models.values(), strict=True):
+        model.save_pretrained(folder)
+    expected = dict.fromkeys(("ppo.yaml", "sft.yaml"), 0)
+    for name, model in models.items():
+        for weight in model.parameters():
+            is_32_bit = weight is model.get_input_embeddings().weight or weight.numel() < 4096
+            size = 8 * weight.numel() if is_32_bit else 2 * (weight.numel() + 4 * -(-weight.numel() // 256))
+            expected["ppo.yaml"] += size
+            expected["sft.yaml"] += size if name == "policy" else 0
+    assert expected["sft.yaml"] < 7 * models["policy"].num_parameters()  # some are in 8 bits
+    for file, key, name in (("ppo.yaml", "ppo.optim", "update"), ("sft.yaml", "trainer.optim", "step")):
+        (small,) = planned(file, f"{key}=adamw_8bit").values()
+        (full,) = planned(file).values()
+        assert phase(small, name)["bytes"]["optimizer"] == expected[file]
+        assert phase(small, name)["bytes"]["weights"] == phase(full, name)["bytes"]["weights"]
+
+
+def test_offloaded_models_are_in_memory_while_they_are_read(three: Path) -> None:
+    policy, scorer = policy_and_scorer()
+    on_cpu, plain = (planned("ppo.yaml", *more)["ppo"]["phases"] for more in (["ppo.offload=true"], []))
+    assert on_cpu == plain
+    for compares in (False, True):
+        loss = [*GPU, *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * compares]
+        stage, full = (planned("ppo.yaml", *more, *loss)["ppo"] for more in (["ppo.offload=true"], []))
+        weights = {each["name"]: each["bytes"]["weights"] for each in stage["phases"]}
+        trained = 4 * (policy + scorer)
+        expected = {"rollout": trained, "update": trained + 4 * policy * compares}
+        assert {name: weights[name] for name in expected} == pytest.approx(expected, abs=500)
+        assert weights["judge"] in [pytest.approx(trained + 4 * size, abs=500) for size in (policy, scorer)]
+        assert phase(stage, "update")["bytes"]["activations"] == phase(full, "update")["bytes"]["activations"]
+
+
+# Activations, logits, cache
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_activations_are_what_autograd_keeps(family: str, bf16: bool) -> None:
+    """Bytes kept by tensors without content, compared with those that a real forward pass keeps."""
+    model, storages = tiny.causal(family), dict[int, int]()
+    forward.disable_dropout(model)
+    weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+        _states = model.base_model(input_ids=torch.zeros(4, 48, dtype=torch.int64), use_cache=False)
+    real = sum(size for place, size in storages.items() if place not in weights)
+    kept = memory.kept_bytes(model.config, 48, bf16=bf16)
+    assert 4 * kept.row + kept.copies == pytest.approx(real, rel=0.05)
+
+
+def test_a_llama_layer_keeps_what_the_formula_says() -> None:
+    """4 L (8 H + 2 H K / A + 4 I): the difference between three layers and two."""
+    length, hidden, intermediate = 40, 32, 64
+    two, three = (memory.kept_bytes(tiny.config("llama", num_hidden_layers=n), length).row for n in (2, 3))
+    numbers = 8 * hidden + 2 * hidden * 2 // 4 + 4 * intermediate
+    assert three - two == pytest.approx(4 * length * numbers, rel=0.02)
+
+
+def test_checkpointing_bf16_and_smaller_batches_take_less(three: Path) -> None:
+    plain = planned("ppo.yaml")["ppo"]
+
+    def update(*changes: str) -> dict[str, int]:
+        kinds: dict[str, int] = phase(planned("ppo.yaml", *changes)["ppo"], "update")["bytes"]
+        return kinds
+
+    full = update()
+    assert update("ppo.gradient_checkpointing=true")["activations"] < 0.8 * full["activations"]
+    assert update("ppo.bf16=true")["activations"] < full["activations"]
+    half = update("ppo.per_device_train_batch_size=8", "ppo.gradient_accumulation_steps=8")
+    assert half["activations"] == pytest.approx(full["activations"] / 2, rel=0.05)
+    tokens = 8 * (plain["prompt_tokens"] + plain["response_tokens"])
+    assert update(f"ppo.micro_batch_tokens={tokens}") == pytest.approx(half, rel=0.01)
+    part = update("ppo.logits_at_a_time=96")  # of 16 x 24 response tokens
+    assert part.get("logits", 0) <= full["logits"] / 4
+
+
+def test_the_cache_has_keys_and_values_of_all_layers(three: Path) -> None:
+    """At the larger of two moments: after the prompts were read, or at the last token."""
+    config = read_config("model")
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    for rows in (64, 16):
+        key = f"ppo.local_rollout_forward_batch_size={rows}"
+        stage = planned("ppo.yaml", "--prompt-length", "20", key)["ppo"]
+        token = 2 * 4 * config.num_hidden_layers * width * rows
+        assert phase(stage, "rollout")["bytes"]["cache"] in (token * 20, token * (20 + 24))
+
+
+# Modes
+
+
+def test_adapters_take_less_and_a_shared_base_least(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "BLOCK_SIZE", 32)  # this model's rows are too short for 4 bits
+    stages = {mode: plan_anew("ppo.yaml", "--mode", mode)["ppo"] for mode in MODES}
+    kinds = {mode: phase(stage, "judge")["bytes"] for mode, stage in stages.items()}
+    config = read_config("model")
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    keys = hidden * config.num_key_value_heads // config.num_attention_heads
+    layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + intermediate)
+    trained = 2 * config.num_hidden_layers * DEFAULT_ADAPTERS.r * layer + hidden
+    assert kinds["lora"]["gradients"] == kinds["qlora"]["gradients"] == 4 * trained < kinds["full"]["gradients"]
+    assert kinds["lora"]["optimizer"] == 8 * trained
+    numbers = stages["full"]["parameters"]
+    adapters = 4 * (trained - hidden)
+    three_bases = adapters + 4 * sum(numbers[name] for name in ("policy", "value", "reward"))
+    assert kinds["lora"]["weights"] == pytest.approx(three_bases, abs=500)
+    third = adapters // 2 + 2 * 4 * hidden  # the reward model's adapters, and two heads
+    assert kinds["one-base"]["weights"] == pytest.approx(4 * numbers["policy"] + adapters + third, abs=500)
+    assert kinds["qlora"]["weights"] < kinds["lora"]["weights"]
+
+
+def test_an_unknown_mode_is_refused(three: Path) -> None:
+    result = plan("ppo.yaml", "--mode", "qlorra")
+    assert result.exit_code == 2 and "error[C07]: --mode qlorra" in result.stderr
+    assert "hint: did you mean qlora?" in result.stderr
+    help_text = " ".join(plan("--help").stdout.replace("│", " ").split())
+    assert "Default: the adapters of each config" in help_text
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: str) -> None:
+    """With their rank, targets and kind; --mode overrides them."""
+    config = read_config("model")
+    head = config.hidden_size if stage == "reward" else 0
+    full = planned(f"{stage}.yaml")[stage]
+    replace(f"{stage}.yaml", "path: model", "path: model, adapters: {kind: qlora, r: 5, target_modules: [q_proj]}")
+    packed = planned(f"{stage}.yaml")[stage]
+    plain = planned(f"{stage}.yaml", "model.adapters.kind=lora")[stage]
+    assert [each["mode"] for each in (full, packed, plain)] == ["full", "qlora", "lora"]
+    assert planned(f"{stage}.yaml", "--mode", "full")[stage]["phases"] == full["phases"]
+    trained = config.num_hidden_layers * 5 * 2 * config.hidden_size + head
+    assert all(phase(each, "step")["bytes"]["optimizer"] == 8 * trained for each in (packed, plain))
+    weights = [phase(each, "step")["bytes"]["weights"] for each in (packed, plain, full)]
+    assert weights[1] == weights[2] + 4 * (trained - head) and weights[0] < weights[2]
+    assert phase(packed, "read again")["bytes"] == {"weights": 4 * sum(full["parameters"].values())}
+    assert [each["name"] for each in plain["phases"]] == ["step"]
+
+
+def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
+    """A full reward model is in memory once more, and the value model's adapters stand beside it."""
+    adapters = "models.adapters={kind: lora, r: 3, target_modules: [q_proj]}"
+    stage = planned("ppo.yaml", adapters)["ppo"]
+    numbers, head = stage["parameters"], read_config("model").hidden_size
+    trained = read_config("model").num_hidden_layers * 3 * 2 * head
+    kinds = phase(stage, "judge")["bytes"]
+    assert stage["mode"] == "one-base" and kinds["gradients"] == 4 * (2 * trained + head)
+    both = 4 * (numbers["policy"] + numbers["reward"] + 2 * trained)
+    assert kinds["weights"] == pytest.approx(both, abs=500)
+    assert planned("ppo.yaml", adapters, "--mode", "full")["ppo"]["phases"] == planned("ppo.yaml")["ppo"]["phases"]
+    replace("ppo.yaml", "reward: scorer", "reward: reward")
+    replace("reward.yaml", "path: model", "path: model, adapters: {kind: lora}")
+    shared = phase(planned("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
+    assert shared["weights"] == pytest.approx(4 * (numbers["policy"] + 3 * trained + 2 * head), abs=500)
+    replace("reward.yaml", "path: model", "path: other")  # another base
+    Path("model").rename("other")
+    Path("model").symlink_to("other")
+    again = phase(planned("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
+    assert again["weights"] == pytest.approx(both, abs=500)
+
+
+# Other machines
+
+
+def test_each_of_several_processes_does_its_share(three: Path) -> None:
+    alone, both = (planned(".", "--nproc", count) for count in ("1", "2"))
+    for stage in ("sft", "reward", "ppo"):
+        assert both[stage]["phases"] == alone[stage]["phases"]
+    assert (alone["ppo"]["steps"], both["ppo"]["steps"]) == (10, 5)
+    small = ("sft.per_device_train_batch_size=4", "sft.max_steps=null", "sft.gradient_accumulation_steps=1")
+    steps = [planned("sft.yaml", *small, "--nproc", count)["sft"]["steps"] for count in ("1", "2")]
+    assert steps[0] == 2 * steps[1]
+    assert "; each of 2 processes" in plan("ppo.yaml", "--nproc", "2", "--flops", "1e9").stdout
+
+
+def test_a_gpu_that_is_not_here(three: Path) -> None:
+    """Its memory decides, TRL trains in bfloat16 by default, and --flops is required."""
+    result = plan("sft.yaml", *GPU, "--flops", "4e14")
+    assert "a GPU of 80 GiB has 85.9 GB: fits" in result.stdout and "libraries" not in result.stdout
+    large = "sft.per_device_train_batch_size=64"
+    assert "does not fit" in plan("sft.yaml", large, "--gpu", "0.001", "--flops", "4e14").stdout
+    here, there = (phase(planned("sft.yaml", *more)["sft"], "step")["bytes"] for more in ((), GPU))
+    if not torch.cuda.is_available():
+        assert there["activations"] != here["activations"]
+    refused = plan("ppo.yaml", *GPU)
+    assert refused.exit_code == 2 and "error[C11]: --gpu plans for a GPU that need not be here" in refused.stderr
+
+
+def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
+    """Each of 4 processes keeps a quarter, and what is gathered beside it."""
+    models = {"policy": load_causal_lm("model"), "value": load_reward_model("scorer")}
+
+    def size(weights: Any) -> int:
+        return 4 * sum(weight.numel() for weight in {id(w): w for w in weights}.values())
+
+    layers = {name: size(model.model.layers.parameters()) for name, model in models.items()}
+    heads = {"policy": [models["policy"].lm_head.weight], "value": []}
+    words = {name: size([model.get_input_embeddings().weight, *heads[name]]) for name, model in models.items()}
+    layer = size(models["policy"].model.layers[0].parameters())
+    trained = sum(layers.values()) + sum(words.values())
+    full = planned("ppo.yaml", *GPU, "--nproc", "4")["ppo"]
+    sharded = planned("ppo.yaml", *GPU, "--nproc", "4", "ppo.fsdp=true")["ppo"]
+    assert planned("ppo.yaml", "ppo.fsdp=true")["ppo"]["phases"] == planned("ppo.yaml")["ppo"]["phases"]  # one process
+
+    def saved(name: str, kind: str) -> int:
+        return phase(full, name)["bytes"][kind] - phase(sharded, name)["bytes"][kind]
+
+    gathered = sum(words.values()) + layer
+    gone = 0.75 * (trained + layers["policy"])  # the reference's layers, too
+    assert saved("judge", "weights") == saved("update", "weights") == pytest.approx(gone - gathered, abs=8)
+    assert saved("rollout", "weights") == pytest.approx(gone - layers["policy"] - words["policy"], abs=8)
+    assert saved("judge", "gradients") == pytest.approx(0.75 * trained, abs=8)
+    assert saved("update", "gradients") == pytest.approx(0.75 * trained - gathered, abs=8)
+    assert saved("update", "optimizer") == pytest.approx(2 * 0.75 * trained, rel=0.01)
+    assert saved("update", "activations") == 0
+
+
+# Time
+
+
+def test_time_is_operations_over_the_rate(three: Path) -> None:
+    slow, fast = (
+        json.loads(plan("ppo.yaml", "--json", "--flops", rate).stdout)["stages"][0] for rate in ("1e9", "4e9")
+    )
+    for name, seconds in slow["seconds"].items():
+        assert seconds == pytest.approx(phase(slow, name)["flops"] / 1e9) and seconds == 4 * fast["seconds"][name]
+    assert slow["steps"] == 10 and slow["hours"] == pytest.approx(10 * sum(slow["seconds"].values()) / 3600)
+    assert not slow["run"] and slow["share"] == 1
+
+
+def test_operations_are_six_per_weight_and_token(three: Path) -> None:
+    """2 forward, 4 backward (Kaplan et al. 2020, section 2.1), of weights in products, and those of attention."""
+    stage = planned("ppo.yaml", "--prompt-length", "40", "ppo.num_ppo_epochs=3", "ppo.num_mini_batches=2")["ppo"]
+    config = read_config("model")
+    body = sum(w.numel() for w in load_causal_lm("model").model.layers.parameters() if w.ndim == 2)
+    width = 40 + 24 - 1  # the last token is not read
+    tokens, answers = 64 * width, 64 * 24
+    attention = 14 * config.num_hidden_layers * config.hidden_size * 64 * width * width  # 4 forward, 10 backward
+    head = 6 * config.vocab_size * config.hidden_size * answers
+    assert phase(stage, "update")["flops"] == pytest.approx(3 * (2 * (6 * body * tokens + attention) + head), rel=0.02)
+    judge = 4 * (2 * body * tokens + attention * 4 / 14) + head * 2 / 3
+    assert phase(stage, "judge")["flops"] == pytest.approx(judge, rel=0.02)
+
+
+def test_the_rate_of_this_machine_is_measured() -> None:
+    assert 1e8 < speed.measure_flops(1024, 256)[0] < 1e16
+
+
+@on_a_cpu
+def test_passes_of_small_models_are_measured(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is no matrix product, in the threads that the stage will have. 64 episodes, 16 rows at a time."""
+    threads, backbone = set(), type(load_causal_lm("model").model)
+    plain = backbone.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        threads.add(torch.get_num_threads())
+        time.sleep(0.05)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(backbone, "forward", slow)
+    monkeypatch.setattr(speed, "MAX_ROUNDS", 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
+    before = torch.get_num_threads()
+    stage = json.loads(plan("ppo.yaml", "ppo.num_ppo_epochs=2", "--json").stdout)["stages"][0]
+    torch.set_num_threads(before)
+    assert stage["run"] and set(stage["seconds"]) == {"rollout", "judge", "update"} and threads == {1}
+    passes = 64 / 16 * 3.5  # of four models, two of which have a head
+    assert passes * 0.05 < stage["seconds"]["judge"] < 5 * passes * 0.05
+    assert 2 * stage["seconds"]["judge"] < stage["seconds"]["update"] * 3
+    assert stage["share"] < 0.95  # it slept
+    assert stage["hours"] == pytest.approx(10 * sum(stage["seconds"].values()) / 3600)
+
+
+def test_time_is_a_lower_bound_for_large_models_and_other_machines(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_measured(*more: str) -> bool:
+        return bool(json.loads(plan("sft.yaml", *more, "--json").stdout)["stages"][0]["run"])
+
+    assert not is_measured(*GPU, "--flops", "4e14")
+    monkeypatch.setattr(devices, "SMALL_MODEL_PARAMETERS", 100)
+    assert not is_measured() and ": at least " in plan("sft.yaml").stdout
+
+
+def test_measured_rows_have_the_average_length(three: Path) -> None:
+    assert Lengths(20, 80, mean=50).average == Lengths(10, 40) and Lengths(20, 80).average == Lengths(20, 80)
+    (_, row), *_ = read_jsonl(Path("rows.jsonl"))
+    append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
+    chain, config = ModelResolver([], Options(), None), load("sft", Path("sft.yaml"))
+    start = chain.start(config, "model.path")
+    lengths = chain.data_size(config, start).lengths
+    rows = [row["prompt"] + row["completion"] for _, row in read_jsonl(Path("rows.jsonl"))]
+    tokens = [len(start.tokenizer(text)["input_ids"]) for text in rows]
+    assert lengths.mean == pytest.approx(sum(tokens) / len(tokens), abs=1.01)  # and the end token
+    assert lengths.mean < lengths.row
+
+
+@pytest.mark.parametrize(("share", "printed"), [(0.95, False), (0.25, True)])
+def test_other_processes_are_reported(
+    share: float, printed: bool, capsys: pytest.CaptureFixture[str], three: Path
+) -> None:
+    assert devices.measure_cpu_share(lambda: time.sleep(0.1))[1] < 0.5
+    stage = planned("ppo.yaml")["ppo"]
+    show({**stage, "steps": 4, "seconds": {"update": 10}, "share": share, "run": True}, Target.of(None, 1))
+    out = capsys.readouterr().out
+    assert "4 x 10 s: about 40 s, with all responses at their limit" in out
+    assert ("other processes leave 25% of the processor now; alone about 10 s" in out) == printed
+
+
+def test_the_total_of_the_stages(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "savings", lambda *_: [])
+    result = json.loads(plan(".", "--flops", "1e9", "--json").stdout)
+    stages, total = result["stages"], result["total"]
+    assert total["hours"] == pytest.approx(sum(stage["hours"] for stage in stages)) and total["starts"] == 3
+    assert total["needed"] == max(stage["needed"] for stage in stages)
+    assert total["fullest"] == max(stages, key=lambda stage: stage["needed"])["stage"] and total["fits"]
+    (line,) = (line for line in plan(".", "--flops", "1e9").stdout.splitlines() if line.startswith("in all   "))
+    assert line.startswith(f"in all   at least {terminal.duration(3600 * total['hours'])} for 3 stages; at most ")
+    assert line.endswith(f" of memory, in {total['fullest']}: fits")
+    assert "in all   " not in plan("sft.yaml", "--flops", "1e9").stdout
+    small = plan(".", "--gpu", "0.004", "--flops", "4e14").stdout
+    assert "does not fit" in small.splitlines()[-2] and " starts, evaluations" in small.splitlines()[-1]
+
+
+# The command
+
+
+def test_the_chain_is_planned_before_any_stage_ran(three: Path) -> None:
+    """reward.yaml and ppo.yaml start from the model that sft.yaml will write, which has the shape of its own start."""
+    replace("reward.yaml", "model: {path: model}\n", "")
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}\n", "")
+    (three / "eval.yaml").write_text("data: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n")
+    stages = planned(".")
+    assert list(stages) == ["sft", "reward", "ppo", "eval"]
+    assert stages["ppo"]["parameters"]["policy"] == stages["sft"]["parameters"]["policy"]
+    assert stages["eval"]["response_tokens"] == stages["ppo"]["response_tokens"] == 24
+    assert planned("ppo.yaml")["ppo"]["parameters"] == stages["ppo"]["parameters"]  # with sft.yaml beside it
+    assert not (three / "sft").exists()
+
+
+def test_where_a_stage_starts(three: Path) -> None:
+    """Not from its own output; a folder ./sft beside sft.yaml is a model if the stage writes elsewhere."""
+    refused = plan("sft.yaml", "model.path=sft")
+    assert refused.exit_code == 2 and "error[M10]" in refused.stderr
+    assert "model.path names the folder that this stage writes" in refused.stderr
+    Path("model").rename("sft")
+    replace("sft.yaml", "model: {path: model}", "model: {path: ./sft}\nrun: elsewhere")
+    assert planned("sft.yaml")["sft"]["rows"] > 0
+
+
+def test_snapshots_are_evaluated_too(three: Path) -> None:
+    """Beside two policies in two modes, seven snapshots in one: PPO's eighth is its result."""
+    text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n"
+    (three / "eval.yaml").write_text(text)
+    long, short = (planned("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
+    for one, other in zip(long, short, strict=True):
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
+
+
+def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:
+    new = (
+        "model: {new: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 3, num_attention_heads: 2, "
+        "tie_word_embeddings: true, max_position_embeddings: 256, tokenizer: {train: rows.jsonl, vocab_size: 300}}}"
+    )
+    replace("sft.yaml", "model: {path: model}", new)
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 128")
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {value: policy_head}")
+    replace("reward.yaml", "model: {path: model}\n", "")
+    stages = planned(".")
+    layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+    policy = stages["sft"]["parameters"]["policy"]
+    assert (policy - 3 * layer - 16) % 16 == 0 and 256 <= (policy - 3 * layer - 16) // 16 <= 310
+    assert stages["ppo"]["parameters"]["policy"] == policy and "value" not in stages["ppo"]["parameters"]
+    (three / "rows.jsonl").unlink()
+    assert "error[D01]" in plan("sft.yaml").stderr
+    without_data = planned("sft.yaml", "--prompt-length", "9")["sft"]
+    assert without_data["parameters"]["policy"] == pytest.approx(policy, rel=0.2)
+
+
+def test_lengths_are_those_of_the_data(three: Path) -> None:
+    items = json.loads(CliRunner().invoke(app, ["check", ".", "--json"]).stdout)["checked"]
+    longest = {(item["stage"], item["what"]): item.get("longest") for item in items}
+    stages = planned(".")
+    assert stages["ppo"]["prompt_tokens"] == longest["ppo", "data.prompts"]
+    for stage in ("sft", "reward"):
+        assert stages[stage]["prompt_tokens"] + stages[stage]["response_tokens"] == longest[stage, "data.train"]
+
+
+BROKEN = {
+    "a key that does not exist": ("ppo.yaml", "total_episodes: 640", "total_episodez: 640"),
+    "a missing model": ("ppo.yaml", "sft: model", "sft: nodel"),
+    "missing data": ("ppo.yaml", "prompts: prompts.jsonl", "prompts: promts.jsonl"),
+    "a response that leaves no room": ("ppo.yaml", "response_length: 24", "response_length: 2400"),
+    "too many shared layers": ("ppo.yaml", "response_length: 24", "num_shared_layers: 9"),
+    "another stage's file": ("ppo.yaml", "models: ", "stage: ppoo\nmodels: "),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_errors_are_those_of_check(three: Path, case: str) -> None:
+    name, old, new = BROKEN[case]
+    replace(name, old, new)
+    result = plan(name)
+    assert (result.exit_code, result.stdout) == (2, "") and "Traceback" not in result.stderr
+    assert result.stderr == check(name).stderr and result.stderr.startswith("error[")
+
+
+@on_a_cpu
+def test_advice_if_a_stage_does_not_fit(
+    three: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert all(stage["fits"] and not stage["advice"] for stage in planned(".").values())
+    with monkeypatch.context() as small:
+        small.setattr(system, "total_memory", lambda: 1000)
+        stage = plan_anew("ppo.yaml")["ppo"]
+    saves = {each["set"]: each["saves"] for each in stage["advice"]}
+    assert not stage["fits"] and list(saves.values()) == sorted(saves.values(), reverse=True)
+    halves = "ppo.per_device_train_batch_size=8 ppo.gradient_accumulation_steps=8"
+    assert {"models.value=policy_head", "ppo.gradient_checkpointing=true", halves} <= saves.keys()
+    show(stage, Target.of(None, 1))
+    out = capsys.readouterr().out
+    assert "does not fit" in out and all(f"{settings} saves" in out for settings in saves)
+    peak = max(each["total"] for each in stage["phases"])
+    for settings in (halves, *list(saves)[::6]):
+        smaller = planned("ppo.yaml", *settings.split())["ppo"]
+        assert peak - max(each["total"] for each in smaller["phases"]) == saves[settings]
+
+
+def test_the_table(three: Path) -> None:
+    result = plan(".")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    ppo = lines[next(number for number, line in enumerate(lines) if line.startswith("ppo: ")) :]
+    assert ppo[1].split() == ["rollout,", "64", "rows", "judge,", "16", "rows", "update,", "16", "rows"]
+    assert [line.split()[0] for line in ppo[2:9]] == [
+        "weights", "gradients", "optimizer", "cache", "logits", "activations", "total",
+    ]  # fmt: skip
+    assert ", responses of " in ppo[0] and "; rows of " in lines[0] and "time     a step: 0." in result.stdout
+    assert ppo[9].startswith("memory   ") and ": fits" in ppo[9] and ppo[10].startswith("time     an update: rollout ")
+
+
+def test_plan_imports_neither_trl_nor_peft(three: Path) -> None:
+    code = (
+        "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\nexcept SystemExit: pass\n"
+    )
+    code += "print({'trl', 'peft'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+# Accuracy
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2}
+UPDATES = {"total_episodes": 32, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+UPDATES |= {"num_ppo_epochs": 1, "response_length": 32, "stop_token": "none", "missing_eos_penalty": None}
+LONG = {"total_episodes": 16, "per_device_train_batch_size": 8, "response_length": 440, "micro_batch_tokens": 4096}
+DEEP = {"hidden_size": 192, "intermediate_size": 500, "num_hidden_layers": 16}
+SFT = {"max_steps": 2, "per_device_train_batch_size": 8}
+CASES = {
+    "a large vocabulary": Case("ppo", {**SIZES, "vocab_size": 50_000}, UPDATES, prompt=16),
+    "deep and narrow": Case("ppo", {**SIZES, **DEEP}, UPDATES, prompt=48),
+    "long responses": Case("ppo", {**SIZES, "num_hidden_layers": 6}, {**UPDATES, **LONG}, prompt=16),
+    "sft": Case("sft", {**SIZES, "vocab_size": 16_000, "num_hidden_layers": 4}, SFT, prompt=64, answer=128),
+}
+# glibc's malloc keeps freed memory below these sizes: a process holds more than its tensors (docs/scaling.md).
+MALLOC_RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@on_a_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_within_a_quarter_of_the_real_one(case: str, tmp_path: Path) -> None:
+    stage = planned(str(write(CASES[case], tmp_path / "planned")))[CASES[case].stage]
+    peak = measured(CASES[case], tmp_path / "exact", **MALLOC_RETURNS)
+    assert peak > 300e6 and max(each["total"] for each in stage["phases"]) == pytest.approx(peak, rel=0.25)
+    assert stage["needed"] - stage["libraries"] == pytest.approx(measured(CASES[case], tmp_path / "usual"), rel=0.25)

@@ -1,0 +1,373 @@
+"""`rlhf init preferences`: from one file of pairs and a base model to a run that works."""
+
+import gzip
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import World
+from report_run import draws_nothing
+from test_preferences_sizes import PROMPTS, chat
+from test_schema import complaints
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from rlhf_cli import config, jsonl, runs, terminal
+from rlhf_cli.cli import app
+from rlhf_cli.commands import check
+from rlhf_cli.commands.init import preferences, sizes
+from rlhf_cli.commands.init.pairs import Length, fit_lengths, measure_lengths, read_pairs
+from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, Speed
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.texts import Pair
+from rlhf_cli.models import load, tokenizers
+from rlhf_cli.stages import hardware
+
+SHARED = Path(__file__).parents[3] / "shared"
+HH, ALPACA = (SHARED / f"data/{name}/pairs.jsonl.gz" for name in ("hh-harmless", "alpaca-pairs"))
+STORIES, REVIEWS = SHARED / "models/stories260K", SHARED / "models/reviews-sft"
+shared = pytest.mark.skipif(not STORIES.exists(), reason="../shared, the developers' data and models, is missing")
+PART_FILES = {"sft": "sft", "pairs": "pairs", "prompts": "prompts", "held-out": "heldout"}
+ROWS = [(prompt, f"Bright and calm, {number}.", f"Dull and cold, {number}.") for number, prompt in enumerate(PROMPTS)]
+FORMS = {
+    "columns": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ROWS],
+    "conversations": [
+        {
+            "chosen": [*chat(p), {"role": "assistant", "content": c}],
+            "rejected": [*chat(p), {"role": "assistant", "content": r}],
+        }
+        for p, c, r in ROWS
+    ],
+    "transcripts": [
+        {key: f"\n\nHuman: {p}\n\nAssistant: {text}" for key, text in (("chosen", c), ("rejected", r))}
+        for p, c, r in ROWS
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _fixed_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the measurement, which takes seconds on a busy machine, except where a run is trained."""
+    terminal.reset()
+    if not request.node.get_closest_marker("training"):
+        monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=20_000.0, generation=4_000.0))
+
+
+def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
+    command = ["init", "preferences", "--data", str(data), "--base", str(base), str(folder), "--minutes", "1", *more]
+    return CliRunner().invoke(app, command)
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    return [row for _, row in jsonl.read_jsonl(run / f"data/{name}.jsonl")]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    for name, content in FORMS.items():
+        jsonl.write_jsonl(tmp_path / f"{name}.jsonl", content)
+    return {name: tmp_path / f"{name}.jsonl" for name in FORMS}
+
+
+def opening(prompt: Any) -> str:
+    text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+    return text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_becomes_parts_without_a_common_prompt(
+    form: str, data: dict[str, Path], world: World, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    result = init(run, data[form], world.base)
+    assert result.exit_code == 0, result.output
+    prompts = {name: {opening(row["prompt"]) for row in rows(run, file)} for name, file in PART_FILES.items()}
+    counts = {name: len(part) for name, part in prompts.items()}
+    assert counts == {"sft": 30, "pairs": 45, "prompts": 15, "held-out": 10}
+    assert set().union(*prompts.values()) == set(PROMPTS)
+    assert "a win rate of 0.50 on 10 held-out prompts is measured to +-0.26 (95 %)" in result.output
+    for name in ("sft_eval", "pairs_eval"):
+        assert {opening(row["prompt"]) for row in rows(run, name)} == prompts["held-out"]
+    first = rows(run, "pairs")[0]
+    expected = {p: (c, r) for p, c, r in ROWS}[opening(first["prompt"])]
+    texts = [first[key] if isinstance(first[key], str) else first[key][0]["content"] for key in ("chosen", "rejected")]
+    assert tuple(text.strip() for text in texts) == expected
+    for stage in config.CONFIGS:
+        assert complaints(run / f"{stage}.yaml") == []  # by the schema that it names
+
+
+def test_the_form_follows_from_texts_and_tokenizer(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    """Plain text, chatml for conversations, transcripts as text; with a chat template always conversations."""
+    for form in FORMS:
+        assert init(tmp_path / form, data[form], world.base).exit_code == 0
+    assert rows(tmp_path / "columns", "sft")[0]["completion"].startswith(" Bright")
+    assert config.load("sft", tmp_path / "conversations/sft.yaml").model.chat_template == "chatml"
+    assert rows(tmp_path / "transcripts", "prompts")[0]["prompt"].endswith("\n\nAssistant:")
+    base = tmp_path / 'a: "chat" #1'  # a name that YAML must quote
+    tokenizer = world.tokenizer()
+    tokenizers.set_chat_template(tokenizer, "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}")
+    shutil.copytree(world.base, base)
+    tokenizer.save_pretrained(base)
+    for form in FORMS:
+        assert init(tmp_path / f"chat {form}", data[form], base).exit_code == 0
+        assert isinstance(rows(tmp_path / f"chat {form}", "prompts")[0]["prompt"], list)
+        model = config.load("sft", tmp_path / f"chat {form}/sft.yaml").model
+        assert model.chat_template is None and model.path == str(base)
+    assert init(tmp_path / "plain", data["columns"], base, "--plain").exit_code == 0
+    assert isinstance(rows(tmp_path / "plain", "prompts")[0]["prompt"], str)
+
+
+def test_bad_rows_are_dropped_and_counted(world: World, tmp_path: Path) -> None:
+    good = FORMS["columns"]
+    bad = [{**good[0], "chosen": ""}, {**good[1], "rejected": good[1]["chosen"]}, {**good[2], "rejected": 7}, good[3]]
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*good, *bad])
+    result = init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base)
+    assert result.exit_code == 0 and "104 rows read, 100 pairs used" in result.stdout
+    for code, line in (("D09", 101), ("D07", 102), ("D06", 103), ("D15", 104)):
+        assert f"warning[{code}]: " in result.stderr and f"(first: line {line})" in result.stderr, code
+
+
+COLUMN_ERRORS = [
+    ([], ("error[D02]: ", "question, better, worse", "e.g. --column prompt=question")),
+    (["prompt"], ("error[C11]: --column prompt: expected NAME=COLUMN",)),
+    (
+        ["prompt=question,chosen=better"],
+        ("error[C11]", "repeat the option: --column prompt=question --column chosen=better"),
+    ),
+    (["question=prompt"], ('--column names "question"', "hint: swap the two: --column prompt=question?")),
+]
+
+
+def test_other_column_names(world: World, tmp_path: Path) -> None:
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [{"question": p, "better": c, "worse": r} for p, c, r in ROWS])
+    names = ["prompt=question", "chosen=better", "rejected=worse"]
+
+    def with_columns(folder: str, names: list[str]) -> Result:
+        options = [word for name in names for word in ("--column", name)]
+        return init(tmp_path / folder, tmp_path / "pairs.jsonl", world.base, *options)
+
+    assert with_columns("run", names).exit_code == 0
+    for names, texts in COLUMN_ERRORS:
+        result = with_columns("again", names)
+        assert result.exit_code == 2 and all(text in result.stderr for text in texts), result.stderr
+
+
+def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/ppo.yaml").write_text("mine")
+    for stage in ("sft", "ppo"):
+        (tmp_path / "a run" / stage).mkdir(parents=True)
+        (tmp_path / "a run" / stage / "identity.json").touch()
+    new, columns, base = tmp_path / "new", str(data["columns"]), str(world.base)
+    hint = f"hint: did you mean {tmp_path / 'a run/sft'} or {tmp_path / 'a run/ppo'}?\n"
+    cases: list[tuple[list[Any], tuple[str, ...]]] = [
+        (["preferences", tmp_path / "taken", "--data", columns, "--base", base], ("error[C15]: ", "ppo.yaml")),
+        (
+            ["preferences", new, "--data", tmp_path / "column.jsonl", "--base", base],
+            ("error[D01]: --data: ", "columns.jsonl?"),
+        ),
+        (["preferences", new, "--data", columns, "--base", tmp_path / "no model"], ("error[M01]: --base: ",)),
+        (["preferences", new, "--data", columns, "--base", tmp_path / "a run"], ("holds no model", hint)),
+        (
+            ["preferences", new],
+            (
+                "error[C11]: --data, your file of pairs, and --base, the model to start from, are missing",
+                "hint: rlhf init preferences --data pairs.jsonl --base MODEL",
+            ),
+        ),
+        (
+            ["preferences", "--data", "x.csv", new],
+            (
+                "error[C11]: --base, the model to start from, is missing\n",
+                f"init preferences --data x.csv --base MODEL {new}\n",
+            ),
+        ),
+        (["preferences", "--data", "x.csv"], ("error[C11]: DIR is missing", "--data pairs.jsonl --base MODEL")),
+        (["ci", new, "--data", "x"], ("error[C11]: --data belongs to `rlhf init preferences`",)),
+    ]
+    for arguments, texts in cases:
+        result = CliRunner().invoke(app, ["init", *map(str, arguments)])
+        assert result.exit_code == 2 and all(text in result.stderr for text in texts), result.stderr
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["ppo.yaml"] and not new.exists()
+
+
+@pytest.mark.training
+def test_a_file_of_pairs_leads_to_a_finished_run(
+    data: dict[str, Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws_nothing(monkeypatch)
+    run = tmp_path / "run"
+    assert init(run, data["transcripts"], world.base).exit_code == 0
+    written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
+    for stage in written:  # in this process, where all is imported; `rlhf run` has its own tests
+        sets = [f"ppo.total_episodes={2 * EPISODES_PER_UPDATE}"] if stage == "ppo" else []
+        result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
+        assert result.exit_code == 0, result.output
+    report = json.loads((run / "eval/report.json").read_text())
+    assert report["n"] == 10 and 0 <= report["win_rate"]["ppo_vs_sft"]["reward"]["value"] <= 1
+    assert "accuracy" in report["reward_model"]
+    assert written == {stage: (run / f"{stage}.yaml").read_text() for stage in written}
+
+
+def test_parameters_are_counted_without_loading(world: World) -> None:
+    base = runs.open_parent(str(world.base), expect=("sft",), key="--base", where="")
+    model = load.load_causal_lm(world.base)
+    assert hardware.count_parameters(base, heads=True) == model.num_parameters()
+
+
+# Lengths and speed, as written and printed
+
+
+def write_answers(path: Path, answer: str, count: int = 40, prompt: str = "Say") -> list[dict[str, str]]:
+    pairs = [{"prompt": f"{prompt} {i}.", "chosen": f"{answer} {i}", "rejected": f"No {i}"} for i in range(count)]
+    jsonl.write_jsonl(path, pairs)
+    return pairs
+
+
+def test_answers_of_one_word_and_of_three_thousand(world: World, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    write_answers(pairs, "Yes")
+    assert init(tmp_path / "short", pairs, world.base).exit_code == 0
+    assert config.load("ppo", tmp_path / "short/ppo.yaml").ppo.response_length == 8
+    write_answers(pairs, "moon " * 3000)
+    result = init(tmp_path / "run", pairs, world.base)
+    assert result.exit_code == 2 and not (tmp_path / "run").exists()
+    assert "error[D10]: --data: 40 of 40 pairs (100 %) do not fit: 40 whose chosen answers" in result.stderr
+    assert re.search(r"hint: take a base model with \d+ positions, where 100 % of the pairs fit", result.stderr)
+
+
+def test_dropped_pairs_are_reported_before_anything_is_written(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, printed = tmp_path / "pairs.jsonl", list[str]()
+    short = write_answers(path, "Yes")
+    jsonl.write_jsonl(path, short + write_answers(path, "moon " * 125, 20, "Tell"))
+    monkeypatch.setattr(preferences, "write_data", lambda *_: printed.append(capsys.readouterr().err))
+    monkeypatch.setattr(preferences, "write_configs", lambda *_: None)
+    preferences.init(tmp_path / "run", data=str(path), base=str(world.base), minutes=1)
+    assert "20 of 60 pairs (33 %) dropped: 20 longer than 128 positions" in printed[0]
+    assert "40 pairs used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "printed"), [(0.55, True), (0.97, False)])
+def test_a_measurement_beside_other_processes_is_reported(
+    share: float, printed: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_answers(tmp_path / "pairs.jsonl", "Yes")
+    monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(9000.0, 900.0, share))
+    result = init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base)
+    assert result.exit_code == 0
+    assert ("other processes left 55% of the processor to that measurement" in result.stdout) == printed
+
+
+# Real data
+
+
+def measured(source: Path, model: Path) -> tuple[list[Pair], list[Length]]:
+    tokenizer = tokenizers.load_tokenizer(model)
+    pairs = read_pairs(DataSource(str(source), "--data", on_bad="drop"), tokenizer, plain=False).pairs
+    return pairs, measure_lengths(tokenizer, pairs)
+
+
+@pytest.fixture(scope="module")
+def hh() -> tuple[list[Pair], list[Length]]:
+    return measured(HH, STORIES)
+
+
+@shared
+@pytest.mark.parametrize(("context", "response", "used"), [(512, 176, 0.65), (1024, 208, 0.94), (2048, 208, 0.98)])
+def test_limits_of_real_dialogues(
+    hh: tuple[list[Pair], list[Length]], context: int, response: int, used: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recounted one pair at a time."""
+    kept, limits = fit_lengths(*hh, context)
+    length_of = dict(zip(map(id, hh[0]), hh[1], strict=True))
+    lengths = [length_of[id(pair)] for pair in kept]
+    assert limits.response_length == response and used < len(kept) / len(hh[0]) < used + 0.05
+    assert all(each.prompt + response <= context and each.row <= limits.max_length <= context for each in lengths)
+    dropped = [each for each in hh[1] if each.prompt + response > context or each.row > limits.max_length]
+    assert len(dropped) == len(hh[0]) - len(kept)
+    text = f"{len(dropped)} of {len(hh[0])} pairs ({round(100 * len(dropped) / len(hh[0]))} %) dropped"
+    assert text in capsys.readouterr().err
+    fitting = sorted(each.chosen for each in hh[1] if each.chosen <= context // 2)
+    assert fitting[int(0.9 * len(fitting)) - 1] <= response <= fitting[int(0.9 * len(fitting))] + 8
+
+
+@shared
+def test_configs_for_real_dialogues_are_true(tmp_path: Path, hh: Any) -> None:
+    """The share that ends within response_length, and the rows: `rlhf check` finds none to drop."""
+    run = tmp_path / "run"
+    result = init(run, HH, STORIES)
+    assert result.exit_code == 0 and "598 pairs (34 %) dropped" in result.stderr
+    text = (run / "ppo.yaml").read_text()
+    ended = int(re.findall(r"response_length: 176 +# maximum tokens; (\d+) of 100", text)[0])
+    prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in rows(run, part)}
+    used = [length for pair, length in zip(*hh, strict=True) if pair.prompt in prompts]
+    assert len(used) == 396 and abs(ended - 100 * sum(length.chosen <= 176 for length in used) / len(used)) <= 0.5
+    terminal.reset()
+    assert check.run(run, [], Options(), deep=False, as_json=False, quiet=True) == 0
+    assert [problem.code for problem in terminal.emitted_problems() if problem.code in ("D10", "D11")] == []
+
+
+@shared
+def test_reviews(tmp_path: Path) -> None:
+    """The first words of a sentence as the prompt, its rest as the better answer, another one's as the worse."""
+    good, bad = ((SHARED / f"data/rt-polarity/{name}.txt").read_text().splitlines()[:1000] for name in ("pos", "neg"))
+    words = [(better.split(), worse.split()) for better, worse in zip(good, bad, strict=True)]
+    pairs = [
+        {"prompt": " ".join(better[:4]), "chosen": " ".join(better[4:]), "rejected": " ".join(worse[4:])}
+        for better, worse in words
+        if len(better) > 4 and len(worse) > 4 and better[4:] != worse[4:]
+    ]
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    kept, limits = fit_lengths(*measured(tmp_path / "pairs.jsonl", REVIEWS), 256)
+    assert len(kept) > 0.98 * len(pairs) and limits.response_length == 40 and limits.max_length == 80
+    assert 0.9 <= limits.ended < 0.95
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A model with a chat template, a large vocabulary and SmolLM2's 2048 positions, but few weights."""
+    folder = tmp_path / "chat model"
+    tokenizer = AutoTokenizer.from_pretrained(REVIEWS)
+    tokenizers.set_chat_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    body = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **shape)
+    LlamaForCausalLM(body).save_pretrained(folder)
+    return folder
+
+
+@shared
+def test_many_pairs_per_prompt(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT learns at most four answers per prompt, those chosen most often; evaluations are cut to the time."""
+    monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=60.0, generation=20.0))
+    every = [json.loads(line) for line in gzip.decompress(ALPACA.read_bytes()).decode().splitlines()]
+    prompts = list(dict.fromkeys(row["prompt"] for row in every))[:100]
+    pairs = [row for row in every if row["prompt"] in prompts]
+    assert len(pairs) > 20 * len(prompts)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    run = tmp_path / "run"
+    result = init(run, tmp_path / "pairs.jsonl", chat_model, "--minutes", "30")
+    assert result.exit_code == 0, result.output
+    assert "(1 %) dropped: 8 longer than 2048 positions and 51 longer than 440 tokens, much" in result.stderr
+    learned = [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in rows(run, "sft")]
+    assert len(set(learned)) == len(learned)
+    counts = Counter(prompt for prompt, _ in learned)
+    assert len(counts) == 30 and Counter(counts.values()).most_common(1)[0][0] == 4
+    used, _ = fit_lengths(*measured(tmp_path / "pairs.jsonl", chat_model), 2048)
+    for prompt, count in counts.items():
+        chosen = Counter(pair.chosen for pair in used if pair.prompt[0]["content"] == prompt)
+        assert count == min(4, len(chosen))
+        least = min(chosen[answer] for each, answer in learned if each == prompt)
+        assert sorted(chosen.values(), reverse=True)[count - 1] == least
+    assert "# at most 4 answers per prompt, those chosen most often" in (run / "sft.yaml").read_text()
+    assert config.load("ppo", run / "ppo.yaml").ppo.response_length >= 32
+    assert (len(rows(run, "sft_eval")), len(rows(run, "pairs_eval"))) == (37, 64)
+    assert "# same form, held-out prompts, all 37 rows" in (run / "sft.yaml").read_text()
+    assert re.search(r"64 of \d{3} pairs, as the time allows", (run / "reward.yaml").read_text())

@@ -1,0 +1,297 @@
+"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli import terminal
+from rlhf_cli.commands import speed
+from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, quantile, split_pairs
+from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
+from rlhf_cli.config.yaml_io import align_comments
+from rlhf_cli.data.readers import RowLocation
+from rlhf_cli.data.texts import Pair, split_key
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import devices
+
+NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
+PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def pair(prompt: Any, number: int = 1, chosen: str = "Good") -> Pair:
+    return Pair(RowLocation(Path("pairs.jsonl"), number), prompt, f"{chosen} {number}.", f"Bad {number}.", None)
+
+
+@pytest.fixture(autouse=True)
+def _new_warnings() -> None:
+    terminal.reset()
+
+
+# Parts
+
+
+def test_parts_share_no_prompt_and_keep_every_pair() -> None:
+    pairs = [pair(prompt, number) for number, prompt in enumerate(PROMPTS * 3)]
+    parts = split_pairs(pairs, seed=0)
+    prompts = [{each.prompt for each in part} for part in parts.values()]
+    assert sum(map(len, prompts)) == len(set().union(*prompts)) == len(PROMPTS)
+    assert sorted(each.chosen for part in parts.values() for each in part) == sorted(each.chosen for each in pairs)
+    assert list(map(len, prompts)) == [30, 45, 15, 10]
+    for part in parts.values():  # in random order: evaluations take the first rows
+        numbers = [each.location.number for each in part]
+        assert numbers != sorted(numbers)
+    assert split_pairs(pairs, 1) == split_pairs(pairs, 1) != split_pairs(pairs, 2)
+
+
+def test_conversations_with_the_same_first_message_share_a_part() -> None:
+    longer = [[*chat(text), {"role": "assistant", "content": "Yes?"}, *chat("More.")] for text in PROMPTS]
+    both = [pair(prompt) for text, two in zip(PROMPTS, longer, strict=True) for prompt in (chat(text), two)]
+    parts = split_pairs(both, 0)
+    openings = [{split_key(each.prompt) for each in part} for part in parts.values()]
+    assert sum(map(len, openings)) == len(set().union(*openings)) == len(PROMPTS)
+    assert all(len(part) == 2 * len(keys) for part, keys in zip(parts.values(), openings, strict=True))
+
+
+def test_at_most_1000_prompts_are_held_out_and_fewer_than_20_are_refused() -> None:
+    parts = split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
+    assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
+    with pytest.raises(RLHFError, match="19 different prompts") as caught:
+        split_pairs([pair(prompt) for prompt in PROMPTS[:19] * 9], 0)
+    assert caught.value.problems[0].code == "D11"
+
+
+def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
+    chosen = ["a", "b", "c", "d", "e", "e", "d"]
+    pairs = [pair("one", 1, answer) for answer in chosen] + [pair("another", 1, "z")]
+    learned = [(each.prompt, each.chosen[0]) for each in most_chosen(pairs)]
+    assert learned == [("one", "a"), ("one", "b"), ("one", "d"), ("one", "e"), ("another", "z")]
+
+
+# Token limits
+
+
+def fitted(lengths: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], Lengths]:
+    """Fit pairs with these token counts of prompt, chosen and rejected answer, each with another prompt."""
+    return fit_lengths([pair(f"prompt {i}") for i in range(len(lengths))], [Length(*each) for each in lengths], context)
+
+
+def test_the_answer_length_is_chosen_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of 30 to 525 tokens in 512 positions: answers of 10 to 109 keep their 90th percentile."""
+    used, limits = fitted([(30 + 5 * i, 10 + i, 20) for i in range(100)], 512)
+    assert limits.response_length == 104  # of 10 + i the 90 smallest reach 99
+    assert len(used) == 76 and used[-1].prompt == "prompt 75"  # 30 + 5 x 75 + 104 = 509
+    assert limits.max_length == 496  # 405 + 85
+    assert limits.ended == 1.0 and limits.answer_mean == 10 + 75 / 2
+    assert capsys.readouterr().err.splitlines() == [
+        "warning[D10]: --data: 24 of 100 pairs (24 %) dropped: "
+        "24 whose prompts leave less than 104 of 512 positions to an answer",
+        "hint: take a base model with 1024 positions, where 100 % of the pairs fit, or bring shorter pairs",
+    ]
+
+
+ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: 1 longer than 72 tokens, much longer than the others"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "used", "response", "row", "warning"),
+    [
+        ([(20, 90, 100)] * 50, 50, 96, 120, ""),
+        # Answers of 300 fit beside their prompts, but not half of the context: the length is that of the others.
+        ([(10, 300, 5)] * 79 + [(10, 5, 5)] * 21, 100, 32, 312, "only 21 % of the chosen answers end within response"),
+        ([(20, 40, 50)] * 199 + [(20, 40, 490)], 199, 40, 72, f"{ONE_OUTLIER}\n"),  # without a hint
+    ],
+)
+def test_dropped_pairs_are_reported(
+    lengths: Any, used: int, response: int, row: int, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs, limits = fitted(lengths, 512)
+    assert (len(pairs), limits.response_length, limits.max_length) == (used, response, row)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"warning[D10]: --data: {warning}") if warning else printed == ""
+    assert warning != f"{ONE_OUTLIER}\n" or "hint" not in printed
+
+
+@pytest.mark.parametrize(
+    ("answers", "context", "response"),
+    [
+        ([2] * 40, 512, 8),  # one word and the end token
+        ([10] * 39 + [40], 512, 32),  # at least 32 if an answer is longer
+        ([10] * 40, 512, 16),
+        ([20] * 20 + [30] * 5, 48, 32),  # half of the context would be 24
+        ([100] * 30 + [400] * 10, 512, 104),  # answers of 400 do not fit half of the context
+        ([250] * 40, 512, 256),
+        ([300] * 40, None, 304),
+    ],
+)
+def test_the_length_of_a_response(answers: list[int], context: int | None, response: int) -> None:
+    used, limits = fitted([(10, answer, 5) for answer in answers], context)
+    assert limits.response_length == response
+    kept = [answer for answer in answers if 10 + answer <= (context or 4096)]
+    assert len(used) == len(kept) and limits.ended == sum(each <= response for each in kept) / len(kept)
+
+
+def test_if_too_few_pairs_fit_the_hint_names_enough_positions() -> None:
+    lengths = [(200, 4000 + i, 4100) for i in range(60)]
+    with pytest.raises(RLHFError) as caught:
+        fitted(lengths, 512)
+    (problem,) = caught.value.problems
+    text = "60 of 60 pairs (100 %) do not fit: 60 whose chosen answers are longer than half of 512 positions"
+    assert (problem.code, problem.text) == ("D10", text)
+    assert problem.hint == "take a base model with 8192 positions, where 100 % of the pairs fit, or bring shorter pairs"
+    used, limits = fitted(lengths, 8192)
+    assert len(used) == 60 and limits.response_length == 4056
+
+
+def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
+    short, long = (20, 40, 40), (500, 40, 40)
+    assert len(fitted([short] * 20 + [long] * 79, 512)[0]) == 20
+    for lengths in ([short] * 19 + [long] * 10, [short] * 20 + [long] * 81):
+        with pytest.raises(RLHFError, match="1024 positions") as caught:
+            fitted(lengths, 512)
+        assert caught.value.problems[0].code == "D10"
+    assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
+
+
+def test_quantiles() -> None:
+    assert [quantile(range(1, 101), share) for share in (0.0, 0.5, 0.9, 1.0)] == [1, 50, 90, 100]
+    assert quantile([7], 0.9) == 7
+
+
+# Sizes
+
+COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
+INPUTS = SizingInputs(
+    prompts=COUNTS,
+    pairs=COUNTS,
+    rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
+    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0),
+    parameters=600_000,
+    row_bytes=152 * (68 * 128 * 3 + 8 * 768),
+    device="CPU, 2 cores",
+    memory=16 * 10**9,
+    speed=Speed(training=20_000.0, generation=4_000.0),
+)
+
+
+def with_rows(**counts: int) -> SizingInputs:
+    return replace(INPUTS, rows={**INPUTS.rows, **counts})
+
+
+def test_learning_rates_meet_their_anchors() -> None:
+    assert [learning_rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
+    assert [learning_rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "2e-4"]
+    assert learning_rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
+def test_an_update_needs_no_more_prompts_than_there_are(prompts: int) -> None:
+    sizes = choose_sizes(replace(INPUTS, prompts={**COUNTS, "prompts": prompts}), None)
+    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
+    assert EPISODES_PER_UPDATE // sizes.samples <= prompts
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
+def test_a_batch_is_at_most_half_the_rows(rows: int, batch: int) -> None:
+    sft = choose_sizes(with_rows(sft=rows), None).sft
+    assert sft.rows * sft.parts == batch
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "steps"), [(32, 8, 32), (96, 8, 96), (300, 6, 114), (600, 3, 114), (20_000, 1, 625)]
+)
+def test_few_rows_get_more_epochs_up_to_a_limit(rows: int, epochs: int, steps: int) -> None:
+    sizes = choose_sizes(with_rows(sft=rows, pairs=rows), 10_000)
+    assert (sizes.sft.epochs, sizes.sft.steps, sizes.sft.max_steps) == (epochs, steps, None)
+    assert sizes.reward.epochs <= 2
+
+
+def test_a_short_time_means_fewer_steps_and_a_note() -> None:
+    long, short = choose_sizes(INPUTS, 600), choose_sizes(INPUTS, 2)
+    assert long.sft.max_steps is None and long.minutes and long.minutes < 30
+    assert short.minutes and short.minutes <= 3 and short.total_episodes < long.total_episodes
+    slow = choose_sizes(replace(INPUTS, speed=Speed(20.0, 4.0)), 10)
+    assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
+    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
+    unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
+    assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
+
+
+def test_little_memory_means_fewer_rows_at_once_in_the_same_batches() -> None:
+    row_bytes = 152 * (68 * 1024 * 24 + 8 * 150_000)
+    large = replace(INPUTS, parameters=500_000_000, row_bytes=row_bytes, memory=24 * 10**9)
+    wide, narrow = choose_sizes(replace(large, memory=80 * 10**9), None), choose_sizes(large, None)
+    assert narrow.ppo_rows < wide.ppo_rows and narrow.ppo_rows * narrow.ppo_parts == EPISODES_PER_UPDATE
+    assert narrow.sft.rows * narrow.sft.parts == wide.sft.rows * wide.sft.parts
+    assert narrow.checkpointing and not choose_sizes(INPUTS, None).checkpointing
+    assert "needs about 280 GB" in choose_sizes(replace(large, parameters=7 * 10**9), None).notes[0]
+
+
+def test_evaluations_take_a_quarter_of_the_time_at_most() -> None:
+    many = with_rows(sft=3000, pairs=3000, sft_eval=4000, pairs_eval=1306)
+    for trained, minimum in ((5.0, True), (600.0, False)):
+        slow = choose_sizes(replace(many, speed=Speed(trained, generation=200.0)), 30)
+        for training, texts in ((slow.sft, 1), (slow.reward, 2)):
+            row_s = texts * 70 / trained / 3
+            assert training.max_steps and (training.held_out == 64) == minimum
+            assert training.held_out < training.of_held_out
+            assert minimum or training.held_out * row_s <= 0.25 * 0.2 * 30 * 60 < training.of_held_out * row_s
+            text = f"{training.held_out} of {training.of_held_out} rows, as the time allows"
+            assert training.evaluated("rows") == text
+    quick = choose_sizes(replace(many, speed=Speed(training=60_000.0, generation=20_000.0)), 30)
+    assert quick.sft.held_out == 4000 and quick.sft.evaluated("rows") == "all 4000 rows"
+    # Each epoch is evaluated: eight epochs on few rows are evaluated eight times, on fewer rows each time.
+    inputs = (with_rows(sft=sft, pairs=sft, sft_eval=4000) for sft in (96, 6000))
+    often, once = (choose_sizes(replace(each, speed=Speed(2000.0, 200.0)), 30).sft for each in inputs)
+    assert often.epochs == 8 and often.max_steps is None and once.max_steps and once.max_steps * 32 < 2 * 6000
+    assert often.held_out < once.held_out
+
+
+@pytest.mark.parametrize(
+    ("prompts", "speed", "text"),
+    [
+        (100, Speed(10**6, 10**6), "100: all 100 held-out prompts"),
+        (1000, Speed(10**6, 10**6), "512: of 1000 held-out prompts: these measure a win rate to 0.04"),
+        (1000, Speed(100.0, 10.0), "64: 64 of 1000 held-out prompts, as the time allows"),
+    ],
+)
+def test_how_many_prompts_are_judged(prompts: int, speed: Speed, text: str) -> None:
+    sizes = choose_sizes(replace(INPUTS, prompts={**COUNTS, "held-out": prompts}, speed=speed), 30)
+    assert f"{sizes.eval_n}: {sizes.judged}" == text
+
+
+def test_comments_are_aligned_in_one_column() -> None:
+    text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
+    assert [line.find("# ") for line in align_comments(text).splitlines()] == [0, -1, -1, 34, 34, -1]
+    assert align_comments("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
+
+
+# Speed
+
+
+@pytest.mark.parametrize(
+    ("durations", "shares", "seconds", "rounds"),
+    [
+        ([0.3, 2.0, 0.1], [1.0], 0.1, 1),  # a warm-up, one slow call, and quick ones
+        ([30.0, 20.0, 0.1], [0.5], 20.0, 1),  # a large model is measured once
+        ([0.3, 0.9, 0.9, 0.9, 0.1], [0.5, 0.95], 0.1, 2),  # other processes: measured again
+        ([0.3, 0.9, 0.9, 0.9, 0.1], [0.5, 0.6, 0.4, 0.5, 0.3, 0.9], 0.1, 5),
+    ],
+)
+def test_the_fastest_call_counts(
+    durations: list[float], shares: list[float], seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], list(shares)
+
+    def call() -> None:
+        clock[0] += durations.pop(0) if len(durations) > 1 else durations[0]
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), left.pop(0)))
+    assert speed.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
+    assert len(left) == len(shares) - rounds

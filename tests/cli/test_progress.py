@@ -1,0 +1,193 @@
+"""Progress: a live bar on a terminal, plain lines elsewhere, and what is under way within it."""
+
+import io
+import sys
+
+import pytest
+from fake_terminal import Tty
+
+from rlhf_cli import distributed, progress, terminal
+from rlhf_cli.progress import Progress, track_progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_off_a_terminal_is_a_line_at_most_every_ten_seconds(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("ppo\x1b", 30, "update") as bar:
+        for step in range(1, 31):
+            clock[0] += 1
+            bar.advance(note=f"reward\x1b {step}")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "ppo 10/30 update, 1 update/s, 20 s left, reward 10",
+        "ppo 20/30 update, 1 update/s, 10 s left, reward 20",
+        "ppo 30/30 update, 1 update/s, 30 s in all, reward 30",
+    ]
+
+
+def test_slow_steps_are_counted_in_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("ppo", 1000) as bar:
+        clock[0] += 40
+        bar.advance(10)
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1 h 6 min left"
+
+
+def test_progress_that_breaks_still_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError), Progress("sft", 3) as bar:
+        bar.advance()
+        raise RuntimeError
+    assert capsys.readouterr().err.startswith("sft 1/3 step")
+
+
+def test_progress_on_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, results = Tty(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", results)
+    with Progress("ppo", 2) as bar:
+        bar.advance(note="[bold]reward\x1b[2J 1")
+        terminal.out("result")
+        terminal.say("a log line")
+        bar.advance()
+    assert "2/2" in screen.getvalue() and "[bold]reward[2J 1" in screen.getvalue() and "a log line" in screen.getvalue()
+    assert results.getvalue() == "result\n"
+
+
+def test_what_was_done_before_counts_for_no_rate(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("ppo", 100, "update", done=90) as bar:
+        clock[0] += 20
+        bar.advance()
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 91/100 update, 20 s/update, 3 min left"
+
+
+def test_what_is_under_way_within_is_told_behind_the_rest(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("ppo", 2, "update") as bar:
+        for _ in track_progress("update: epoch", range(4)):
+            for _ in track_progress("of one alone", range(1)):
+                for _ in track_progress("micro-batch", range(3)):
+                    clock[0] += 4
+        bar.advance(note="reward 1")
+    assert capsys.readouterr().err.splitlines() == [
+        "ppo 0/2 update, update: epoch 0/4, micro-batch 3/3",
+        "ppo 0/2 update, update: epoch 1/4, micro-batch 3/3",
+        "ppo 0/2 update, update: epoch 2/4, micro-batch 3/3",
+        "ppo 0/2 update, update: epoch 3/4, micro-batch 3/3",
+        "ppo 1/2 update, 48 s/update, 48 s left, reward 1",
+    ]
+
+
+def test_what_is_under_way_when_all_steps_are_done_is_told_too(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as an evaluation after the last step, which may take longer than the steps."""
+    with Progress("sft", 1) as bar:
+        clock[0] += 1
+        bar.advance()
+        for _ in track_progress("evaluation: batch", range(3)):
+            clock[0] += 60
+    assert [line.partition(", evaluation: ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "batch 1/3", "batch 2/3", "batch 3/3", ""
+    ]  # fmt: skip
+
+
+def test_a_progress_within_another_has_no_bar_of_its_own(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("ppo", 2, "update"), Progress("data", 8, "row") as inner:
+        clock[0] += 11
+        inner.advance(3)
+    assert capsys.readouterr().err.splitlines() == ["ppo 0/2 update, data 3/8 row", "ppo 0/2 update"]
+
+
+def test_without_a_progress_nothing_is_counted_aloud(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    seen = []
+    for item in track_progress("rollout: token", range(3)):
+        clock[0] += 60
+        seen.append(item)
+    assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._open == []
+
+
+def test_a_loop_that_is_left_early_is_under_way_no_more() -> None:
+    with Progress("ppo", 1) as bar:
+        for _ in track_progress("rollout: token", range(9)):
+            assert bar.nested_status() == "rollout: token 0/9"
+            break
+        assert bar.nested_status() == ""
+
+
+def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
+    with pytest.raises(KeyError), Progress("ppo", 1):
+        open_still = track_progress("rollout: token", range(9))
+        next(open_still)
+        raise KeyError
+    assert progress._open == []
+    with Progress("eval", 1) as bar:
+        open_still.close()
+        assert progress._open == [bar]
+
+
+def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("data", 3, "row", brief=True) as bar:
+        clock[0] += 9
+        bar.advance()
+    assert capsys.readouterr().err == ""
+    with Progress("data", 3, "row", brief=True) as bar:
+        clock[0] += 12
+        bar.advance()
+        clock[0] += 12
+        bar.advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "data 1/3 row, 12 s/row, 24 s left",
+        "data 3/3 row, 8 s/row, 24 s in all",
+    ]
+
+
+def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress("data", 3, "row", brief=True) as bar:
+        clock[0] += 1
+        bar.advance()
+        assert screen.getvalue() == ""
+        clock[0] += 2
+        bar.advance()
+    assert "data" in screen.getvalue() and "2/3" in screen.getvalue()
+
+
+def test_the_bar_tells_what_is_under_way_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress("ppo", 2, "update") as bar:
+        for token in track_progress("rollout: token", range(53)):
+            if token == 31:
+                assert bar._bar
+                bar._bar._live.refresh()
+                assert "rollout: token 31/53" in screen.getvalue()
+        bar.advance()
+    last = screen.getvalue().rpartition("1/2")[2]
+    assert last != screen.getvalue() and "rollout" not in last
+
+
+def test_of_several_processes_the_first_one_alone_shows_it(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with Progress("ppo", 2) as bar:
+        clock[0] += 11
+        bar.advance()
+    assert not distributed.is_main_process() and screen.getvalue() == ""

@@ -1,0 +1,571 @@
+"""`rlhf status` and `rlhf ls`: what they tell of runs that are done, half done, running, stale or damaged."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_stage
+import pytest
+from report_run import change, metrics, write_run
+from test_pipeline import CONFIGS
+from typer.testing import CliRunner
+
+from rlhf_cli import runs
+from rlhf_cli.cli import app
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands import status_read
+from rlhf_cli.config.training import SFTSettings
+from rlhf_cli.files import files_sha256
+from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.runs import discover
+from rlhf_cli.runs import status as stage_status
+from rlhf_cli.runs.locks import lock_path
+
+HOLDER = (
+    "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]));"
+    "print('held', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose configs, data and parents all fit: of stages that train nothing, with logs."""
+    folder = tmp_path_factory.mktemp("status") / "run"
+    folder.mkdir()
+    for stage, text in CONFIGS.items():
+        (folder / f"{stage}.yaml").write_text(text)
+    for name in ("sft", "pairs", "prompts", "held-out"):
+        (folder / f"{name}.jsonl").write_text("{}\n")
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text("{}")
+    for stage in CONFIGS:
+        assert fake_stage.main([stage, "--config", str(folder / f"{stage}.yaml")]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which is the working directory's `run`."""
+    shutil.copytree(chain, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return Path("run")
+
+
+def rlhf(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def told(run: Path, *overrides: str) -> dict[str, Any]:
+    found = json.loads(rlhf("status", run, "--json", *overrides))
+    found["stages"] = {stage["stage"]: stage for stage in found["stages"]}
+    return found
+
+
+def states(run: Path, *overrides: str) -> list[str]:
+    return [stage["state"] for stage in told(run, *overrides)["stages"].values()]
+
+
+def unfinished(run: Path, stage: str, *rows: dict[str, Any], saved: int | None = None) -> None:
+    """The stage as it is on its way."""
+    folder = run / stage
+    for path in (folder / "manifest.json", folder / "model/model.safetensors"):
+        path.unlink(missing_ok=True)
+    write_jsonl(folder / "metrics.jsonl", list(rows))
+    if saved is not None:
+        (folder / f"state/step_{saved:06d}").mkdir(parents=True)
+
+
+@pytest.fixture
+def writer(run: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that has RUN/ppo."""
+    command = [sys.executable, "-c", HOLDER, str(run.resolve() / "ppo")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        yield other
+        other.kill()
+
+
+# What is told
+
+
+def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"))
+    for stage, seconds in (("sft", 3), ("reward", 90), ("ppo", 7200), ("eval", 100_000)):
+        os.utime(f"run/{stage}/manifest.json", (time.time() - seconds,) * 2)
+    lines = [line.split("  ") for line in rlhf("status", "run").splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[0] == ["stage", "state", "headline", "time", "when", "size"]
+    # No manifest of this one has SFT's loss: the log's last line does.
+    assert cells[1][:5] == ["sft", "finished", "loss 2.125", "2 min 5 s", "just now"]
+    assert cells[2][:4] == ["reward", "finished", "accuracy 0.750 [0.690, 0.800]", "1 min ago"]
+    assert cells[3][:5] == ["ppo", "finished", "reward 1.900 in the last update, KL 3.80", "1 min 40 s", "2 h ago"]
+    assert cells[4][:3] == ["eval", "finished", "1 d ago"]
+    assert lines[5][0].startswith("next: rlhf run run would be refused: error[C09]: run holds none of sft.yaml, ")
+    change(Path("run/sft/manifest.json"), metrics={"eval_loss": 1.5, "eval_rows": 60})
+    change(Path("run/ppo/manifest.json"), metrics={"objective/scores": 0.5, "objective/kl_k1": 2.0}, stopped="KL")
+    rate = {"value": 0.63, "ci95": [0.57, 0.69]}
+    change(Path("run/eval/manifest.json"), metrics={"win_rate": {"ppo_vs_sft": {"reward": rate, "gold": rate}}})
+    found = told(Path("run"))["stages"]
+    assert found["sft"]["headline"] == {"eval_loss": 1.5} and found["sft"]["headline_from"] == "manifest.json"
+    assert found["ppo"]["headline"] == {"objective/scores": 0.5, "objective/kl_k1": 2.0}
+    assert found["eval"]["headline"] == {"judge": "gold", "win_rate": 0.63, "win_rate_ci95": [0.57, 0.69]}
+    assert found["ppo"]["reasons"] == ["KL"] and found["ppo"]["state"] == "finished"
+    said = rlhf("status", "run")
+    assert "reward 0.500 on training prompts, KL 2.00" in said
+    assert "PPO over SFT 0.630 [0.570, 0.690] by gold" in said and "held-out loss 1.500" in said
+    assert "finished, step 20" in said and "ppo      KL" in said  # ended before its time
+
+
+def test_json_has_all_keys_always(run: Path) -> None:
+    finished = told(run)
+    assert finished["next"] == {
+        "action": "nothing",
+        "steps": [
+            {
+                "stage": stage,
+                "why": f"up to date ({runs.read_manifest(run / stage)[0]['model_sha256'][:6]}), skipped",
+                "runs": False,
+                "fresh": False,
+                "after": [],
+            }
+            for stage in ("sft", "reward", "ppo")
+        ]
+        + [finished["next"]["steps"][3]],
+        "problems": [],
+    }
+    assert rlhf("status", run).endswith("next: nothing, all is up to date\n")
+    keys = "stage folder state reasons step steps headline headline_from time_s left_s changed bytes process unread"
+    for path in [*run.iterdir()]:
+        shutil.rmtree(path) if path.is_dir() and path.name in CONFIGS else None
+    new = told(run)
+    for stage in [*finished["stages"].values(), *new["stages"].values()]:
+        assert list(stage) == keys.split()
+    assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
+    assert states(run) == ["new"] * 4 and new["stages"]["sft"]["changed"] is None
+    assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo and eval\n")
+
+
+def changed_key(run: Path) -> None:
+    path = run / "reward.yaml"
+    path.write_text(path.read_text().replace("1e-5", "2e-5"))
+
+
+def changed_data(run: Path) -> None:
+    (run / "held-out.jsonl").write_text("{}\n{}\n")
+
+
+def changed_base(run: Path) -> None:
+    (run / "base/config.json").write_text("{ }")
+
+
+def cut_weights(run: Path) -> None:
+    (run / "sft/model/model.safetensors").write_text("")
+
+
+def half_way(run: Path) -> None:
+    unfinished(run, "ppo", saved=30)
+
+
+def nothing_saved(run: Path) -> None:
+    unfinished(run, "reward")
+
+
+def nothing_at_all(run: Path) -> None:
+    for stage in CONFIGS:
+        shutil.rmtree(run / stage)
+
+
+def no_evaluation(run: Path) -> None:
+    shutil.rmtree(run / "eval")
+
+
+@pytest.mark.parametrize(
+    ("happens", "expected"),
+    [
+        (changed_key, ["finished", "stale", "finished", "finished"]),
+        (changed_data, ["finished", "finished", "finished", "stale"]),
+        (changed_base, ["stale", "finished", "finished", "finished"]),
+        (cut_weights, ["damaged", "finished", "finished", "finished"]),
+        (half_way, ["finished", "finished", "stopped", "stale"]),
+        (nothing_saved, ["finished", "stopped", "stale", "stale"]),
+        (nothing_at_all, ["new"] * 4),
+        (no_evaluation, ["finished", "finished", "finished", "new"]),
+    ],
+)
+def test_what_comes_next_is_what_rlhf_run_would_do(run: Path, happens: Any, expected: list[str]) -> None:
+    happens(run)
+    found = told(run)
+    assert [stage["state"] for stage in found["stages"].values()] == expected
+    lines = [f"{step['stage']:<8} {step['why']}" for step in found["next"]["steps"]]
+    result = CliRunner().invoke(app, ["run", str(run), "--dry-run"])
+    if result.exit_code == 0:
+        assert lines == result.stdout.splitlines() and found["next"]["action"] == "run"
+    else:  # what sft left is damaged, and nobody but sft may go on from there
+        assert result.stderr.startswith(found["next"]["problems"][0]["code"], len("error["))
+
+
+def test_why_a_stage_is_not_finished_is_said_below_the_table(run: Path) -> None:
+    changed_key(run)
+    lines = rlhf("status", run).splitlines()
+    assert "reward   reward.learning_rate 1e-05 -> 2e-05" in lines
+    why = "(stale: reward.learning_rate 1e-05 -> 2e-05)"
+    assert lines[-1] == f"next: rlhf run run runs reward {why}, and ppo and eval if that changes what they start from"
+    assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
+
+
+def test_a_stage_that_was_stopped_under_other_settings_goes_on_by_its_own(run: Path) -> None:
+    """Such as those of --set, which are in no file of the user's."""
+    changed_key(run)
+    nothing_saved(run)
+    (run / "reward/config.yaml").touch()
+    (line,) = [line for line in rlhf("status", run).splitlines() if line.startswith("reward   reward.learning_rate")]
+    assert line.endswith("; to resume it with its old config: rlhf reward --config run/reward/config.yaml")
+
+
+def test_requirements_that_do_not_hold_are_told_as_rlhf_run_tells_them(run: Path) -> None:
+    (run / "eval.yaml").write_text(CONFIGS["eval"] + 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\n')
+    found = told(run)["next"]
+    assert (found["action"], [problem["code"] for problem in found["problems"]]) == ("nothing", ["R06"])
+    assert "is 0.5, required >= 0.6" in rlhf("status", run).splitlines()[-1]
+
+
+def test_a_config_that_is_wrong_hides_no_other_stage(run: Path) -> None:
+    (run / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
+    found = told(run)
+    assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
+    assert found["next"]["action"] == "refused"
+    assert {problem["where"] for problem in found["next"]["problems"]} == {"run/ppo.yaml", "run/ppo.yaml:1"}
+    assert rlhf("status", run).splitlines()[-1].startswith("next: rlhf run run would be refused: error[C")
+
+
+# Progress
+
+
+def test_a_running_stage_tells_its_process_and_the_time_left(run: Path, writer: subprocess.Popen[bytes]) -> None:
+    rows = metrics(8)  # 5 s each
+    unfinished(run, "ppo", *rows[:4], {**rows[4], "time_s": 30.0}, {**rows[5], "time_s": 60.0}, saved=4)
+    change_episodes(run, 512)
+    found = told(run)
+    ppo = found["stages"]["ppo"]
+    assert ppo["state"] == "running" and ppo["process"]["pid"] == writer.pid
+    assert (ppo["step"], ppo["steps"]) == (6, 8)
+    assert ppo["left_s"] == pytest.approx((8 - 6) * (60 - 5) / 5)
+    assert ppo["headline_from"] == "metrics.jsonl" and ppo["headline"]["objective/scores"] == 0.5
+    assert found["stages"]["eval"]["state"] == "stale"  # it judged the one before
+    assert found["next"]["action"] == "wait"
+    lines = rlhf("status", run).splitlines()
+    assert any(
+        line.startswith("ppo     running, step 6 of 8  reward 0.500 in the last update, KL 1.00") for line in lines
+    )
+    assert any(line.startswith(f"ppo      process {writer.pid}, for ") for line in lines)
+    assert lines[-1] == "next: wait for ppo; rlhf run run would be refused until then"
+    writer.kill()
+    writer.wait()
+    ppo = told(run)["stages"]["ppo"]
+    assert (ppo["state"], ppo["step"], ppo["process"], ppo["left_s"]) == ("stopped", 4, None, None)
+    assert "stopped, saved at step 4 of 8" in rlhf("status", run)
+
+
+def change_episodes(run: Path, episodes: int) -> None:
+    """In the config that the stage was begun with: 64 episodes an update."""
+    path = run / "ppo/config.yaml"
+    text = path.read_text()
+    assert "total_episodes: 64" in text
+    path.write_text(text.replace("total_episodes: 64", f"total_episodes: {episodes}"))
+
+
+@pytest.mark.parametrize("parts", [1, 3, 4])
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.5])
+def test_steps_of_sft_are_told_from_its_log_as_they_are_counted_beforehand(
+    run: Path, parts: int, epochs: float
+) -> None:
+    batches = 10
+    settings = SFTSettings(per_device_train_batch_size=2, gradient_accumulation_steps=parts, num_train_epochs=epochs)
+    whole = settings.steps(2 * batches)
+    path = run / "sft/config.yaml"
+    text = path.read_text().replace("gradient_accumulation_steps: 1", f"gradient_accumulation_steps: {parts}")
+    path.write_text(text.replace("num_train_epochs: 1.0", f"num_train_epochs: {epochs}"))
+    each = math.ceil(batches / parts)
+    for step in range(1, whole + 1):
+        # As transformers counts: the share of the epoch's batches that were read.
+        epoch = (step - 1) // each + min(((step - 1) % each + 1) * parts / batches, 1.0)
+        unfinished(run, "sft", {"step": step, "loss": 1.0, "epoch": epoch, "time_s": 1.0 * step})
+        found = status_read.read_stage("sft", run / "sft")
+        assert (found.steps, found.headline) == (whole, {"loss": 1.0}), step
+
+
+# A run that starts from another one, inside of it
+
+
+@pytest.fixture
+def demo(run: Path) -> Path:
+    """The run, with an SFT model to start from that is to be trained in its own folder, as the demo's is."""
+    for stage in CONFIGS:
+        shutil.rmtree(run / stage)
+    shutil.rmtree(run / "base")
+    (run / "base").mkdir()
+    (run / "base/sft.yaml").write_text("model: {path: ../plain}\ndata: {train: ../sft.jsonl}\n")
+    (run / "plain").mkdir()
+    (run / "plain/config.json").write_text("{}")
+    (run / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "base/sft"))
+    return run
+
+
+def test_a_base_that_is_not_trained_yet_comes_first(demo: Path) -> None:
+    first, *rest = rlhf("status", demo).splitlines()[1:]
+    assert first.split() == ["base/sft", "new"] and [line.split()[0] for line in rest[:4]] == [*CONFIGS]
+    assert rest[-1] == "next: rlhf run run/base, which run starts from; then rlhf run run"
+    assert told(demo)["next"]["action"] == "refused" and told(demo)["bases"][0]["state"] == "new"
+    (demo / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
+    assert "would be refused: error[C" in rlhf("status", demo).splitlines()[-1], "what is wrong besides is said"
+
+
+def test_a_base_in_training_is_waited_for(demo: Path) -> None:
+    (demo / "base/sft").mkdir()
+    unfinished(demo / "base", "sft", {"step": 3, "loss": 2.5, "time_s": 1.0})
+    command = [sys.executable, "-c", HOLDER, str(demo.resolve() / "base/sft")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        lines = rlhf("status", demo).splitlines()
+        assert lines[1].startswith("base/sft  running, step 3  loss 2.500")
+        assert f"base/sft process {other.pid}, for " in "\n".join(lines)
+        assert lines[-1] == "next: wait for base/sft; rlhf run run would be refused until then"
+        (line,) = rlhf("ls").splitlines()[1:]
+        assert line.split("  ")[:2] == ["run", "base/sft (running, step 3)"]
+        other.kill()
+
+
+def test_a_base_is_no_run_of_its_own_unless_nothing_starts_from_it(demo: Path) -> None:
+    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert fake_stage.main(["sft", "--config", str(demo / "base/sft.yaml")]) == 0
+    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert told(demo)["bases"] == [] and rlhf("status", demo).splitlines()[1].startswith("sft  ")
+    assert rlhf("ls", "run/base").splitlines()[1].startswith("run/base  sft")
+    (demo / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "plain"))
+    assert {line.split()[0] for line in rlhf("ls").splitlines()[1:]} == {"run", "run/base"}
+
+
+# A run that was not named
+
+
+TAKES_THE_ONLY_ONE = ("status", "report")
+
+
+@pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE)
+def test_the_only_run_here_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    alone = CliRunner().invoke(app, [command])
+    assert alone.exit_code == 0 and alone.stderr.startswith("run is the only run here\n")
+    assert alone.stdout == CliRunner().invoke(app, [command, "run"]).stdout
+    monkeypatch.chdir(run)
+    inside = CliRunner().invoke(app, [command])
+    assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
+
+
+@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export"])
+def test_a_command_without_a_run_names_those_that_lie_here(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def said(*options: str) -> tuple[str, str]:
+        result = CliRunner().invoke(app, [command, *options])
+        error, hint = result.stderr.splitlines()
+        assert (result.exit_code, result.stdout) == (2, "") and error.startswith(
+            f"error[C11]: rlhf {command}: which run? "
+        )
+        return error.partition("? ")[2], hint
+
+    shutil.copytree(run, "other run")
+    os.utime(run / "eval/manifest.json", (time.time() + 5,) * 2)  # the newer one comes first
+    assert said() == ("There are run, other run", f"hint: rlhf {command} run")
+    if command == "run":  # the options that were typed stay
+        assert said("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
+    shutil.move(run, "runs/old")
+    if command not in TAKES_THE_ONLY_ONE:
+        assert said() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
+    for number in range(6):
+        Path(f"runs/{number}").mkdir()
+        Path(f"runs/{number}/sft.yaml").touch()
+    assert said()[0].endswith(" and 2 more (rlhf ls)")
+    shutil.rmtree("runs")
+    if command not in TAKES_THE_ONLY_ONE:
+        assert said() == ("There are other run", f"hint: rlhf {command} 'other run'")
+        monkeypatch.chdir("other run")
+        assert said() == ("This folder is one", f"hint: rlhf {command} .")
+    Path("empty").mkdir()
+    monkeypatch.chdir("empty")
+    assert said() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
+
+
+# Quick, and without a trace
+
+
+def test_nothing_is_written_and_no_lock_is_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished(run, "ppo", *metrics(3), saved=2)
+    monkeypatch.setattr("filelock.BaseFileLock.acquire", lambda *_, **__: pytest.fail("took a lock"))
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run.rglob("*")}
+    rlhf("status", run)
+    rlhf("ls", ".")
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run.rglob("*")} == before
+
+
+def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 0)
+    monkeypatch.setattr(stage_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
+    monkeypatch.setattr(stage_status, "open_reference", lambda *_: pytest.fail("read a model"))
+    for stage in CONFIGS:
+        os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # begun after this copy was made
+    assert states(run) == ["finished"] * 4
+    assert [stage["unread"] for stage in told(run)["stages"].values()] == [[]] * 4
+    for name in ("base", "held-out.jsonl"):  # a file of the model is gone, say; the data were written anew
+        os.utime(run / name, (time.time() + 10,) * 2)
+    found = told(run)
+    assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
+    assert [stage["unread"] for stage in found["stages"].values()] == [["model.path"], [], [], ["data.prompts"]]
+    lines = rlhf("status", run).splitlines()
+    assert lines[-1] == "next: nothing, as far as dates tell"
+    assert lines[-3].startswith("sft      model.path: large, with a date later than this stage's start")
+    monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 32_000_000)
+    monkeypatch.setattr(stage_status, "open_reference", runs.open_reference)
+    monkeypatch.setattr(stage_status, "files_sha256", files_sha256)
+    changed_base(run)
+    assert runs.quick_stage_status(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
+
+
+def test_it_answers_at_once_and_imports_no_torch(run: Path) -> None:
+    script = (
+        "import sys, time; from rlhf_cli.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "finally: print(time.process_time(), {'torch', 'numpy', 'scipy', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    for arguments in (["status", str(run)], ["ls", "."]):
+        result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        seconds, found = result.stdout.splitlines()[-1].split(maxsplit=1)
+        assert found == "set()" and float(seconds) < 1, result.stdout + result.stderr
+
+
+# Damage
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+DAMAGES: dict[str, Any] = {
+    "half": half,
+    "empty": lambda content: b"",
+    "list": lambda content: b"[]",
+    "odd": lambda content: b'{"step": 1, "time_s": 1e999, "epoch": "x", "loss": NaN, "environment": 3, "parents": [1]}',
+    "binary": lambda content: bytes(range(256)),
+    "deep": lambda content: b'{"a":' * 3000,
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_damage_to_any_file_is_too_much(run: Path, damage: str) -> None:
+    unfinished(run, "ppo", *metrics(3), saved=2)
+    write_jsonl(run / "sft/metrics.jsonl", [{"step": 1, "loss": 1.0, "epoch": 0.1, "time_s": 1.0}])
+    lock_path(run / "ppo").write_text("{}")
+    kept = [path for path in run.rglob("*") if path.is_file()]
+    assert len(kept) > 20
+    for path in kept:
+        content = path.read_bytes()
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(DAMAGES[damage](content))
+        found = told(run)  # exits with 0 and says nothing but JSON
+        assert found["next"]["action"] in ("run", "refused"), path
+        path.write_bytes(content)
+    rlhf("ls", ".")
+
+
+def test_a_table_of_the_wrong_things_in_a_sealed_manifest_is_no_end(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    kept = {stage: (tmp_path / f"run/{stage}/manifest.json").read_bytes() for stage in CONFIGS}
+    for value in (3, [1], {"a": 1}):
+        for key in ("files", "parents", "metrics", "step", "stopped", "model_sha256", "stage"):
+            for stage, content in kept.items():
+                (tmp_path / f"run/{stage}/manifest.json").write_bytes(content)
+                change(tmp_path / f"run/{stage}/manifest.json", **{key: value})
+            rlhf("status", tmp_path / "run")
+            rlhf("ls", tmp_path)
+
+
+# What is no run
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("sft.yaml").touch()
+    for name, says in (
+        ("empty", "empty holds none of sft.yaml, reward.yaml, ppo.yaml, eval.yaml"),
+        ("emty", "no such folder: emty\nhint: did you mean empty?"),
+        ("sft.yaml", "sft.yaml is a file, not the folder of a run"),
+    ):
+        result = CliRunner().invoke(app, ["status", name])
+        assert (result.exit_code, result.stdout) == (2, "") and result.stderr.startswith(f"error[C09]: {says}")
+
+
+def test_a_stages_folder_stands_for_its_run(run: Path) -> None:
+    assert told(run / "ppo") == told(run)
+
+
+# ls
+
+
+def test_ls_lists_runs_the_newest_first(run: Path) -> None:
+    write_run(Path("runs/old"))
+    write_run(Path("runs/deep/a/b"))
+    shutil.copytree(run, "runs/new")
+    Path("runs/configs").mkdir()
+    shutil.copy(run / "sft.yaml", "runs/configs")
+    write_run(Path("runs/new/ppo/state/inner"))  # inside of a stage's folder
+    write_run(Path("runs/.hidden"))
+    write_run(Path("runs/1/2/3/4/5"))  # deeper than it looks
+    unfinished(Path("runs/new"), "ppo", *metrics(3), saved=2)
+    for path in Path("runs/old").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    for name, seconds in (("deep/a/b", 100), ("configs", 50), ("new", 0)):
+        for path in Path("runs", name).rglob("*"):
+            os.utime(path, (time.time() - seconds,) * 2)
+    names = ["runs/new", "runs/configs", "runs/deep/a/b", "runs/old"]
+    found = json.loads(rlhf("ls", "--json"))
+    assert [each["run"] for each in found] == names and "next" not in found[0]
+    assert found[0]["stages"][2]["state"] == "stopped" and found[0]["stages"][3]["state"] == "stale"
+    lines = rlhf("ls").splitlines()
+    assert [line.split()[0] for line in lines] == ["run", *names]
+    assert "sft, reward, ppo (stopped, saved at step 2 of 1), eval (stale)" in lines[1]
+    assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
+    assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
+    assert len(status_read.find_runs([Path("runs/1")])) == 1
+
+
+def test_ls_leaves_presets_out_until_one_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "configs_folder", lambda: tmp_path / "configs")
+    for name in ("configs/tldr", "configs/demo", "mine/configs"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "sft.yaml").write_text(CONFIGS["sft"])
+    (tmp_path / "configs/demo/sft").mkdir()
+    (tmp_path / "configs/demo/sft/identity.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert {line.split()[0] for line in rlhf("ls", ".").splitlines()[1:]} == {"configs/demo", "mine/configs"}
+
+
+def test_ls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert rlhf("ls", "--json") == "[]\n"
+    result = CliRunner().invoke(app, ["ls"])
+    assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith("no runs below /")
+    result = CliRunner().invoke(app, ["ls", "nowhere"])
+    assert (result.exit_code, result.stderr) == (2, "error[C09]: no such folder: nowhere\n")

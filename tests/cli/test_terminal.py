@@ -1,0 +1,188 @@
+"""What goes where on a terminal and off it."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_terminal import Tty
+
+from rlhf_cli import terminal
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.reset()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_results_go_to_stdout_and_log_lines_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.out("result")
+    terminal.say("log")
+    assert capsys.readouterr() == ("result\n", "log\n")
+
+
+def test_control_characters_are_taken_out() -> None:
+    assert terminal.clean("a\x1b[31mb\x07\x9b2J\rc\x7f\x00\td\ne é😀") == "a[31mb2Jc\td\ne é😀"
+
+
+@pytest.mark.parametrize("write", [terminal.say, terminal.out, lambda text: terminal.warn("T02", text)])
+def test_no_way_out_lets_control_characters_through(write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("x\x1b]0;title\x07y")
+    terminal.table(["a\x1b"], [["b\x1b[2J"]], title="c\x1b")
+    assert "\x1b" not in "".join(capsys.readouterr())
+
+
+def test_a_warning_is_said_once_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        terminal.warn("T02", "no pad token", where="a.yaml:3", hint="nothing to do")
+    terminal.warn("T02", "no pad token", where="b.yaml:3")
+    lines = ["warning[T02]: a.yaml:3: no pad token", "warning[T02]: b.yaml:3: no pad token"]
+    assert terminal.emitted_warnings() == lines
+    assert capsys.readouterr().err == f"{lines[0]}\nhint: nothing to do\n{lines[1]}\n"
+    terminal.reset()
+    assert terminal.emitted_warnings() == []
+
+
+def test_a_table_off_a_terminal_is_aligned_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "word " * 60
+    terminal.table(["name", "value"], [["日本", "1"], ["x", long], ["two\nlines", "[bold]b[/bold]"]], title="t")
+    lines = capsys.readouterr().out.splitlines()
+    expected = [
+        "t",
+        "name        value",
+        "日本        1",
+        f"x           {long}".rstrip(),
+        "two\\nlines  [bold]b[/bold]",
+    ]
+    assert lines == expected
+
+
+def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.table(["name"], [["[link=http://x]here[/link]"], ["a\x1b[31mred"]], title="[red]t")
+    drawn = screen.getvalue()
+    assert "[link=http://x]here[/link]" in drawn and "[red]t" in drawn and "a[31mred" in drawn
+    assert "┃" in drawn
+    assert "\x1b[31m" not in drawn
+
+
+def test_every_row_needs_all_columns() -> None:
+    with pytest.raises(AssertionError):
+        terminal.table(["a", "b"], [["1"]])
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "dumb")
+    terminal.table(["a"], [["b"]])
+    assert screen.getvalue() == "a\nb\n"
+
+
+def test_what_an_encoding_cannot_show_is_escaped() -> None:
+    code = "from rlhf_cli import terminal; terminal.out('caf\\u00e9 \\ud800')"
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert result.stdout == b"caf\\xe9 \\ud800\n"
+
+
+def test_rich_is_loaded_only_for_a_terminal() -> None:
+    code = "from rlhf_cli import terminal; import sys; terminal.table(['a'], [['b']]); print('rich' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "a\nb\nFalse\n"
+
+
+# A chat
+
+
+def test_a_text_comes_piece_by_piece_and_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("a\x1b[2J ", "b\n", "c"):
+        terminal.print_partial(text)
+    terminal.out()
+    terminal.log_dim("numbers\x07")
+    assert capsys.readouterr() == ("a[2J b\nc\n", "numbers\n")
+
+
+@pytest.mark.parametrize(("no_color", "shown"), [("", "\x1b[2ma\x1b[0m\n"), ("1", "a\n")])
+def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color: str, shown: str) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    terminal.log_dim("a")
+    assert screen.getvalue() == shown
+
+
+def test_texts_grow_side_by_side_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert not terminal.fits_side_by_side(2)  # 80 columns
+    monkeypatch.setenv("COLUMNS", "100")
+    assert terminal.fits_side_by_side(2)
+    with terminal.Columns(["one", "two"]) as columns:
+        columns.add(0, "[bold]left\x1b]0;title\x07 ")
+        columns.add(1, "right")
+        columns.add(0, "and more")
+    (row,) = [line for line in screen.getvalue().splitlines() if "more" in line]
+    assert "[bold]left]0;title and more" in row and row.index("right") - row.index("[bold]") >= 48
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.fits_side_by_side(2)
+
+
+def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
+    code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
+    said = subprocess.run([sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True)
+    assert said.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
+
+
+def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert terminal.ask("> ") is None and not terminal.is_interactive()
+
+
+def test_it_is_known_when_nobody_reads_any_more() -> None:
+    code = (
+        "import os, sys; from rlhf_cli import terminal\n"
+        "said = []\n"
+        "for _ in range(2): terminal.out('x'); said.append(terminal.is_stdout_open())\n"
+        "print(said, file=sys.stderr)"
+    )
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(reader)
+        os.close(writer)
+        assert process.stderr and process.stderr.read().split()[-2:] == [b"[False,", b"False]"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work goes on, as where the reader is gone; that stdout is cut off is remembered."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, name, full)
+        for _ in range(3):
+            (terminal.out if name == "stdout" else terminal.say)("a line")
+        lost = terminal.stdout_error()
+        assert (lost is not None and lost.errno == errno.ENOSPC) if name == "stdout" else lost is None
+        monkeypatch.undo()
+    terminal.reset()
+    assert terminal.stdout_error() is None
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path: Path) -> None:
+    def ended(*arguments: str) -> tuple[int, str]:
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "rlhf_cli", *arguments]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        return done.returncode, done.stderr
+
+    assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
+    code, said = ended("ls")
+    assert code == 1 and said.startswith("error[E03]: stdout cannot be written: No space left")
+    assert len(said.splitlines()) == 2

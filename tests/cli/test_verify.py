@@ -1,0 +1,550 @@
+"""`rlhf verify`: trainer and reference agree for every option, planted errors are found, a run is not modified."""
+
+import ast
+import json
+import math
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tiny
+import torch
+from ppo_folder import PPO, lines, ppo, rlhf, write
+from torch import nn
+
+from rlhf_cli import jsonl
+from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
+from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
+from rlhf_cli.config.ppo_algorithm import SCHEDULERS
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo import trainer as trainer_module
+from rlhf_cli.ppo.experience import RunningMeanStd
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.function import FunctionReward
+from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward
+
+EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
+PTX = [([5, 6], [7, 3, 2]), ([4], [8, 8, 2]), ([9, 3, 4], [2])]
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in ids if token not in (tiny.EOS, tiny.PAD))
+
+
+def length(prompts: list[str], responses: list[str]) -> list[float]:
+    return [len(response.split()) / 3 + len(prompt) / 7 for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def trained(
+    *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
+) -> PPOTrainer:
+    """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
+    chosen = tiny.settings(**{**SIZES, **changes})
+    like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
+    sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
+    causal, scored = (partial(make, family or "llama", **sizes) for make in (tiny.causal, tiny.scorer))
+    policy, ref, scorer = causal(0 if like_ref else 3), causal(), scored()
+    value = forward.ValueHead(policy) if head else scored(5)
+    stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
+    sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
+    if both:
+        sources["words"] = FunctionReward("words", length, Words())
+    if combine:
+        members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
+        sources["vote"] = EnsembleReward(members, combine, 0.3)
+    trainer = PPOTrainer(
+        policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
+        weights={"model": 0.7, "words": 1.3, "vote": 0.4}, clips={"model": 1.5, "vote": 2.0},
+        ptx=PTX if chosen.ptx_coef else (), seed=4,
+    )  # fmt: skip
+    for step in range(steps):
+        trainer.step(prompts(trainer, step))
+    return trainer
+
+
+def prompts(trainer: PPOTrainer, seed: int) -> Any:
+    return tiny.prompts(trainer.settings.prompts_per_update, seed)
+
+
+def verify(trainer: PPOTrainer) -> list[Quantity]:
+    rollout = trainer.generate(prompts(trainer, 9))
+    updates, stop = trainer.settings.num_updates(), trainer.engine.stop_token_id  # type: ignore[attr-defined]
+    float64, expected = run_in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
+    return compare(expected, float64)
+
+
+def by_name(quantities: list[Quantity]) -> dict[str, Quantity]:
+    return {quantity.name: quantity for quantity in quantities}
+
+
+def first_apart(quantities: list[Quantity]) -> str | None:
+    return next((quantity.name for quantity in quantities if quantity.error > EXACT), None)
+
+
+REFERENCE = sorted(Path(reference.__file__).parent.glob("reference*.py"))
+
+# The reference and the trainer agree for every option
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "first update": {"steps": 0},
+    "whitened rewards, advantages as they are": {
+        "whiten_rewards": True,
+        "advantage_norm": "none",
+        "gamma": 0.9,
+        "lam": 0.7,
+    },
+    "scores scaled": {"use_score_scaling": True, "steps": 2},
+    "scores normed, clipped": {"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.8},
+    "penalties": {"missing_eos_penalty": 2.5, "overlong_penalty": {"tokens": 3, "factor": 0.7}, "response_length": 6},
+    "lengths": {"response_length": {"min": 3, "max": 9}, "overlong_penalty": {"tokens": 2, "factor": 1.0}},
+    "no stop token": {"stop_token": "none", "response_length": 4},
+    "another stop token": {"stop_token_id": 5, "temperature": 1.3, "missing_eos_penalty": None},
+    **{f"{kind} in the reward": {"kl_estimator": kind, "kl_coef": 0.2} for kind in ("k2", "k3", "abs", "full")},
+    **{f"{kind} in the loss": {"kl_in": "loss", "kl_estimator": kind, "kl_coef": 0.2} for kind in ("full", "k2", "k3")},
+    "a controlled coefficient": {"adap_kl_ctrl": True, "target": 3.0, "horizon": 50, "kl_coef": 0.2, "steps": 2},
+    "clips": {"cliprange": 0.05, "cliprange_high": 0.3, "cliprange_value": 0.05, "num_ppo_epochs": 3},
+    "dual clip": {"dual_clip": 1.2, "learning_rate": 0.05, "ratio_threshold": None},
+    "entropy": {"entropy_coef": 0.3, "vf_coef": 0.9},
+    "no value loss": {"vf_coef": 0.0, "weight_decay": 0.1},
+    "language model loss": {"ptx_coef": 2.0, "num_mini_batches": 2},
+    "stopped early": {"early_stopping": True, "target_kl": 1e-4, "num_ppo_epochs": 4, "learning_rate": 0.03},
+    "skipped minibatches": {"ratio_threshold": 1.01, "learning_rate": 0.05, "num_mini_batches": 2, "num_ppo_epochs": 3},
+    "value rates": {
+        "value_learning_rate": 0.02,
+        "value_warmup_steps": 4,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 2,
+    },
+    "value alone": {"value_only_updates": 2, "ptx_coef": 1.0, "weight_decay": 0.1},
+    "value alone, and a schedule": {
+        "value_only_updates": 2,
+        "steps": 3,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.3,
+        "adap_kl_ctrl": True,
+    },
+    "value alone, on the policy": {"value_only_updates": 2, "head": True, "vf_coef": 1.0},
+    "a head on the policy": {"head": True, "vf_coef": 1.0},
+    "shared layers": {"num_shared_layers": 1},
+    "shared layers and a head": {"num_shared_layers": 1, "head": True, "vf_coef": 1.0},
+    "samples of a prompt": {"num_samples_per_prompt": 2, "num_mini_batches": 4},
+    "adamw": {
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "max_grad_norm": 0.05,
+        "steps": 2,
+    },
+    "small micro-batches": {"micro_batch_tokens": 10, "gradient_checkpointing": True},
+    "two sources": {"both": True, "use_score_scaling": True},
+    **{f"ensemble, {combine}": {"combine": combine, "num_ppo_epochs": 1} for combine in COMBINE},
+    "reasoning": {
+        "recipe": "reasoning",
+        "num_mini_batches": 2,
+        "response_length": 8,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "warmup_ratio": 0.3,
+    },
+    **{family: {"family": family, "num_ppo_epochs": 1} for family in tiny.FAMILIES},
+}
+# Options that change no number of an update, except the number of rows and their forward passes.
+NO_NUMBERS = {
+    "total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "micro_batch_tokens", "packing", "logits_at_a_time", "optim", "offload", "fsdp", "local_rollout_forward_batch_size",
+    "num_samples_per_prompt", "num_sample_generations", "generate_ref_response", "gradient_checkpointing", "bf16",
+    "fp16", "kl_stop", "push_to_hub_if_best", "recipe", "require_reward", "watchdog", "stop_token", "stop_token_id",
+}  # fmt: skip
+
+
+@cache
+def result(case: str) -> list[Quantity]:
+    return verify(trained(**CASES[case]))
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_and_the_trainer_agree(case: str) -> None:
+    quantities = result(case)
+    assert not any(math.isnan(quantity.largest) for quantity in quantities)
+    assert {quantity.name: quantity.error for quantity in quantities if not quantity.error <= EXACT} == {}
+    assert {quantity.name for quantity in quantities if quantity.float64 is None} == {
+        "response tokens",
+        "tokens/padded",
+    }
+    assert by_name(quantities)["value weights, change"].largest > 0
+
+
+@pytest.mark.training
+def test_the_options_of_the_cases_take_effect() -> None:
+    """A case whose limit is never reached would show nothing."""
+
+    def largest(case: str, name: str) -> float:
+        return by_name(result(case))[name].largest
+
+    assert largest("stopped early", "policy/epochs") < 4
+    assert 0 < largest("skipped minibatches", "policy/skipped_minibatches") < 6
+    assert largest("clips", "policy/clipfrac_avg") > 0 and largest("clips", "val/clipfrac_avg") > 0
+    assert largest("value alone", "policy weights, change") == 0
+    assert largest("adamw", "policy/grad_norm") > 0.05
+
+
+@pytest.mark.parametrize("kind", get_args(SCHEDULERS))
+def test_learning_rates_of_a_whole_run(kind: str) -> None:
+    """Of policy and value at each of ten updates, with a warm-up each where the schedule takes one."""
+    warm = {} if kind == "constant" else {"warmup_steps": 3, "value_warmup_steps": 0}
+    for changes in ({}, warm):
+        trainer = trained(steps=0, lr_scheduler_type=kind, value_learning_rate=0.03, total_episodes=40, **changes)
+        start = reference_state_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
+        for start.update in range(10):
+            groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
+            ours = {name: reference_update.learning_rate(start, name) for name in ("policy", "value")}
+            assert ours == pytest.approx({name: groups[name] for name in ours}, rel=1e-12, abs=1e-15)
+            trainer.optimizer.step()
+            trainer.scheduler.step()
+
+
+def tiny_rollout() -> Rollout:
+    return Rollout.from_lists([[5]], [[tiny.EOS]], stop_token_id=tiny.EOS)
+
+
+def test_every_option_is_in_the_reference_and_in_a_case() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in REFERENCE)
+    used = {key for case in CASES.values() for key in case} | {"lr_scheduler_type"}
+    missing = [key for key in PPOSettings.model_fields if key not in NO_NUMBERS and not (key in text and key in used)]
+    assert missing == []
+
+
+def test_the_reference_shares_no_arithmetic_with_the_trainer() -> None:
+    found = set()
+    for node in [node for path in REFERENCE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]:
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    found -= {f"rlhf_cli.commands.verify.{path.stem}" for path in REFERENCE}
+    shared = {name for name in found if name.startswith("rlhf_cli")}
+    assert shared == {"rlhf_cli.data.sampling", "rlhf_cli.config.ppo_options"}
+    assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
+
+
+# Planted errors: the first quantity that differs shows where to look
+
+
+def at(place: Any, name: str, wrong: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replace place.name with `wrong(place.name)`."""
+    return lambda patch: patch.setattr(place, name, wrong(getattr(place, name)))
+
+
+def keyed(purpose: str, change: Callable[..., tuple[int, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Draw for `purpose` with other keys."""
+
+    def wrong(derive: Any) -> Any:
+        return lambda seed, what, *keys: derive(seed, what, *(change(*keys) if what == purpose else keys))
+
+    return at(trainer_module, "derive_seed", wrong)
+
+
+def a_token_early(shape: Any) -> Any:
+    def wrong(scores: Any, penalty: Any, mask: Any) -> Any:
+        score = shape(scores, 0 * penalty, mask)
+        return shape(scores, penalty, mask) - score + score.roll(-1, 1)
+
+    return wrong
+
+
+def hotter(generate: Any) -> Any:
+    return lambda self, prompts: generate(HFEngine(self.model, self.stop_token_id, self.pad_token_id, 3.0), prompts)
+
+
+def ratio_with_gradient(_: Any) -> Any:
+    return lambda lp, old, ref, kind: torch.exp(lp - old) * (ref - lp) ** 2 / 2
+
+
+# error -> the first quantity that shows it, settings in which it does, how it is planted
+ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
+    "lambda": ("advantages", {}, at(losses, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
+    "biased variance in whitening": (
+        "advantages",
+        {},
+        at(losses, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False)),
+    ),
+    "rewards whitened without their mean": (
+        "rewards",
+        {"whiten_rewards": True},
+        at(losses, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask)),
+    ),
+    "sign of the KL": ("kl", {}, lambda patch: patch.setitem(losses.KL_ESTIMATORS, "k1", lambda r: r)),
+    "temperature left out": (
+        "logprobs",
+        {},
+        at(losses, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
+    ),
+    "score a token early": ("rewards", {}, at(losses, "compute_token_rewards", a_token_early)),
+    "value of another token": (
+        "values",
+        {},
+        at(forward, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
+    ),
+    "no clipping of the ratio": (
+        "loss/policy_avg, each step",
+        {"cliprange": 0.05},
+        at(losses, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
+    ),
+    "no clipping of the value": (
+        "loss/value_avg, each step",
+        {"cliprange_value": 0.01},
+        at(losses, "value_loss", lambda loss: lambda *a: loss(*a[:3], 9.0)),
+    ),
+    "no clipping of the gradient": (
+        "policy weights, change",
+        {"max_grad_norm": 0.05, "num_ppo_epochs": 1},
+        at(nn.utils, "clip_grad_norm_", lambda clip: lambda parameters, limit: clip(parameters, 1e9)),
+    ),
+    "entropy as a cost": (
+        "policy/grad_norm, each step",
+        {"entropy_coef": 0.1, "num_ppo_epochs": 1},
+        at(losses, "entropy", lambda entropy: lambda x: 2 * entropy(x).detach() - entropy(x)),
+    ),
+    "gradient through the ratio of the KL": (
+        "policy/grad_norm, each step",
+        {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
+        at(losses, "token_kl_loss", ratio_with_gradient),
+    ),
+    "moments of this update alone": (
+        "scores",
+        {"use_score_scaling": True},
+        at(RunningMeanStd, "__add__", lambda _: lambda self, scores: scores),
+    ),
+    "penalty for those that ended": (
+        "scores",
+        {"response_length": 3},
+        at(trainer_module, "apply_penalties", lambda apply: lambda scores, *rest: 2 * scores - apply(scores, *rest)),
+    ),
+    "controller the wrong way": (
+        "next kl_coef",
+        {"adap_kl_ctrl": True},
+        at(losses, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
+    ),
+    "other minibatches": (
+        "loss/policy_avg, each step",
+        {"num_mini_batches": 2},
+        keyed("minibatches", lambda update, epoch: (update, epoch, 1)),
+    ),
+    "noise of the next row": (
+        "response tokens unexplained",
+        {},
+        keyed("sample", lambda update, row: (update, row + 1)),
+    ),
+    "sampled at another temperature": ("response tokens unexplained", {}, at(HFEngine, "generate", hotter)),
+}
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes, planted = ERRORS[error]
+    trainer = trained(**changes)
+    planted(monkeypatch)
+    quantities = verify(trainer)
+    assert first_apart(quantities) == name
+    assert worst(quantities).error > 1e-4  # far from any tolerance
+
+
+def test_adamw_without_bias_correction_is_found() -> None:
+    trainer = trained(num_ppo_epochs=1)
+
+    def count_many_steps(*_: Any) -> None:
+        for state in trainer.optimizer.state.values():
+            state["step"].fill_(1e9)
+
+    trainer.optimizer.register_step_pre_hook(count_many_steps)
+    assert first_apart(verify(trainer)) == "policy weights, change"
+
+
+def test_a_change_of_a_frozen_model_is_found() -> None:
+    trained_ref, trained_reward = trained(), trained()
+    trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
+    trained_reward.rewards["model"].model = trained_reward.value  # type: ignore[attr-defined]
+    for trainer in (trained_ref, trained_reward):
+        assert first_apart(verify(trainer)) == "frozen weights, change"
+
+
+def test_a_scheduler_off_by_one_is_found() -> None:
+    trainer = trained(lr_scheduler_type="linear", warmup_steps=3)
+    trainer.scheduler.step()
+    assert {"lr", "policy weights, change"} <= {q.name for q in verify(trainer) if q.error > EXACT}
+
+
+# Differences
+
+
+def test_quantities_that_only_rounding_determines_are_not_compared() -> None:
+    """All returns are equal: no variance to explain, and the sign of the advantages depends on the last bit."""
+    same = {"gamma": 1.0, "lam": 1.0, "score_clip": 1e-3, "stop_token": "none", "head": True, "steps": 0}
+    by_kl = {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3, "vf_coef": 0.0}
+    for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
+        trainer = trained(**same, **changes)
+        trainer.rewards = {"words": FunctionReward("words", length, Words())}  # above score_clip, each of them
+        found = by_name(verify(trainer))
+        skipped = {name for name, quantity in found.items() if quantity.float64 is None}
+        assert skipped >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
+        assert ("policy weights, change" in skipped) is bool(more)
+        assert worst(list(found.values())).error < 1e-6
+    assert only_rounding({"returns": torch.tensor([1.0, 2.0]), "advantages": torch.tensor([1e-3, 0.0])}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "expected"),
+    [
+        ("kl", [1.0, 2.0], [1.0, 2.5], 0.5),
+        ("kl", [], [], 0.0),
+        ("kl", [1.0], [1.0, 2.0], math.inf),
+        ("kl", [math.nan], [1.0], math.inf),
+        ("response tokens", [1, 2, 3], [1, 5, 9], 2),
+    ],
+)
+def test_differences(name: str, a: list[float], b: list[float], expected: float) -> None:
+    assert difference(name, torch.tensor(a), torch.tensor(b)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "difference", "expected"),
+    [
+        ("kl", 50.0, 1e-3, 2e-5),
+        ("kl", 1e-9, 1e-9, 1e-6),  # values near 0 need not agree to a millionth of themselves
+        ("policy weights, change", 1e-9, 1e-9, 1.0),  # but changes of weights must
+        ("policy weights, change", 0.0, 0.0, 0.0),
+        ("policy weights, change", 0.0, 1e-12, math.inf),
+        ("response tokens unexplained", 0.0, 1.0, 1.0),
+    ],
+)
+def test_an_error_is_relative_to_the_quantity(name: str, largest: float, difference: float, expected: float) -> None:
+    assert Quantity(name, 1, largest, None, difference, None).error == pytest.approx(expected)
+
+
+# The command, on a run
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file's bytes and every path's time of change."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.training
+def test_verify_a_run(run_folder: Path) -> None:
+    """Numbers, samples and weights of the run are repeated to the bit, and no file changes."""
+    config = {
+        **PPO,
+        "output": {"save_steps": 1, "keep": 3},
+        "rewards": {"reward": {}, "short": {"function": "judges:short"}},
+    }
+    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
+    assert ppo(run_folder).exit_code == 0
+    before = tree(run_folder)
+    for step in (1, 3, None):
+        result = rlhf("verify", run_folder, "--json", *(["--step", step] if step else []))
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
+        found = {quantity["name"]: quantity for quantity in report["quantities"]}
+        assert max(quantity["error"] for quantity in found.values()) < EXACT
+        recorded = {name for name, quantity in found.items() if quantity.get("recorded") == 0}
+        metrics = {name for name in lines(run_folder / "ppo/metrics.jsonl")[0] if not name.endswith("_s")} - {"step"}
+        assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
+        assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
+    assert tree(run_folder) == before
+    shown = rlhf("verify", run_folder / "ppo", "--step", 2 + 1)
+    assert "update 3 agrees to 1e-06" in shown.stdout and "to the last bit" in shown.stdout
+    assert {"advantages", "policy weights, change"} <= {
+        line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
+    }
+    wrong = rlhf("verify", run_folder, "--step", 2)
+    assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "available steps: 1, 3, 4" in wrong.stderr
+    assert "available steps" in rlhf("verify", run_folder, "--step", 99).stderr
+
+
+@pytest.mark.training
+def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code was changed after the run: it repeats neither the run's numbers nor those of the reference."""
+    at(losses, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))(monkeypatch)
+    result = rlhf("verify", ppo_run)
+    assert result.exit_code == 1
+    assert "verify    update 3 differs: advantages is the first of" in result.stdout
+    assert "are not the run's own, first val/explained_variance" in result.stdout
+
+
+@pytest.mark.training
+def test_verify_a_run_with_many_options(run_folder: Path) -> None:
+    """A head on the policy, an ensemble, a language-model loss, shared layers, held-out samples, bfloat16."""
+    jsonl.write_jsonl(run_folder / "ptx.jsonl", [{"prompt": "a", "completion": f" moon of {n}"} for n in range(9)])
+    vote = {"models": {"a": "reward_model", "b": "reward_model"}, "combine": "mean_minus_std", "clip": 1.0}
+    config = {
+        **PPO,
+        "models": {**PPO["models"], "value": "policy_head"},
+        "data": {**PPO["data"], "eval_prompts": "heldout.jsonl", "ptx_data": "ptx.jsonl"},
+        "rewards": {"vote": vote, "short": {"function": "judges:short", "weight": 0.1}},
+        "output": {"save_steps": 1, "keep": 4},
+    }
+    changes = {
+        "bf16": True,
+        "ptx_coef": 0.5,
+        "num_shared_layers": 1,
+        "num_sample_generations": 4,
+        "generate_ref_response": True,
+        "response_length": {"min": 4, "max": 8},
+    }
+    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], **changes}})
+    assert ppo(run_folder).exit_code == 0
+    report = json.loads(rlhf("verify", run_folder, "--step", 3, "--json").stdout)
+    assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
+    found = {quantity["name"]: quantity for quantity in report["quantities"]}
+    assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
+    assert found["samples: score vote"]["recorded"] == found["policy weights, change"]["recorded"] == 0
+
+
+@pytest.mark.training
+def test_verify_an_unfinished_run(run_folder: Path) -> None:
+    """Neither the manifest, a complete last line, the checkpoint after the update nor the hub is needed."""
+    assert ppo(run_folder, "-s", "output.save_steps=1").exit_code == 0
+    (run_folder / "ppo/manifest.json").unlink()
+    config = run_folder / "ppo/config.yaml"
+    config.write_text(config.read_text().replace("push_to_hub_if_best: null", "push_to_hub_if_best: me/it"))
+    with (run_folder / "ppo/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "objective/k')
+    (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
+    result = rlhf("verify", run_folder)
+    assert result.exit_code == 0 and "update 4 agrees" in result.stdout and "to the last bit" in result.stdout
+    assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
+
+
+@pytest.mark.training
+def test_verify_refuses_damaged_checkpoints_and_changed_inputs(ppo_run: Path, run_folder: Path) -> None:
+    nothing = rlhf("verify", run_folder)
+    assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "contains no PPO run" in nothing.stderr
+    shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
+    with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"oops")
+    damaged = rlhf("verify", run_folder, "--step", 3)
+    assert damaged.exit_code == 1 and "error[M05]" in damaged.stderr and "step_000002 is damaged" in damaged.stderr
+    assert rlhf("verify", run_folder, "--step", 1).exit_code == 0
+    (run_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
+    other = rlhf("verify", run_folder)
+    assert other.exit_code == 2 and "error[C15]" in other.stderr and "data.prompts: other content" in other.stderr

@@ -1,0 +1,339 @@
+"""E01, E03, E04 through the real CLI: what this machine cannot do is said before a training, or ends it in one line."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rlhf_cli import runs, system, terminal
+from rlhf_cli.cli import app
+from rlhf_cli.commands import verify
+from rlhf_cli.models import devices, load, save
+
+SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
+STAGES = ("sft", "reward", "ppo")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+
+
+@pytest.fixture
+def three(folder: Path) -> Path:
+    """Four steps of each stage, with a state after each."""
+    foreign_scorer(folder)
+    for stage in ("sft", "reward"):
+        replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 4")
+    replace("ppo.yaml", "total_episodes: 64", f"total_episodes: 16\n  {SMALL}")
+    for stage in STAGES:
+        replace(f"{stage}.yaml", f"{stage}:", f"output: {{save_steps: 1}}\n{stage}:")
+    return folder
+
+
+# E01: number formats.
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("stage", "place"), [("sft", "sft.yaml:1: "), ("reward", "reward.yaml:1: ")])
+def test_e01_float16_on_the_cpu(folder: Path, stage: str, place: str) -> None:
+    replace(f"{stage}.yaml", "path: model", "path: model, dtype: float16")
+    says = ("float16 does not work on the CPU, float32 is used", "hint: leave model.dtype out")
+    assert warned(check(f"{stage}.yaml"), "E01", place, *says)
+
+
+@on_a_cpu
+@pytest.mark.training
+def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 where there is none: as a GPU without it answers."""
+    monkeypatch.setattr(devices, "supports_dtype", lambda name: name == "float32")
+    replace("ppo.yaml", "ppo:", "ppo:\n  bf16: true")
+    result = rlhf("ppo", "-s", "models.dtype=bfloat16")
+    assert warned(result, "E01", "--set models.dtype: ", "bfloat16 does not work on the CPU, float32 is used")
+    assert warned(result, "E01", "ppo.yaml:5: ", "hint: leave ppo.bf16 out")
+    assert load.load_causal_lm(three / "ppo/model").dtype == torch.float32
+    result = rlhf("sft", "-s", "sft.bf16=true")
+    assert warned(result, "E01", "--set sft.bf16: ", "float32 is used")
+
+
+# E03 before a training.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(keep + 1) states of what is trained, weight and two averages: needed, free, where; the same from check."""
+    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
+    needed = 12 * 3 * (model + scorer if stage == "ppo" else model)
+    usage = shutil.disk_usage(three)._replace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    says = (
+        f"3 checkpoints of {system.format_bytes(needed / 3)} need at least {system.format_bytes(needed)}",
+        "are free",
+        "hint: free disk space",
+    )
+    assert refused(rlhf(stage), "E03", f"{stage}: ", *says)
+    assert "error[E03]" in check(f"{stage}.yaml").stderr
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    assert "E03" not in check(f"{stage}.yaml").stderr
+
+
+def _numbers(folder: Path) -> int:
+    """By transformers' own count, heads left out."""
+    model = load.load_reward_model(folder) if folder.name == "scorer" else load.load_causal_lm(folder)
+    return sum(weight.numel() for weight in model.base_model.parameters())
+
+
+@on_a_cpu
+def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = _numbers(three / "model")
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
+    says = (f"{numbers:,} trained parameters need", "the CPU has", "hint: use a smaller model")
+    assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
+    # Where it is looked at is not always where it runs.
+    assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
+    assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
+    assert refused(check("ppo.yaml", "--quiet"), "E03", "ppo.yaml:1: ")  # as `rlhf run` asks, before its first stage
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
+    assert "E03" not in check("sft.yaml").stderr
+
+
+@on_a_cpu
+def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards, beside a copy that nothing loads, and with the masks that GPT-2 stored: the same numbers."""
+    numbers = _numbers(three / "model")
+    weights = load_file("model/model.safetensors")
+    masks = ["attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"]
+    shards = {
+        "a.safetensors": {name: weight for name, weight in weights.items() if "layers.0" in name},
+        "b.safetensors": {name: weight for name, weight in weights.items() if "layers.0" not in name}
+        | {f"h.0.{mask}": torch.ones(50) for mask in masks},
+    }
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
+    save_file(weights, "model/consolidated.safetensors")
+    says = f": {numbers:,} trained parameters need"
+    assert says in check("sft.yaml").stderr
+    Path("model/model.safetensors").unlink()
+    assert "warning[E03]" not in check("sft.yaml").stderr  # nothing that would be loaded
+    for name, part in shards.items():
+        save_file(part, f"model/{name}")
+    index = {"metadata": {}, "weight_map": {weight: name for name, part in shards.items() for weight in part}}
+    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
+    terminal.reset()
+    assert says in check("sft.yaml").stderr
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
+    assert "E03" not in check("sft.yaml").stderr
+
+
+@on_a_cpu
+def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPO trains a policy and a value model, and reads a reference policy and one reward model."""
+    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
+    replace("ppo.yaml", "reward: scorer", "reward: scorer, value: scorer")
+    replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
+    needed = 16 * (model + scorer) + 4 * (model + scorer)
+    monkeypatch.setattr(system, "total_memory", lambda: needed - 1)
+    says = f"{model + scorer:,} trained and {model + scorer:,} frozen parameters"
+    assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
+    monkeypatch.setattr(system, "total_memory", lambda: needed)
+    assert "E03" not in check("ppo.yaml").stderr
+
+
+@pytest.mark.training
+def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rlhf("sft").exit_code == 0
+    shutil.rmtree("sft/state")
+    usage = shutil.disk_usage(three)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(system, "total_memory", lambda: 0)
+    assert check("sft.yaml").exit_code == 0 and "E03" not in check("sft.yaml").stderr
+    assert "finished already" in rlhf("sft").stderr
+    assert "error[E03]: other/sft: " in check("sft.yaml", "run=other").stderr
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(folder)._replace(total=0, used=0, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert check("sft.yaml").exit_code == 0
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(save, "save_model", full)
+    result = rlhf("sft")
+    assert "error[E03]: sft: could not write to disk: No space left on device\n" in result.stderr
+
+
+def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
+    (folder / "file").write_text("")
+    for result in (check("sft.yaml", "run=file"), rlhf("sft", "-s", "run=file")):
+        assert "error[E03]: --set run: " in result.stderr and "hint:" in result.stderr, result.stderr
+        assert "cannot be written" in result.stderr and "Traceback" not in result.stderr and result.exit_code == 2
+
+
+# E03 on the way.
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [
+        ("sft", "model.adapters", "{kind: qlora}"),
+        ("reward", "model.adapters", "{kind: qlora}"),
+        ("ppo", "ppo.optim", "adamw_8bit"),
+        ("sft", "trainer.optim", "paged_adamw_8bit"),
+    ],
+)
+def test_e09_what_bits_need_is_an_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, value: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    if stage == "ppo":
+        foreign_scorer(folder)
+    told = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
+    for result in (check(f"{stage}.yaml", f"{key}={value}"), rlhf(stage, "-s", f"{key}={value}")):
+        assert result.exit_code == 2 and "error[E09]: " in result.stderr, result.output
+        assert f"{told[0]} needs bitsandbytes, which is not installed" in result.stderr and told[1] in result.stderr
+    assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
+
+
+# The limit comes with the second line of the log: one state is written by then.
+CHILD = """
+import resource, signal
+from rlhf_cli.cli import app
+from rlhf_cli.tracking import metrics_log
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+plain = metrics_log.MetricsLog.log
+
+def log(self, step, *rest):
+    plain(self, step, *rest)
+    if step == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+
+metrics_log.MetricsLog.log = log
+app({command})
+"""
+
+
+# The slow ones: reward is written by the same trainer as sft, and full disks of PPO are in tests/helpers/chaos too.
+SLOW = [pytest.param(stage, 150_000, marks=pytest.mark.slow) for stage in ("reward", "ppo")]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(("stage", "limit"), [("sft", 40_000), *SLOW])
+def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int) -> None:
+    """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good."""
+    sets = "ppo.num_sample_generations=0" if stage == "ppo" else f"{stage}.logging_steps=1"
+    code = CHILD.format(limit=limit, command=[stage, "-c", f"{stage}.yaml", "-s", sets])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=three)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: could not write to disk"), done.stderr
+    assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
+    resumed = rlhf(stage, "-s", sets)
+    assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
+    model = load_file("model/model.safetensors")
+    body = sum(tensor.numel() for name, tensor in model.items() if not name.startswith("lm_head."))
+    needed = 16 * body if stage != "ppo" else (16 + 16 + 4 + 4) * body
+    assert f"memory: {system.format_bytes(needed)} of " in resumed.stderr
+
+
+WORDS = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    OSError(errno.EROFS, "Read-only file system"),
+    RuntimeError("[enforce fail at inline_container.cc:678] . unexpected pos 64 vs 0"),
+    RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed"),
+    ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", WORDS, ids=[type(error).__name__ + str(n) for n, error in enumerate(WORDS)])
+def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("while saving") from error
+
+    monkeypatch.setattr(runs, "complete_stage", full)
+    monkeypatch.setattr(save, "save_model", full)
+    assert "error[E03]: sft: could not write to disk: " in (result := rlhf("sft")).stderr
+    assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB."),
+              RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes."),
+              RuntimeError("unable to mmap 4000 bytes from file <x>: Cannot allocate memory (12)"),
+              OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc")]
+)  # fmt: skip
+def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(load, "load_causal_lm", full)
+    assert refused(rlhf("sft"), "E03", "sft: out of memory", "hint: lower the batch size", exit_code=1)
+
+
+@pytest.mark.parametrize("command", [["check", "sft.yaml", "--deep"], ["replay", "made"]])
+def test_e03_memory_that_runs_out_in_check_and_replay(
+    folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(load, "load_causal_lm", full)
+    monkeypatch.setattr(verify, "open_run", full)
+    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: out of memory", exit_code=1)
+
+
+def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(load, "load_causal_lm", fail)
+    assert refused(rlhf("sft"), "R00", "FileNotFoundError", exit_code=1)
+
+
+# E04: processes.
+
+
+@pytest.mark.parametrize("command", [["sft", "-c", "sft.yaml"], ["run", "."], ["check", "."]])
+@pytest.mark.parametrize(
+    ("variables", "place", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were requested, but 1 started"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, but 1 started"),
+        ({"MASTER_ADDR": "::1", "WORLD_SIZE": ""}, "MASTER_ADDR: ", "MASTER_ADDR is set without WORLD_SIZE"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were requested"),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were requested"),
+    ],
+)
+def test_e04_several_processes(
+    folder: Path, command: list[str], variables: dict[str, str], place: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, command)
+    assert f"error[E04]: {place}" in result.stderr and says in result.stderr
+    assert result.exit_code == 2 and "hint: use --nproc N, or torchrun" in result.stderr
+    assert f"unset {place.removesuffix(': ')}\n" in result.stderr
+    assert not (folder / "sft").exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "MASTER_ADDR": ""},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch alone
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 within it
+    ],
+)
+def test_e04_one_process_is_fine(folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert check("sft.yaml").exit_code == 0

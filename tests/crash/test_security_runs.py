@@ -1,0 +1,128 @@
+"""Training leaves no secret and no pickle, however it ends, and executes no code. The full chain: test_chain.py."""
+
+import io
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import replace, rlhf
+from canaries import SECRETS, is_pickle, leaks, run
+from test_security import ACTIVE, HOSTILE, Code
+
+from rlhf_cli import jsonl, runs
+from rlhf_cli.stages.trl_common import TrainingCallback
+
+pytestmark = pytest.mark.training
+
+
+def test_is_pickle_recognises_pickles() -> None:
+    packed = io.BytesIO()
+    torch.save(torch.zeros(2), packed)
+    assert is_pickle(packed.getvalue()) and is_pickle(b"\x80\x04K\x01.") and not is_pickle(b'{"a": 1}')
+
+
+KILLED = """
+import os
+from rlhf_cli.stages.trl_common import TrainingCallback
+real = TrainingCallback.on_save
+def at(self, args, state, control, **more):
+    if state.global_step == 3: os._exit(137)
+    return real(self, args, state, control, **more)
+TrainingCallback.on_save = at
+from rlhf_cli.cli import app
+app()
+"""
+
+
+@pytest.mark.parametrize(("stage", "code"), [("sft", 143), ("reward", 137)])
+def test_no_token_stays_however_a_training_ends(
+    folder: Path, stage: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped within a step; killed after transformers wrote a checkpoint and before rlhf sealed it."""
+    replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 5")
+    with Path(f"{stage}.yaml").open("a") as file:
+        file.write("output: {save_steps: 1}\n")
+    if stage == "reward":
+        done = run(folder / "home", "-c", KILLED, stage, "-c", f"{stage}.yaml")
+        assert done.returncode == code, done.stderr
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    if stage == "sft":
+        real = TrainingCallback.on_step_end
+
+        def at(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(self, args, state, control, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(TrainingCallback, "on_step_end", at)
+            stopped = rlhf(stage)
+        assert stopped.exit_code == code, stopped.stderr
+        assert not any(secret in stopped.output for secret in SECRETS.values())
+    assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
+    assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
+    again = rlhf(stage)
+    assert again.exit_code == 0 and "resumes at step" in again.stderr, again.stderr
+    assert not any(secret in again.output for secret in SECRETS.values())
+    assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
+
+
+@pytest.fixture
+def interrupted(folder: Path) -> Path:
+    """Return the newest checkpoint of an unfinished sft."""
+    replace("sft.yaml", "max_steps: 1", "max_steps: 4")
+    with Path("sft.yaml").open("a") as file:
+        file.write("output: {save_steps: 2}\n")
+    assert rlhf("sft").exit_code == 0
+    Path("sft/manifest.json").unlink()
+    shutil.rmtree("sft/model")
+    shutil.rmtree("sft/state/checkpoint-4")
+    return folder / "sft/state/checkpoint-2"
+
+
+def reseal(checkpoint: Path) -> None:
+    """Write matching hashes: whoever plants a file can write them, too."""
+    runs.seal_state(checkpoint, keep=2)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"])
+def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path, name: str) -> None:
+    if name == "pytorch_model.bin":
+        (interrupted / "model.safetensors").unlink()
+    torch.save({"state": Code(interrupted / "it ran")}, interrupted / name)
+    reseal(interrupted)
+    result = rlhf("sft")
+    errors = [line for line in result.stderr.splitlines() if line.startswith(("error", "hint"))]
+    assert result.exit_code == 1 and "Traceback" not in result.stderr and len(errors) == 2, result.stderr
+    assert errors[0].startswith("error[M05]: sft/state/checkpoint-2 contains non-tensor objects")
+    assert "weights_only" not in result.stderr, "torch's advice how to execute it is not printed"
+    assert not (interrupted / "it ran").exists() and not Path("sft/manifest.json").exists()
+
+
+def test_pickled_arguments_are_never_read(interrupted: Path) -> None:
+    torch.save(Code(interrupted / "it ran"), interrupted / "training_args.bin")
+    reseal(interrupted)
+    assert rlhf("sft").exit_code == 0 and not (interrupted / "it ran").exists()
+
+
+def test_hostile_texts_and_names_go_through_a_training_and_do_nothing(folder: Path) -> None:
+    """Texts of rows, a data file's and a model folder's name reach no terminal, log, manifest or card unescaped."""
+    name, model = (HOSTILE.replace("/", "") + ending for ending in (".jsonl", ".model"))
+    row = {"prompt": f"Tell me {HOSTILE}", "completion": f" {HOSTILE}"}
+    jsonl.write_jsonl(folder / name, [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8)])
+    shutil.move("model", model)
+    config = {"model": {"path": f"./{model}"}, "data": {"train": name, "eval": name}, "sft": {"max_steps": 2}}
+    Path("sft.yaml").write_text(json.dumps(config))
+    done = rlhf("sft")
+    assert done.exit_code == 0, done.output
+    assert not ACTIVE.search(done.output)
+    written = [path for path in Path("sft").rglob("*") if path.suffix in (".json", ".jsonl", ".yaml", ".md")]
+    assert len(written) > 8
+    for path in written:
+        assert path.name == "tokenizer.json" or not ACTIVE.search(path.read_text(encoding="utf-8")), path

@@ -1,0 +1,55 @@
+"""The workflows of docs/commands.md and .github: valid YAML, whose steps are existing commands."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)
+
+
+def steps(workflow: str, job: str) -> list[str]:
+    found = yaml.safe_load(workflow)
+    assert found[True], "YAML 1.1 reads `on` as True"
+    return [step["run"] for step in found["jobs"][job]["steps"] if "run" in step]
+
+
+def test_our_workflow_runs_the_targets_of_the_script() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert steps(OURS, "test") == [f"make {target}" for target in re.findall(r"^make \S+ (\w+)", script, re.MULTILINE)]
+
+
+def test_our_workflow_tests_the_newest_and_the_lowest_versions() -> None:
+    """`scripts/lowest.py` prints each lower bound of pyproject.toml, extras included."""
+    job = yaml.safe_load(OURS)["jobs"]["bounds"]
+    assert job["strategy"]["matrix"] == {"versions": ["newest", "lowest"]}
+    *_, tests = steps(OURS, "bounds")
+    files = re.findall(r"tests/\w+/\w+\.py", tests)
+    assert len(files) > 5 and all((ROOT / file).is_file() for file in files)
+    command = [sys.executable, "scripts/lowest.py", "torch==2.13.0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = dict(line.split("==") for line in done.stdout.splitlines())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["qlora"]):
+        wanted = Requirement(text)
+        assert (found[wanted.name] in wanted.specifier and f">={found[wanted.name]}" in text) or wanted.name == "torch"
+
+
+def test_the_example_workflow_is_the_tiny_chain_and_keeps_its_report() -> None:
+    install, *rest = steps(EXAMPLE, "smoke")
+    assert install.startswith("pip install ") and install.endswith(" -c rlhf-cli/constraints.txt ./rlhf-cli")
+    assert rest == ["rlhf init ci smoke", "rlhf run smoke"]
+    assert "smoke/eval/report.html" in EXAMPLE
+
+
+@pytest.mark.parametrize("workflow", [OURS, EXAMPLE])
+def test_every_job_has_a_timeout(workflow: str) -> None:
+    assert all("timeout-minutes" in job for job in yaml.safe_load(workflow)["jobs"].values())

@@ -1,0 +1,72 @@
+"""Layers of the house: a package imports only from packages below it, and no module import is circular."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "rlhf_cli"
+# From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
+LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "stages", "demo")
+LAYERS += ("commands", "cli", "__main__")
+TORCH_FREE = (
+    "cli commands.explain commands.check commands.convert commands.init commands.report commands.run "
+    "commands.status config config.ppo_options data.sources distributed errors "
+    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
+    "statistics system terminal tracking"
+)
+
+
+FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
+MODULES = {name.removesuffix("__init__").removesuffix("."): path for name, path in FILES.items()}
+
+
+def layer(module: str) -> int:
+    package = module.split(".")[0]
+    if package in LAYERS:
+        return LAYERS.index(package)
+    assert package in ("", "error_codes") or (ROOT / f"{package}.py").is_file(), f"{package} has no layer"
+    return -1
+
+
+def imports(module: str) -> set[str]:
+    """Modules of the package that a module imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module and node.level == 0, f"{module}: relative import"
+            if node.module.split(".")[0] == "rlhf_cli":
+                source = node.module.removeprefix("rlhf_cli").removeprefix(".")
+                names = {f"{source}.{alias.name}".removeprefix(".") for alias in node.names}
+                found |= names & MODULES.keys() or {source}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("rlhf_cli.") for alias in node.names if "rlhf_cli" in alias.name}
+    return found - {module}
+
+
+def test_a_package_imports_only_from_below() -> None:
+    for module in MODULES:
+        for target in imports(module):
+            assert layer(target) <= layer(module), f"{module} imports {target} from a higher layer"
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    TopologicalSorter({module: imports(module) & MODULES.keys() for module in MODULES}).prepare()
+
+
+def test_the_counts_of_the_house() -> None:
+    entries = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
+    folders = [path for path in entries if path.is_dir()]
+    modules = [path for path in entries if path.suffix == ".py" and not path.name.startswith("__")]
+    assert len(folders) <= 14 and len(modules) <= 8 and len(entries) <= 24
+    longest = max(ROOT.rglob("*.py"), key=lambda path: path.read_text(encoding="utf-8").count("\n"))
+    assert longest.read_text(encoding="utf-8").count("\n") <= 400, longest
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    names = " ".join(f"import rlhf_cli.{name};" for name in TORCH_FREE.split())
+    heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'scipy', 'rich'} & sys.modules.keys()"
+    command = [sys.executable, "-c", f"import sys; {names} print({heavy})"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.stdout.strip(), result.stderr) == ("set()", "")

@@ -1,0 +1,164 @@
+"""The wheel outside of the repository, the pinned versions, and the Makefile."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, installed into a folder outside of the repository."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def installed(site: Path, cwd: Path, *arguments: str) -> str:
+    """Run the installed `rlhf` with this environment's libraries; return its stdout."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(site / "bin/rlhf"), *arguments]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_each_config_once(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    files = [path for folder in ("rlhf_cli", "configs") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    expected = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    expected = {re.sub(r"^configs/", "rlhf_cli/configs/", name) for name in expected}
+    assert sorted(names) == sorted(expected)
+    assert any(name.startswith("rlhf_cli/configs/demo/") for name in names)
+
+
+def test_the_installed_command_runs_from_the_wheel_and_lists_every_preset(site: Path, tmp_path: Path) -> None:
+    assert "Inspect:" in installed(site, tmp_path, "--help")
+    listed = [line.split()[0] for line in installed(site, tmp_path, "init", "--list").splitlines()[1:]]
+    assert sorted(listed) == PRESETS
+    command = [sys.executable, "-c", "import rlhf_cli; print(rlhf_cli.__file__)"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    imported = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert imported.stdout.strip() == str(site / "rlhf_cli/__init__.py")
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("preset", ["ci", pytest.param("demo", marks=pytest.mark.slow)])  # which trains a base model
+def test_presets_work_from_the_wheel(site: Path, tmp_path: Path, preset: str) -> None:
+    installed(site, tmp_path, "init", preset, "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"sft.yaml", "reward.yaml", "ppo.yaml", "eval.yaml"} <= names
+    planned = installed(site, tmp_path, "run", "run", "--dry-run").splitlines()
+    assert [line.split()[0] for line in planned] == ["sft", "reward", "ppo", "eval"]
+    assert planned[0].split()[1] == "new"
+
+
+def test_every_dependency_is_pinned_inside_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for extra in project["optional-dependencies"].values() for text in extra]
+    wanted = [text for text in (*project["dependencies"], *extras) if not text.startswith("rlhf-cli[")]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {name.lower(): version for name, _, version in (line.partition("==") for line in lines) if version}
+    for requirement in map(Requirement, wanted):
+        assert pins[requirement.name.lower()] in requirement.specifier, requirement
+    assert pins["torch"] == "2.13.0"
+
+
+def test_imported_packages_are_the_declared_ones() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        name: {Requirement(text).name for text in texts} for name, texts in project["optional-dependencies"].items()
+    }
+    declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    theirs = metadata.packages_distributions()
+    found: set[str] = set()
+    for path in (ROOT / "rlhf_cli").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rlhf_cli"}
+            found |= {canonicalize_name(theirs.get(root, [root])[0]) for root in roots}
+    # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scaling.md); pydantic pins its own core.
+    others = extras["qlora"] | extras["trackers"] - {"tensorboard"} | {"deepspeed", "pydantic-core"}
+    assert found - declared == others
+    assert declared <= found
+
+
+# make
+
+
+def make(*arguments: str) -> str:
+    command = ["make", "--no-print-directory", *arguments]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_lists_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    listed = {name for line in make().splitlines() for name in line[:24].split()}
+    assert listed == set(phony[1].split())
+
+
+@pytest.mark.parametrize(("target", "stamp"), [("demo", ".installed"), ("test", ".installed-test")])
+def test_a_second_make_installs_nothing_until_a_pin_changes(tmp_path: Path, target: str, stamp: str) -> None:
+    venv = f"VENV={tmp_path}"
+    assert "-m pip install" in make("-n", target, venv)
+    (tmp_path / stamp).touch()
+    assert "-m pip install" not in make("-n", target, venv)
+    os.utime(tmp_path / stamp, (1, 1))
+    assert "-m pip install" in make("-n", target, venv)
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "preset"),
+    [("configs/ci", "runs/ci", "ci"), ("configs/ci/ppo.yaml", "runs/ci", "ci"), ("some/run/", "some/run", None)],
+)
+def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, preset: str | None) -> None:
+    planned = make("-n", "ppo", f"CONFIG={config}")
+    assert f"rlhf ppo --config {run}/ppo.yaml" in planned
+    assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
+    assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
+
+
+def test_make_golden_records_trl_in_the_peers_environment(tmp_path: Path) -> None:
+    planned = make("-n", "golden", f"PEER={tmp_path}")
+    assert f"{tmp_path}/bin/python -m pip install -q -r benchmarks/speed/peer.txt" in planned
+    assert f"{tmp_path}/bin/python -m benchmarks.golden --out runs/golden --shared ../shared" in planned
+    assert "trl==1.12.0" in (ROOT / "benchmarks/speed/peer.txt").read_text()
+
+
+def test_make_demo_prints_only_the_output_of_rlhf(tmp_path: Path) -> None:
+    """Recipes are not printed, only the output of rlhf, here a stand-in."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/.installed").touch()
+    (tmp_path / "venv/bin/rlhf").write_text('#!/bin/sh\necho "rlhf $*"\n')
+    (tmp_path / "venv/bin/rlhf").chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    os.utime(tmp_path / "venv/.installed", (time.time() + 60,) * 2)
+    said = make("-C", str(tmp_path), "demo", "VENV=venv").splitlines()
+    assert said == ["rlhf init demo runs/demo", "rlhf run runs/demo/base", "rlhf run runs/demo"]

@@ -1,0 +1,47 @@
+"""Secrets in a command's environment, a search for them in files, and pickle detection."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECRETS = {
+    "HF_TOKEN": "hf_" + "CanaryOne0123456789abcdefghijklmn",
+    "HUGGING_FACE_HUB_TOKEN": "hf_" + "CanaryTwo0123456789abcdefghijklmn",
+    "WANDB_API_KEY": "ca4a41e5" * 5,
+    "HUB_TOKEN": "a-canary-without-a-form",
+}
+# transformers' checkpoints, which torch reads as tensors only.
+PICKLES = re.compile(r"(sft|reward)/state/checkpoint-\d+/(optimizer\.pt|scheduler\.pt|rng_state\.pth)")
+
+
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with secrets in its environment, which it must not print; `home` gets its caches."""
+    home.mkdir(exist_ok=True)
+    environment = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home)}
+    environment |= {"RLHF_CACHE": str(home / "cache"), "XDG_CACHE_HOME": str(home / "xdg")}
+    environment.pop("HF_HOME", None)
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, cwd=home.parent, env=environment, capture_output=True, text=True, check=False)
+    assert not any(secret in done.stdout + done.stderr for secret in SECRETS.values())
+    return done
+
+
+def leaks(*places: Path) -> list[str]:
+    """Return the files below `places` that contain a secret, also compressed."""
+    leaking = []
+    for path in (path for place in places for path in place.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                content += b"".join(packed.read(name) for name in packed.namelist())
+        leaking += [str(path) for secret in SECRETS.values() if secret.encode() in content]
+    return leaking
+
+
+def is_pickle(content: bytes) -> bool:
+    """Return True if bytes begin like a pickle (protocol 2 and later), or torch's zip of one."""
+    return (content[:1] == b"\x80" and content[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or content[:2] == b"PK"

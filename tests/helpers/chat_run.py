@@ -1,0 +1,141 @@
+"""A tiny run to talk to, made once; and a terminal to talk at."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from ppo_folder import PROMPTS, as_stage, rlhf, write
+
+from rlhf_cli import jsonl
+from rlhf_cli.models import save, tokenizers
+
+PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
+ROOT = Path(__file__).parents[2]
+
+CONTEXT = 4096  # a reply that may take seconds, for Ctrl-C
+PPO = {
+    "models": {"adapters": {"kind": "lora", "r": 4}},
+    "data": {"prompts": "prompts.jsonl"},
+    "output": {"save_steps": 2, "snapshots": 2},
+    "ppo": {
+        "total_episodes": 32,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "response_length": 12,
+        "temperature": 0.7,
+        "learning_rate": 3e-2,
+    },
+}
+EVAL = {"data": {"prompts": "heldout.jsonl"}, "eval": {"n": 6, "best_of": [], "frontier": False}}
+
+
+def make(folder: Path, *, template: str | None = None) -> Path:
+    """The SFT and the reward stage of a run, of fresh weights; with a template its data are conversations."""
+    asked = [[{"role": "user", "content": prompt}] if template else prompt for prompt in PROMPTS]
+    answers = [[{"role": "assistant", "content": "ok"}] if template else " ok" for _ in PROMPTS]
+    told = zip(asked, answers, strict=True)
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in told])
+    jsonl.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
+    jsonl.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdef"])
+    jsonl.write_jsonl(folder / "texts.jsonl", [{"text": prompt} for prompt in PROMPTS])
+    tokenizer = tokenizers.train_tokenizer(folder / "texts.jsonl", 280)
+    if template:
+        tokenizers.set_chat_template(tokenizer, template)
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    for stage, kind, data in (("sft", tiny.causal, "sft.jsonl"), ("reward", tiny.scorer, "prompts.jsonl")):
+        model, name = kind(**size, **special), f"{stage}_model"
+        if stage == "sft":
+            model.lm_head.weight.data[1] = 0  # it is never the most likely one: at temperature 0 a reply has no end
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
+        as_stage(folder, stage, folder / name, {"model": {"path": name}, "data": {"train": data}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with PPO on one base, evaluated. Not to be changed."""
+    folder = make(tmp_path_factory.mktemp("chat"))
+    write(folder, "ppo", PPO)
+    write(folder, "eval", EVAL)
+    for stage in ("ppo", "eval"):
+        result = rlhf(stage, "-c", folder / f"{stage}.yaml")
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+class Terminal:
+    """`rlhf chat` as a person has it: a process of its own at a pseudo-terminal."""
+
+    def __init__(self, *arguments: object, columns: int = 80, cwd: Path, **environment: str) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_cli", "chat", *map(str, arguments)],
+            stdin=slave, stdout=slave, stderr=slave, cwd=cwd, start_new_session=True,
+            env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
+            preexec_fn=_as_at_a_terminal,
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = b""
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+    def until(self, text: str, seconds: float = 60) -> str:
+        """What is shown up to and with a text, since the last time."""
+        wanted, limit = text.encode(), time.monotonic() + seconds
+        while wanted not in self.seen:
+            left = limit - time.monotonic()
+            if left <= 0 or not select.select([self.master], [], [], left)[0]:
+                raise AssertionError(f"{text!r} did not come: {self.seen.decode(errors='replace')}")
+            try:
+                self.seen += os.read(self.master, 65536)
+            except OSError:  # the other side is closed
+                raise AssertionError(f"it ended before {text!r}: {self.seen.decode(errors='replace')}") from None
+        end = self.seen.index(wanted) + len(wanted)
+        found, self.seen = self.seen[:end], self.seen[end:]
+        return found.decode(errors="replace")
+
+    def type(self, text: str, until: str = PROMPT) -> str:
+        """What comes of something typed, up to a text, or until more can be typed."""
+        self._press(text)
+        return self.until(until)
+
+    def ends(self, text: str) -> int:
+        """The exit code after a last thing typed."""
+        self._press(text)
+        while select.select([self.master], [], [], 0.1)[0] or self.process.poll() is None:
+            try:
+                self.seen += os.read(self.master, 65536)
+            except OSError:
+                break
+        return self.process.wait(30)
+
+    def _press(self, text: str) -> None:
+        if text == "\x03":  # which Python's readline notices while it waits for a key, not while it reads one
+            time.sleep(0.2)
+        os.write(self.master, text.encode())
+
+
+def _as_at_a_terminal() -> None:
+    """Ctrl-C is a signal, and obeyed: a shell's background jobs begin with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -1,0 +1,28 @@
+"""Sections and tables of the pages in docs/."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("tuning.md", "evaluation.md", "ppo.md")
+METRICS, EVALUATION, ALGORITHM = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
+
+
+def section(text: str, title: str) -> str:
+    """Everything below the headings that begin with the title."""
+    found = [part for part in re.split(r"^## ", text, flags=re.M) if part.startswith(title)]
+    assert found, title
+    return "\n".join(found)
+
+
+def cells(text: str) -> Iterator[list[str]]:
+    """The rows of the Markdown tables, heads and rulers left out."""
+    table = False
+    for line in text.splitlines():
+        if re.match(r"\|[-| ]+\|$", line):
+            table = True
+        elif not line.startswith("|"):
+            table = False
+        elif table:
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]

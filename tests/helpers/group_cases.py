@@ -1,0 +1,171 @@
+"""Cases for tests/distributed/test_group_ppo.py: one process, and two of half the batch, train the same.
+
+`torchrun group_cases.py OUT` writes the results of rank 0 to OUT.0, and of rank 1 to OUT.1; `found(ProcessGroup())`
+returns those of one process.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import EnsembleScores
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import EnsembleReward, ModelReward
+
+PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
+# Name -> additional settings. Micro-batches of the 8 rows have 4 rows in one process, 2 in each of two.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few tokens, different numbers of micro-batches": {"micro_batch_tokens": 11, "num_mini_batches": 2},
+    "padded": {"packing": False, "whiten_rewards": True},
+    "more minibatches than a rank has rows": {"num_mini_batches": 8},
+    "kl in the loss": {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.01},
+    "scaled scores, adaptive coefficient": {
+        "use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0, "adap_kl_ctrl": True, "horizon": 100,
+    },
+    "ptx": {"ptx_coef": 0.5},
+    "value first": {"value_only_updates": 1},
+    "stopped early": {"early_stopping": True, "target_kl": 1e-3, "learning_rate": 0.3},
+    "minibatches skipped": {"ratio_threshold": 1.0001, "learning_rate": 0.3},
+    "two to a prompt": {"num_samples_per_prompt": 2},
+    "checkpointed": {"gradient_checkpointing": True},
+}  # fmt: skip
+ROUGHLY = ("plain", "few tokens, different numbers of micro-batches", "minibatches skipped")  # in float32 too
+UPDATES = 2
+
+
+def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False, **changes: Any) -> PPOTrainer:
+    """Like tiny.trainer, with SGD, so that the weights show the gradients."""
+    settings = tiny.settings(**tiny.batch(4 // process_group.world_size), **changes)
+    policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
+    value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    # Scores are float32: those of single rows do not depend on the rank.
+    rows = 1 if dtype == torch.float64 else 4
+    members = {f"m{seed}": ModelReward(tiny.scorer("llama", seed), rows, packed=rows > 1) for seed in (1, 5)}
+    rewards = {"model": members["m1"], "both": EnsembleReward(members), "length": length}
+    engine = HFEngine(policy, tiny.EOS, tiny.PAD, settings.temperature)
+    ptx = PTX if settings.ptx_coef else ()
+    more: dict[str, Any] = {"ptx": ptx, "num_updates": 4, "process_group": process_group}
+    ours = PPOTrainer(policy, ref, value, rewards, engine, settings, **more)
+    trained = [*policy.parameters(), *value.parameters()]  # which the trainer may have sharded
+    ours.optimizer = torch.optim.SGD(trained, lr=settings.learning_rate, foreach=False)
+    ours.scheduler = torch.optim.lr_scheduler.ConstantLR(ours.optimizer, 1.0)
+    return ours
+
+
+def held(ours: PPOTrainer) -> float:
+    """Share of the parameters of policy and value model in this process."""
+    parameters = [*ours.policy.parameters(), *ours.value.parameters()]
+    here = sum((w.to_local() if hasattr(w, "to_local") else w).numel() for w in parameters)
+    return here / sum(w.numel() for w in parameters)
+
+
+def weights(model: Any) -> torch.Tensor:
+    """All weights of a model, also if this process has a shard of them."""
+    whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in model.parameters()]
+    return torch.cat([w.detach().reshape(-1).clone() for w in whole])
+
+
+def length(rollout: Any) -> Any:
+    """A function: called once, with all rows."""
+    assert len(rollout) == 8
+    return [0.1 * n for n in rollout.response_lengths.tolist()]
+
+
+def trained(ours: PPOTrainer) -> dict[str, Any]:
+    """Two updates: their metrics and rollouts, and the weights after them."""
+    prompts = tiny.prompts(8 // ours.settings.num_samples_per_prompt)
+    stats, rollouts = [], []
+    for _ in range(UPDATES):
+        stats.append({key: n for key, n in ours.step(prompts).items() if not key.endswith("_s")})
+        assert ours.experience is not None
+        rollout = ours.experience.rollout
+        rollouts.append([(rollout.prompt_tokens(row), rollout.response_tokens(row)) for row in range(len(rollout))])
+    after = {"policy": weights(ours.policy), "value": weights(ours.value), "held": held(ours)}
+    return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_stats}
+
+
+def found(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
+    results = {}
+    for name, changes in CASES.items():
+        changes = {**changes, **more}
+        results[f"{name}, {torch.float64}"] = trained(trainer(process_group, torch.float64, **changes))
+        if name in ROUGHLY:
+            results[f"{name}, {torch.float32}"] = trained(trainer(process_group, torch.float32, **changes))
+    results["a head on the policy, torch.float64"] = trained(trainer(process_group, torch.float64, head=True, **more))
+    results["one row, torch.float64"] = small(process_group, **more)
+    for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):
+        results[f"error in the {name}"] = error(spoilt(trainer(process_group, torch.float32, **more)))
+    return results
+
+
+def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
+    """A rollout of one row: the second rank has nothing to generate, score or train."""
+    ours = trainer(process_group, torch.float64, **more)
+    ours.rewards.pop("length")
+    rollout = ours.generate(tiny.prompts(1))
+    experience = ours.make_experience(rollout)
+    stats = ours.update(experience)
+    return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": weights(ours.policy),
+            "value": weights(ours.value), "kl_coef": ours.kl_coef, "moments": ours.score_stats}  # fmt: skip
+
+
+def error(ours: PPOTrainer) -> dict[str, Any]:
+    before = weights(ours.policy)
+    try:
+        ours.step(tiny.prompts(8))
+    except RLHFError as problem:
+        return {"said": str(problem), "changed": not torch.equal(before, weights(ours.policy))}
+    return {"said": "nothing"}
+
+
+def spoil_loss(ours: PPOTrainer) -> PPOTrainer:
+    """Not finite in one row, which only one rank has."""
+    backward = ours.model_runner.backward
+
+    def spoilt(tokens: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+        result = backward(tokens, micro, *args, **kwargs)
+        result.loss[micro.rows[micro.row_index] == 5] = torch.nan
+        return result
+
+    ours.model_runner.backward = spoilt  # type: ignore[method-assign]
+    return ours
+
+
+def spoil_reward(ours: PPOTrainer) -> PPOTrainer:
+    """A function, which only the first rank calls."""
+
+    def fails(rollout: Any) -> EnsembleScores:
+        raise RLHFError("R05", "reward `length` raised ValueError", where="ppo.yaml:3", hint="fix it")
+
+    ours.rewards["length"] = fails
+    return ours
+
+
+def spoil_model(ours: PPOTrainer) -> PPOTrainer:
+    """A model, which each rank calls for its own rows: here row 5 is too long."""
+    model = ours.rewards["model"]
+
+    class Fails:
+        shardable = True
+
+        def __call__(self, rollout: Any) -> Any:
+            if rollout.row_offset <= 5 < rollout.row_offset + len(rollout):
+                raise RLHFError("R05", "row 5 has 90 tokens", hint="shorten it")
+            return model(rollout)
+
+    ours.rewards["model"] = Fails()
+    return ours
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with open_process_group() as here:
+        torch.save(found(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))

@@ -1,0 +1,208 @@
+"""A run made of files alone, as its stages would leave them: tests of the page need nothing that was trained."""
+
+import json
+import re
+from collections.abc import Mapping
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from markupsafe import Markup
+
+from rlhf_cli.commands.report import charts, page
+from rlhf_cli.files import hash_files, list_files, write_checked_json
+from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.runs.read import read_run
+
+SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
+UPDATES = 20
+CARD = {
+    "n": 200,
+    "accuracy": 0.75,
+    "accuracy_ci95": [0.69, 0.80],
+    "margin": 0.8,
+    "margin_histogram": {"edges": [-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0], "counts": [0, 3, 7, 40, 60, 50, 30, 10]},
+    "ece": 0.05,
+    "ece_by_chance": 0.07,
+    "calibration": [
+        {"from": 0.5, "to": 0.55, "n": 90, "confidence": 0.53, "accuracy": 0.6},
+        {"from": 0.9, "to": 0.95, "n": 110, "confidence": 0.92, "accuracy": 0.87},
+    ],
+    "length_correlation": 0.1,
+    "length_correlation_ci95": [0.02, 0.18],
+    "adversarial": {"n": 128, "probes": {"empty": {"beats": 0.5, "ci95": [0.41, 0.59], "margin": 0.1}}},
+    "flags": [],
+}
+
+
+def metrics(updates: int = UPDATES, **given: list[float]) -> list[dict[str, Any]]:
+    """A healthy PPO's log; `given` replaces series, `_` for the `/` of their names."""
+    series = {
+        "objective/scores": [0.1 * step for step in range(updates)],
+        "objective/kl_k1": [0.2 * step for step in range(updates)],
+        "objective/response_length": [20.0 + step % 2 for step in range(updates)],
+        "objective/eos_fraction": [1.0] * updates,
+        "policy/entropy_avg": [1.0 - 0.01 * step for step in range(updates)],
+        "val/explained_variance": [-0.5 + 0.06 * step for step in range(updates)],
+        "policy/approxkl_avg": [0.001 * (1 + step % 3) for step in range(updates)],
+        "tokens/real": [1000.0] * updates,
+        "time/rollout_s": [1.0] * updates,
+        "time/judge_s": [0.5] * updates,
+        "time/update_s": [2.5] * updates,
+    } | {name.replace("__", "/"): values for name, values in given.items()}
+    count = min(map(len, series.values()))
+    return [
+        {"step": step + 1, **{name: values[step] for name, values in series.items()}, "time_s": 5.0 * (step + 1)}
+        for step in range(count)
+    ]
+
+
+def answers(n: int = 16, **texts: str) -> list[dict[str, Any]]:
+    """eval/samples.jsonl: PPO's gain by gold is index - 4, its KL index % 5; `texts` replace prompt or response."""
+    rows = []
+    for model in ("sft", "ppo"):
+        for index in range(n):
+            gain = index - 4 if model == "ppo" else 0
+            row = {
+                "index": index,
+                "prompt": f"prompt {index}",
+                "model": model,
+                "mode": "sampled",
+                "response": f"{model} says {index}",
+                "ended": True,
+                "length": 10 + index if model == "ppo" else 12,
+                "kl": float(index % 5) if model == "ppo" else 0.0,
+                "scores": {"reward": 0.5 * gain, "gold": float(gain)},
+            }
+            rows.append(row | texts)
+    return rows
+
+
+def win(value: float, n: int = 256) -> dict[str, Any]:
+    equal = {"length_controlled": value - 0.02, "length_controlled_ci95": [value - 0.08, value + 0.04]}
+    return {"value": value, "ci95": [value - 0.06, value + 0.06], "n": n, "ties": 3, **equal}
+
+
+def model(reward: float, gold: float, kl: float) -> dict[str, Any]:
+    judges = {
+        name: {"mean": mean, "ci95": [mean - 0.1, mean + 0.1]} for name, mean in (("reward", reward), ("gold", gold))
+    }
+    told = {"reward_mean": reward, "kl": kl, "kl_ci95": [kl, kl], "response_length_mean": 21.5, "eos_fraction": 0.97}
+    return {**told, "judges": judges}
+
+
+def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
+    """eval/report.json with a frontier whose middle is selected, and best of 4."""
+    points = [(5, 1.5, 0.4), (10, 4.25, 0.8), (20, 9.75, 0.6)]
+    rates = {"reward": win(reward), "gold": win(gold)}
+    return {
+        "n": 256,
+        "temperature": 1.0,
+        "response_length": 53,
+        "models": {"sft": model(0.0, 0.3, 0.0), "ppo": model(1.5, 0.6, 12.3)},
+        "win_rate": {"ppo_vs_sft": rates},
+        "greedy": {"models": {"sft": model(0.1, 0.31, 0.0)}, "win_rate": {"ppo_vs_sft": {"gold": win(0.7)}}},
+        "best_of": [
+            {"n": 4, "kl_bound": 0.64, **model(0.7, 0.5, 0.0), "win_rate_vs_sft": rates, "ppo_win_rate": rates}
+        ],
+        "frontier": [{"step": step, "win_rate": rates, **model(step / 10, gold, kl)} for step, kl, gold in points],
+        "selected_step": 10,
+        "selected": {"judge": "gold", "rule": "the highest mean of gold", "within_noise": [20], "optimism": 0.01},
+        "warnings": ["warning[R11]: politeness wins"],
+    }
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    return {
+        "sft": {"stage": "sft", "run": "..", "seed": 0, "sft": {"learning_rate": 1e-3, "num_train_epochs": 1.0}},
+        "reward": {"stage": "reward", "run": "..", "seed": 0, "model": {"path": "../sft"}},
+        "ppo": {"stage": "ppo", "run": "..", "seed": 0, "ppo": {"kl_coef": 0.2, "response_length": 53}},
+        "eval": {"stage": "eval", "run": "..", "seed": 0, "judges": {"gold": "judges:gold"}},
+    }
+
+
+def write_run(folder: Path, *, evaluation: Mapping[str, Any] | None = None) -> Path:
+    """A finished run of all four stages; `evaluation` is its report.json."""
+    for stage, config in configs().items():
+        begin(folder / stage, config)
+    (folder / "data.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n\n{"text": "c"}\n')
+    lines = [{"step": 10 * (i + 1), "loss": loss, "time_s": 30.0 * (i + 1)} for i, loss in enumerate(SFT_LOSSES)]
+    write_jsonl(folder / "sft/metrics.jsonl", [*lines, {"step": 40, "eval_loss": 2.0, "time_s": 125.0}])
+    write_jsonl(
+        folder / "reward/metrics.jsonl", [{"step": s, "loss": 0.7 - s / 100, "accuracy": 0.5} for s in (10, 20)]
+    )
+    write_jsonl(folder / "ppo/metrics.jsonl", metrics())
+    write_jsonl(folder / "ppo/samples.jsonl", [{"step": 20, "episode": 80, "index": 0, "prompt": "p", "response": "r"}])
+    (folder / "eval/report.json").write_text(json.dumps(evaluation or report()))
+    write_jsonl(folder / "eval/samples.jsonl", answers())
+    finish(folder / "sft", step=40)
+    finish(folder / "reward", metrics={key: CARD[key] for key in ("accuracy", "accuracy_ci95")}, card=CARD)
+    finish(folder / "ppo", step=20, model_is="the last step", parents=("sft", "reward"))
+    finish(folder / "eval", parents=("sft", "reward", "ppo"))
+    return folder
+
+
+def write_report(run: Path, contents: Mapping[str, Any]) -> Path:
+    """Replace report.json of a finished evaluation."""
+    (run / "eval/report.json").write_text(json.dumps(contents))
+    finish(run / "eval", parents=("sft", "reward", "ppo"))
+    return run
+
+
+def begin(folder: Path, config: Mapping[str, Any]) -> None:
+    """What a stage leaves before anything else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "identity.json").write_text(json.dumps({"stage": folder.name, "environment": {"device": "the CPU"}}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config)))
+
+
+def finish(folder: Path, *, parents: tuple[str, ...] = (), **fields: Any) -> None:
+    """The manifest of a stage's folder as it is."""
+    told = {
+        f"models.{name}": {"path": f"../{name}", "stage": name, "sha256": sha_of(folder.parent / name)}
+        for name in parents
+    }
+    manifest = {
+        "schema": 2,
+        "stage": folder.name,
+        "parents": told,
+        "seed": 0,
+        "versions": {"rlhf": "0.1.0", "torch": "2.13.0"},
+        "files": hash_files(folder, [name for name in list_files(folder) if name != "manifest.json"]),
+        "model_sha256": f"{folder.name}-model",
+    }
+    write_checked_json(folder / "manifest.json", manifest | fields)
+
+
+def sha_of(folder: Path) -> str:
+    return str(json.loads((folder / "manifest.json").read_text())["model_sha256"])
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Change keys of a JSON file; in a manifest, its own hash as well."""
+    told = json.loads(path.read_text()) | fields
+    if path.name == "manifest.json":
+        told.pop("sha256", None)
+        write_checked_json(path, told)
+    else:
+        path.write_text(json.dumps(told))
+
+
+def draws_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Leave figures empty; tests/cli/test_report_page.py tests the figures."""
+    patch.setattr(charts, "draw_svg", lambda *_: Markup("<svg></svg>"))
+
+
+def words(folder: Path) -> str:
+    """Return the text of a run's page without figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        draws_nothing(patch)
+        return text_of(page.of_run(read_run(folder)))
+
+
+def text_of(html: str) -> str:
+    for markup in (r"<style>.*?</style>", r"<script>.*?</script>", r"<svg.*?</svg>", r"<[^>]*>"):
+        html = re.sub(markup, " ", html, flags=re.S)
+    return " ".join(unescape(html).split())

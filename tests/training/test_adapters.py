@@ -1,0 +1,346 @@
+"""`model.adapters`: trained weights, the files of a stage, and later stages, through the real commands."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_folder import run, some_ids, widen, write
+from bad_inputs import refused, replace, rlhf, warned
+from conftest import World
+from ppo_folder import untimed
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli import jsonl, runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.load import load_causal_lm, load_reward_model
+from rlhf_cli.stages import hardware, reward, sft, trl_common
+
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=some_ids()).logits
+
+
+def sizes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+
+
+# The files of a stage
+
+
+def test_a_stage_writes_only_the_adapters_and_the_path_of_their_base(adapters_run: Path) -> None:
+    for stage, base in (("sft", "../../model"), ("reward", "../../sft/model")):
+        folder = adapters_run / stage / "model"
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"}
+        assert "merged/config.json" in names and "config.json" not in names and "model.safetensors" not in names
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == base and (folder / base).is_dir()
+        assert settings["target_modules"] == sorted(settings["target_modules"]) and len(settings["target_modules"]) == 7
+        tensors = load_file(folder / "adapter_model.safetensors")
+        heads = {name for name in tensors if ".lora_" not in name}
+        assert heads == (set() if stage == "sft" else {"base_model.model.score.weight"})
+        assert not [path for path in (adapters_run / stage / "state").rglob("*") if path.name == "README.md"]
+        assert str(adapters_run) not in "".join(path.read_text() for path in (adapters_run / stage).rglob("*.json"))
+    manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
+    last = [row for _, row in jsonl.read_jsonl(adapters_run / "sft/metrics.jsonl") if "eval_loss" in row][-1]
+    assert last["step"] == 12 and last["eval_loss"] == pytest.approx(manifest["metrics"]["eval_loss"], rel=1e-3)
+    assert "LoRA" in (adapters_run / "sft/model/README.md").read_text()
+
+
+def test_loading_merges_the_adapter_as_peft_does(adapters_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel
+
+    torch.manual_seed(7)
+    merged = load_causal_lm(adapters_run / "sft/model")
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(7)))
+    plain = AutoModelForCausalLM.from_pretrained(adapters_run / "model", dtype=torch.float32)
+    before = logits(plain)
+    expected = logits(PeftModel.from_pretrained(plain, adapters_run / "sft/model"))
+    assert torch.allclose(logits(merged), expected, atol=1e-5) and not torch.allclose(before, expected, atol=1e-2)
+    assert type(merged) is type(load_causal_lm(adapters_run / "model")) and not hasattr(merged, "peft_config")
+    assert all(weight.requires_grad for weight in merged.parameters())  # PPO trains them all
+    assert (merged.generation_config.eos_token_id, merged.config.pad_token_id) == (1, 0)
+    monkeypatch.chdir(adapters_run / "sft/model")  # plain from_pretrained() resolves the relative path of the base
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32)), expected, atol=1e-5)
+
+
+def test_a_reward_model_is_loaded_with_its_own_head_and_scale(adapters_run: Path) -> None:
+    manifest = json.loads((adapters_run / "reward/manifest.json").read_text())
+    scorer = load_reward_model(adapters_run / "reward/model")
+    head = load_file(adapters_run / "reward/model/adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(scorer.score.weight, head) and scorer.num_labels == 1
+    assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
+    assert manifest["metrics"]["accuracy"] > 0.9
+    body = load_causal_lm(adapters_run / "sft/model").model.layers[0].mlp.up_proj.weight
+    assert not torch.allclose(
+        scorer.model.layers[0].mlp.up_proj.weight, body, atol=1e-4
+    )  # the reward adapter is added to SFT's
+
+
+# Trainable weights
+
+
+def trainer_of(folder: Path, stage: str, *changes: str) -> Any:
+    """The stage's trainer, before it trains."""
+    config = load(stage, folder / f"{stage}.yaml", changes)
+    parents = runs.open_parents(config)
+    if stage == "sft":
+        tokenizer, model = sft.load_tokenizer_and_model(config, Options(), parents)
+        return sft.make_trainer(config, model, tokenizer, *sft.read_rows(config, tokenizer, model.config))
+    tokenizer, model = reward.load_tokenizer_and_model(config, Options(), parents["model.path"])
+    return reward.make_trainer(config, model, tokenizer, *reward.read_rows(config, tokenizer, model.config))
+
+
+KINDS = ("{kind: lora, r: 4}", "{kind: qlora, r: 4}", "{kind: lora, r: 4, use_dora: true}")
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_adapters_and_the_head_are_trained(world: World, tmp_path: Path, stage: str, kind: str) -> None:
+    folder = write(tmp_path / "run", world, parent="model")
+    widen(folder, world)
+    trainer = trainer_of(folder, stage, f"model.adapters={kind}")
+    model = trainer.model
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    head = {"base_model.model.score.modules_to_save.default.weight"} if stage == "reward" else set()
+    assert head <= trainable and all(".lora_" in name for name in trainable - head)
+    assert len([name for name in trainable if ".lora_A." in name]) == 7 * 2  # each matrix of both layers
+    assert any("magnitude" in name for name in trainable) == ("dora" in kind)
+    assert {weight.dtype for name, weight in model.named_parameters() if name in trainable} == {torch.float32}
+    packed = {name for name, weight in model.named_parameters() if weight.dtype == torch.uint8}
+    assert len(packed) == (14 if "qlora" in kind else 0)
+    trainer.args.max_steps, trainer.args.eval_strategy, trainer.args.save_strategy = 3, "no", "no"
+    trainer.train()
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == trainable
+
+
+def test_target_modules_choose_the_layers(world: World, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", world)
+    widen(folder, world)
+    adapters = "model.adapters={kind: qlora, r: 3, lora_alpha: 5, use_rslora: true, target_modules: [q_proj, v_proj]}"
+    model = trainer_of(folder, "sft", adapters).model
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert len(names) == 2 * 2 * 2 and all(".q_proj." in name or ".v_proj." in name for name in names)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.r["default"] == 3 and layer.scaling["default"] == pytest.approx(5 / 3**0.5)
+    packed = [name for name, weight in model.named_parameters() if weight.dtype == torch.uint8]
+    assert len(packed) == 14  # layers without adapters are stored in 4 bits, too
+
+
+def test_gradient_checkpointing_does_not_change_the_gradients(world: World, tmp_path: Path) -> None:
+    folder, gradients = write(tmp_path / "run", world), []
+    for wish in ("false", "true"):
+        trainer = trainer_of(folder, "sft", f"sft.gradient_checkpointing={wish}")
+        for weight in trainer.model.parameters():
+            weight.data += 0.01 if weight.requires_grad else 0  # B starts at zero, and A would have no gradient
+        if wish == "true":
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer.model.train()
+        batch = next(iter(trainer.get_eval_dataloader()))
+        trainer.compute_loss(trainer.model, batch).backward()
+        gradients.append([weight.grad for weight in trainer.model.parameters() if weight.requires_grad])
+    assert any(layer.gradient_checkpointing for layer in trainer.model.modules() if hasattr(layer, "mlp"))
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*gradients, strict=True))
+    assert all(one.abs().sum() > 0 for one in gradients[0])
+
+
+def test_e02_4_bits_learn_and_a_cpu_is_called_slow(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E02: it works, and the loss goes down."""
+    monkeypatch.chdir(write(tmp_path / "run", world))
+    widen(Path(), world)
+    replace("sft.yaml", "kind: lora", "kind: qlora")
+    result = rlhf("sft", "-s", "sft.max_steps=24")
+    where = ("weights in 4 bits work on", "slowly", "hint: lora is faster")
+    assert torch.cuda.is_available() or warned(result, "E02", "sft.yaml:1: ", *where)
+    losses = [row["loss"] for _, row in jsonl.read_jsonl(Path("sft/metrics.jsonl")) if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+    manifest = json.loads(Path("sft/manifest.json").read_text())
+    assert manifest["versions"]["bitsandbytes"] and sizes(Path("sft")) < 60_000
+
+
+def test_qlora_quantizes_the_sum_of_base_and_adapter(adapters_copy: Path) -> None:
+    """Merged into a base in 4 bits, a small adapter would be lost to rounding."""
+    import bitsandbytes as bnb
+
+    trainer = trainer_of(adapters_copy, "reward", "model.adapters.kind=qlora")
+    layer = trainer.model.get_base_model().model.layers[0].mlp
+    packed = layer.down_proj.base_layer.weight
+    opened = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+    both, base = (load_causal_lm(name).model.layers[0].mlp for name in ("sft/model", "model"))
+    away = (opened - both.down_proj.weight).norm() / opened.norm()
+    assert away < 0.11 < (opened - base.down_proj.weight).norm() / opened.norm()
+    # Rows of 32, which bitsandbytes would read wrongly on a CPU, stay as they are.
+    assert torch.equal(layer.up_proj.base_layer.weight, both.up_proj.weight)
+
+
+def test_gpt2_with_adapters_goes_through_the_stages(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 has transposed matrices, tied embeddings, and no pad token."""
+    import families
+
+    folder = write(tmp_path / "run", world, base="gpt2")
+    families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in jsonl.read_jsonl(world.text)])
+    monkeypatch.chdir(folder)
+    manifest = run(folder, "sft", "-s", "model.adapters={kind: qlora, r: 4}")
+    assert manifest["special_tokens"]["pad"] == len(tokenizers.load_tokenizer(folder / "gpt2"))
+    scored = run(folder, "reward")
+    assert scored["metrics"]["accuracy"] > 0.6 and scored["tokenizer_sha256"] == manifest["tokenizer_sha256"]
+    run(folder, "ppo")
+    assert load_causal_lm(folder / "ppo/model").get_input_embeddings().weight.shape[0] == (
+        manifest["special_tokens"]["pad"] + 1
+    )
+
+
+def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not saved: each load computes the mean of the base's rows."""
+    monkeypatch.chdir(write(tmp_path / "run", world))
+    settings = json.loads(Path("model/tokenizer_config.json").read_text())
+    settings.pop("pad_token")
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    run(tmp_path / "run", "sft")
+    one, two = (load_causal_lm("sft/model").get_input_embeddings().weight for _ in range(2))
+    known = len(world.tokenizer())
+    assert one.shape[0] == known + 1 and torch.equal(one, two)
+    assert torch.allclose(one[known], one[:known].mean(0), atol=1e-6)
+    assert not [name for name in load_file("sft/model/adapter_model.safetensors") if "embed" in name]
+
+
+# Resume
+
+
+CASES = {
+    "sft": ("model.adapters={kind: lora, r: 4, lora_dropout: 0.1}",),
+    "reward": ("model.adapters={kind: qlora, r: 4, use_dora: true}",),
+}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_resume_equals_a_straight_run(
+    world: World, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after an evaluation between two regular checkpoints; then killed after the last checkpoint."""
+    folders = [write(tmp_path / name, world, parent="model") for name in ("straight", "stopped")]
+    whole = run(folders[0], stage, *CASES[stage])
+    real = trl_common.TrainingCallback.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, args, state, control, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+        assert rlhf(stage, "-c", str(folders[1] / f"{stage}.yaml"), *CASES[stage]).exit_code == 143
+    assert (folders[1] / stage / "state/checkpoint-5").is_dir()
+    assert run(folders[1], stage, *CASES[stage])["model_sha256"] == whole["model_sha256"]
+    one, two = ((folder / stage / "model/adapter_model.safetensors").read_bytes() for folder in folders)
+    assert one == two and untimed(folders[0] / stage / "metrics.jsonl") == untimed(folders[1] / stage / "metrics.jsonl")
+    shutil.rmtree(folders[1] / stage / "model")  # killed after the last checkpoint
+    (folders[1] / stage / "manifest.json").unlink()
+    again = run(folders[1], stage, *CASES[stage])
+    assert again["model_sha256"] == whole["model_sha256"] and again["metrics"] == whole["metrics"]
+
+
+# The chain
+
+
+def test_ppo_and_eval_continue_from_adapters_in_a_moved_run(adapters_copy: Path) -> None:
+    run(adapters_copy, "ppo")
+    report = run(adapters_copy, "eval") and json.loads((adapters_copy / "eval/report.json").read_text())
+    assert {"sft", "ppo"} <= report["models"].keys() and abs(report["models"]["sft"]["kl"]) < 1e-3
+    assert (adapters_copy / "ppo/model/model.safetensors").is_file() and (
+        adapters_copy / "ppo/value/model.safetensors"
+    ).is_file()
+    policy, start = load_causal_lm("ppo/model"), load_causal_lm("sft/model")
+    moved = [not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters(), strict=True)]
+    assert all(moved)  # PPO trains all weights of the sum
+    for stage in ("sft", "reward", "ppo"):
+        assert "finished already" in rlhf(stage).stderr
+
+
+def test_the_hash_of_an_adapter_covers_its_base(adapters_run: Path) -> None:
+    from rlhf_cli.runs.parents import sha256_with_base
+
+    manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
+    assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
+    other = {"model.path": {**manifest["parents"]["model.path"], "sha256": "0" * 64}}
+    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], other)
+
+
+def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for revision in ("a" * 40, "b" * 40):
+        shutil.copytree(world.base, tmp_path / "hub/models--some--model/snapshots" / revision)
+    (tmp_path / "hub/models--some--model/refs").mkdir()
+    (tmp_path / "hub/models--some--model/refs/main").write_text("a" * 40)
+    folder = write(tmp_path / "run", world, base="some/model")
+    manifest = run(folder, "sft", "-s", f"model.revision={'b' * 40}", "-s", "sft.max_steps=1")
+    settings = json.loads((folder / "sft/model/adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("some/model", "b" * 40)
+    assert manifest["parents"]["model.path"]["revision"] == "b" * 40
+    assert logits(load_causal_lm(folder / "sft/model")).isfinite().all()
+    assert run(folder, "reward", "-s", "reward.max_steps=1")["parents"]["model.path"]["path"] == "../sft"
+    shutil.rmtree(tmp_path / "hub/models--some--model/snapshots" / ("b" * 40))
+    monkeypatch.chdir(folder)
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", "its base some/model does not exist", "hint: fetch it: hf download")
+
+
+# Defaults, imports and memory
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ([], (3e-6, None)),
+        (["models.adapters={kind: lora}"], (3e-5, None)),
+        (["models.adapters={kind: lora}", "ppo.recipe=reasoning"], (1e-5, 9e-5)),
+        (["models.adapters={kind: lora}", "ppo.recipe=reasoning", "ppo.learning_rate=3e-3"], (3e-3, 9e-5)),
+    ],
+)
+def test_the_learning_rates_of_ppo_with_adapters(
+    world: World, tmp_path: Path, changes: list[str], rates: tuple[float, float | None]
+) -> None:
+    settings = load("ppo", write(tmp_path / "run", world) / "ppo.yaml", changes).ppo
+    assert (settings.learning_rate, settings.value_learning_rate) == rates
+
+
+def test_loading_a_model_without_adapters_imports_neither_peft_nor_bitsandbytes(adapters_run: Path) -> None:
+    """In our modules: transformers' schedules and TRL's trainers import peft themselves."""
+    code = (
+        "import sys\nfrom rlhf_cli import cli\nfrom rlhf_cli.commands import check_models\n"
+        "from rlhf_cli.stages import eval\nfrom rlhf_cli.models import load\n"
+        f"load.load_causal_lm({str(adapters_run / 'model')!r})\nprint({{'peft', 'bitsandbytes'}} & sys.modules.keys())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_memory_check_counts_the_base_of_adapters(adapters_copy: Path) -> None:
+    """E03 counts trained and frozen weights, and of an adapter its base, too."""
+    numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
+    for stage, counts in (("sft", (0, numbers)), ("reward", (0, numbers)), ("ppo", (2 * numbers, 2 * numbers))):
+        config = load(stage, adapters_copy / f"{stage}.yaml")
+        assert hardware._count_trained_and_frozen(config, runs.open_parents(config)) == counts
+    model = runs.open_parents(load("ppo", adapters_copy / "ppo.yaml"))["models.reward"]
+    assert hardware.count_parameters(model) == numbers

@@ -1,0 +1,75 @@
+"""What Linux alone has is not needed: a machine without /proc, /sys and Linux's calls stands in for macOS."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli import system
+from rlhf_cli.runs import locks
+
+ROOT = Path(__file__).parents[2]
+# torch is loaded first, as the build for this machine; psutil reads /proc here, and asks the system there.
+SCRIPT = """
+import os, signal, sys
+import psutil, torch, transformers
+memory, process = psutil.virtual_memory(), psutil.Process()
+info, created, status = process.memory_info(), process.create_time(), process.status()
+class Mac:
+    def __init__(self, pid=None): self.pid = pid
+    def memory_info(self): return info
+    def create_time(self): return created
+    def status(self): return status
+psutil.virtual_memory, psutil.Process = lambda: memory, Mac
+for module, names in ((os, LINUX_OS), (signal, LINUX_SIGNAL)):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+def look(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(("/proc", "/sys")):
+        raise FileNotFoundError(2, "No such file or directory", arguments[0])
+sys.addaudithook(look)
+from rlhf_cli.cli import app
+for command in COMMANDS:
+    try:
+        app(command)
+    except SystemExit as end:
+        print("ended", command[0], end.code, flush=True)
+"""
+LINUX_OS = [
+    "copy_file_range", "eventfd", "fdatasync", "getresuid", "memfd_create", "O_TMPFILE", "pidfd_open", "pipe2",
+    "posix_fadvise", "posix_fallocate", "sched_getaffinity", "sched_setaffinity", "setns", "setresuid", "splice",
+    "unshare",
+]  # fmt: skip
+LINUX_SIGNAL = ["SIGRTMIN", "SIGRTMAX", "SIGPWR", "SIGSTKFLT", "sigtimedwait", "sigwaitinfo"]
+
+
+def test_plan_check_and_a_locked_stage_do_without_linux(folder: Path) -> None:
+    commands = [["plan", "sft.yaml"], ["check", "sft.yaml"], ["ls"], ["env"]]
+    script = f"LINUX_OS, LINUX_SIGNAL, COMMANDS = {LINUX_OS}, {LINUX_SIGNAL}, {commands}\n{SCRIPT}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    locks.lock_folder(folder / "sft")  # `rlhf ls` asks whether its process runs
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ends == [f"ended {command[0]} 0" for command in commands], done.stdout + done.stderr
+
+
+def test_no_code_asks_linux_alone() -> None:
+    """psutil knows each system; /sys is a container's limit, without which there is none. /proc/locks names the readers
+    of a folder, where it is there.
+    """
+    for path in (ROOT / "rlhf_cli").rglob("*.py"):
+        text = path.read_text(encoding="utf-8").replace("/proc/locks", "")
+        for word in ("/proc/", "os.sysconf", "sched_getaffinity", "import resource"):
+            assert word not in text, f"{path.name}: {word}"
+
+
+def test_memory_is_what_the_system_says() -> None:
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        pytest.skip("no Linux, which says it in another way to compare with")
+    held = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert system.process_memory() == pytest.approx(held, rel=0.05)
+    assert 0 < system.total_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,336 @@
+"""Every fast path of PPO gives the numbers of the plain one, does less work, and can be switched off by its key.
+
+The keys: packing, logits_at_a_time, optim, and an engine's `compact_batch`.
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_cli.commands.verify.reference import exponential
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models import forward, packing
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo import rollout
+from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
+
+PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
+SDPA = [family for family in tiny.FAMILIES if family != "gemma2"]  # gemma2 caps its attention's scores: eager
+EXACT = {"dtype": torch.float64, "max_grad_norm": 1e9}
+
+
+def gradients(**changes) -> torch.Tensor:
+    return tiny.gradient(*tiny.judged(**changes))
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def test_all_fast_paths_are_on_by_default_and_agree_with_the_plain_ones():
+    trainer, stats = tiny.one_step(learning_rate=1e-4)
+    plain, expected = tiny.one_step(learning_rate=1e-4, **PLAIN)
+    assert trainer.model_runner.packed and not plain.model_runner.packed
+    for name in stats.keys() - {"tokens/padded"}:
+        assert stats[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    for one, other in ((trainer.policy, plain.policy), (trainer.value, plain.value)):
+        assert (tiny.weights(one) - tiny.weights(other)).abs().max() <= 0.1 * 1e-4
+
+
+# packing
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"family": family} for family in SDPA),
+        {"head": True},
+        {"gradient_checkpointing": True},
+        {"kl_in": "loss", "kl_estimator": "full"},
+    ],
+)
+def test_packed_rows_give_the_gradient_of_padded_ones(changes):
+    packed, padded = (gradients(packing=packing, **changes, **EXACT) for packing in (True, False))
+    assert difference(packed, padded) <= 1e-12
+    packed, padded = (gradients(packing=packing, **changes) for packing in (True, False))
+    assert difference(packed, padded) <= 1e-5
+
+
+def in_one_batch(lengths: list[int], device: torch.device) -> packing.PackedRows:
+    return packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, device)])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_rows_in_one_batch_give_the_gradient_of_rows_by_length(family, monkeypatch):
+    """How rows are attended to on an accelerator, and on a CPU."""
+    by_length = gradients(family=family, **EXACT)
+    monkeypatch.setattr(packing.PackedRows, "from_lengths", in_one_batch)
+    assert difference(gradients(family=family, **EXACT), by_length) <= 1e-12
+
+
+def test_a_cpu_attends_to_no_padding():
+    lengths = [7, 7, 5, 7, 3]
+    rows = packing.PackedRows.from_lengths(lengths, CPU)
+    assert [(list(one.lengths), one.width) for one in rows.batches] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
+    assert rows.width == 7 and all(one.source_index is None for one in rows.batches)
+    tokens = torch.arange(29.0).reshape(1, 1, 29, 1).expand(1, 2, 29, 3)
+    together = in_one_batch(lengths, CPU)
+    (batch,), (padded,) = together.batches, together.split(tokens)
+    assert padded.shape == (5, 2, 7, 3) and padded[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
+    assert torch.equal(batch.unpad(padded.transpose(1, 2)), tokens.transpose(1, 2))
+    assert in_one_batch([4, 4], CPU).batches[0].source_index is None, "no padding, no copy"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_padding_goes_through_the_models(packed, monkeypatch):
+    trainer = tiny.trainer(packing=packed)
+    shapes = tiny.spy_on_shapes(monkeypatch)
+    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    passed = sum(rows * width for rows, width in shapes)
+    needed = int(tiny.rollout().mask.sum()) - 4  # the last token of each of the four rows predicts nothing
+    assert (passed == 3 * needed) is packed, "policy, value and reference"
+    assert passed == 3 * (judged.forward_tokens - 4)
+    assert trainer.update(judged)["tokens/padded"] == judged.forward_tokens
+
+
+def test_a_window_narrower_than_a_row_is_kept():
+    """Mistral here attends to 4 tokens; a packed row of 9 must not attend to more."""
+    model, rows = tiny.causal("mistral"), Rollout.from_lists([[5, 6, 7, 3], [8]], [[3, 4, 9, 7, 2], [9, 2]])
+    micro = rows.micro_batch(torch.arange(2))
+    expected = forward.response_logits(model, micro)
+    wide = forward.response_logits(tiny.causal("mistral", sliding_window=64), micro)
+    assert packing.enable([model])
+    torch.testing.assert_close(forward.response_logits(model, micro), expected, atol=1e-5, rtol=1e-5)
+    assert (wide - expected).abs().max() > 1e-2
+
+
+def test_a_model_without_sdpa_attention_is_padded():
+    trainer = tiny.trainer(family="gemma2", policy_seed=3)
+    assert not trainer.model_runner.packed and trainer.policy.config._attn_implementation == "eager"
+    assert trainer.step(tiny.prompts())["policy/first_ratio_error"] == 0.0
+
+
+def test_a_model_that_mixes_rows_is_detected_and_padded(monkeypatch):
+    """A family that would drop our mask: tokens of all rows attend to one another."""
+
+    def careless(module, query, key, value, attention_mask, **options):
+        return packing.sdpa_attention_forward(module, query, key, value, None, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(packing.AttentionInterface._global_mapping, packing.ATTN_IMPLEMENTATION, careless)
+        trainer = tiny.trainer()
+    assert not trainer.model_runner.packed
+    assert {m.config._attn_implementation for m in (trainer.policy, trainer.ref, trainer.value)} == {"sdpa"}
+
+
+def test_packing_is_not_saved(tmp_path):
+    trainer = tiny.trainer()
+    trainer.policy.save_pretrained(tmp_path)
+    assert packing.ATTN_IMPLEMENTATION not in (tmp_path / "config.json").read_text()
+
+
+# logits_at_a_time
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, "auto"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"head": True}, {"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3"}]
+)
+def test_the_gradient_does_not_depend_on_logits_at_a_time(size, changes):
+    found = gradients(logits_at_a_time=size, **changes, **EXACT)
+    assert difference(found, gradients(logits_at_a_time="all", **changes, **EXACT)) <= 1e-12
+
+
+def test_logits_at_a_time_bounds_them(monkeypatch):
+    sizes, plain = [], forward.lm_head_logits
+    monkeypatch.setattr(
+        forward, "lm_head_logits", lambda model, hidden: (sizes.append(len(hidden)), plain(model, hidden))[1]
+    )
+    for size, most in ((3, 3), ("all", 11)):
+        sizes.clear()
+        trainer, judged = tiny.judged(logits_at_a_time=size, ptx_coef=1.0, ptx=[([5, 6], [7, 8, 2]), ([9], [10, 2])])
+        trainer.update(judged)
+        assert max(sizes) == most
+    trainer = tiny.trainer()
+    assert trainer.model_runner.logit_chunks(10**6)[0].stop == 2**20 // tiny.VOCABULARY
+    monkeypatch.setattr(trainer.policy.config, "vocab_size", 2**19)
+    assert trainer.model_runner.logit_chunks(1000)[0].stop == 64, "smaller would be slow"
+
+
+class Operations(TorchDispatchMode):
+    """Records which operators run, with the shape of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func.__name__.split(".")[0], tuple(getattr(result, "shape", ()))))
+        return result
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])  # gpt2's embedding and head are tied
+def test_gradients_of_embedding_and_head_are_added_in_place(family):
+    """With logits_at_a_time, autograd creates no matrix of the vocabulary's size; the numbers are its own."""
+    gradient, large = {}, {}
+    for size in ("all", 3):
+        trainer, judged = tiny.judged(logits_at_a_time=size, family=family, **EXACT)
+        with Operations() as operations:
+            gradient[size] = tiny.gradient(trainer, judged)
+        shape = tuple(trainer.policy.get_input_embeddings().weight.shape)
+        large[size] = {name for name, of in operations.calls if of == shape}
+        large[size] &= {"embedding_dense_backward", "mm", "add_"}
+    assert large["all"] >= {"embedding_dense_backward", "mm"} and not large[3]
+    assert difference(gradient[3], gradient["all"]) <= 1e-12
+
+
+def test_gradients_in_place_are_those_of_autograd():
+    """With a pad token, a bias of the head, repeated tokens, two calls that add up; and none without grad mode."""
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 1, 3], [0, 2, 3]])
+
+    def run(*, in_place: bool) -> list[torch.Tensor]:
+        model = tiny.causal(seed=5).double()
+        embedding, head = torch.nn.Embedding(7, 4, padding_idx=1), torch.nn.Linear(4, 7)
+        with torch.no_grad():
+            for number, weight in enumerate([embedding.weight, head.weight, head.bias]):
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape) * (number + 1))
+        model.set_input_embeddings(embedding)
+        model.set_output_embeddings(head)
+        with forward.in_place_embedding_gradients(model) if in_place else nullcontext():
+            for _ in range(2):
+                model.get_output_embeddings()(model.get_input_embeddings()(ids)).square().sum().backward()
+            with torch.no_grad():
+                assert not model.get_input_embeddings()(ids).requires_grad
+        assert "forward" not in vars(embedding) and "forward" not in vars(head)
+        return [embedding.weight.grad, head.weight.grad, head.bias.grad]
+
+    for one, other in zip(run(in_place=True), run(in_place=False), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_in_place_are_those_of_autograd_in_bfloat16():
+    in_place, plain = (gradients(bf16=True, logits_at_a_time=size) for size in ("auto", "all"))
+    assert difference(in_place, plain) <= 2e-2 < difference(in_place, gradients())
+
+
+def test_a_gradient_with_a_hook_is_autograds():
+    model, calls = tiny.causal(), []
+    model.get_input_embeddings().weight.register_hook(calls.append)
+    with forward.in_place_embedding_gradients(model):
+        assert "forward" not in vars(model.get_input_embeddings())
+        model(torch.tensor([[3, 4]])).logits.sum().backward()
+    assert len(calls) == 1
+
+
+# optim
+
+
+def test_both_optimizers_make_the_same_steps():
+    trainer = {name: tiny.one_step(optim=name, learning_rate=1e-3)[0] for name in ("adamw_torch_fused", "adamw_torch")}
+    assert [trainer.optimizer.defaults["fused"] for trainer in trainer.values()] == [True, False]
+    one, other = (torch.cat([tiny.weights(t.policy), tiny.weights(t.value)]) for t in trainer.values())
+    assert (one - other).abs().max() <= 1e-6 and (one - tiny.weights(trainer["adamw_torch"].ref).new_zeros(1)).any()
+
+
+# compact_batch
+
+
+def engine(family: str = "llama", *, compact_batch: bool) -> HFEngine:
+    return HFEngine(tiny.causal(family), tiny.EOS, tiny.PAD, compact_batch=compact_batch)
+
+
+def prompts(queries: list[list[int]], length: int = 12) -> Prompts:
+    return replace(Prompts.from_lists(queries), seeds=tuple(seeds_of(len(queries))), response_length=length)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_compact_batch_engine_samples_what_the_plain_one_samples(family):
+    queries = [[5, 6]] * 3 + [[7]] * 2 + [[8, 9, 4]] + [[5, 6]] * 2 + [[7, 7, 7, 7]] * 4
+    one, other = (engine(family, compact_batch=compact).generate(prompts(queries)) for compact in (True, False))
+    assert torch.equal(one.ids, other.ids) and torch.equal(one.ended, other.ended)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_compact_batch_engine_reads_a_prompt_once_and_drops_finished_rows(compact, monkeypatch):
+    body, sizes = type(tiny.causal().model), []
+    plain = body.forward
+
+    def spy(model, input_ids, **others):
+        sizes.append(len(input_ids))
+        return plain(model, input_ids=input_ids, **others)
+
+    monkeypatch.setattr(body, "forward", spy)
+    engine(compact_batch=compact).generate(prompts([[5, 6]] * 16 + [[7, 8]] * 16, length=20))
+    assert sizes[0] == (2 if compact else 32) and sizes[1] == 32 and (sizes[-1] < 32) is compact
+
+
+# Noise
+
+
+CPU = torch.device("cpu")
+
+
+def seeds_of(rows: int, seed: int = 0, step: int = 0) -> list[int]:
+    return [derive_seed(seed, "sample", step, row) for row in range(rows)]
+
+
+def test_noise_is_the_plain_arithmetic_of_seed_step_and_token():
+    seeds = [*seeds_of(4, step=3), 0, 2**63 - 1, 2**31, 2**32]
+    keys, counters = row_keys(seeds, CPU), token_counters(50, CPU)
+    for step in (0, 1, 52):
+        noise = log_exponential(keys, step, counters).double()
+        expected = torch.stack([exponential(seed, step, 50).log().double() for seed in seeds])
+        torch.testing.assert_close(noise, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_noise_is_that_of_an_exponential():
+    """10^6 numbers: 64 bins of equal probability, and no correlation of neighbours in row, step or token."""
+    keys, counters = row_keys(seeds_of(50), CPU), token_counters(2000, CPU)
+    noise = torch.stack([log_exponential(keys, step, counters) for step in range(10)]).double()
+    assert torch.isfinite(noise).all()
+    counts = torch.histc(1 - (-noise.exp()).exp(), 64, 0.0, 1.0)
+    chi2 = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    assert 25 < chi2 < 115  # 63 degrees of freedom: 6 in a million outside, and the draws are seeded
+    for dim in range(3):
+        one, other = noise.narrow(dim, 1, noise.shape[dim] - 1), noise.narrow(dim, 0, noise.shape[dim] - 1)
+        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 5e-3
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should_be():
+    """Beyond the resolution of 24 bits: a token of probability 1e-6 besides a likely one, in 2 x 10^7 draws."""
+    keys, counters = row_keys(seeds_of(20000, seed=1), CPU), token_counters(2, CPU)
+    logits = torch.tensor([[0.0, -13.815511]]).expand(20000, 2)
+    hits = sum(int(gumbel_sample(logits, keys, step, counters).sum()) for step in range(1000))
+    assert 4 <= hits <= 40  # 20 expected
+
+
+@pytest.mark.parametrize("kind", ["consecutive", "derived"])
+def test_rows_and_steps_draw_independently(kind):
+    """A token of probability 1/5 among 512, 1500 rows, 20 steps: hits vary over steps, and over rows, like coin tosses.
+
+    With consecutive seeds, too: a weaker hash had 3 times and more the variance over steps.
+    """
+    rows, steps, chance = 1500, 20, 0.2
+    keys = row_keys(list(range(rows)) if kind == "consecutive" else seeds_of(rows, seed=7), CPU)
+    logits = torch.zeros(rows, 512).index_fill(1, torch.tensor([1]), math.log(511 * chance / (1 - chance)))
+    counters = token_counters(512, CPU)
+    hits = torch.stack([gumbel_sample(logits, keys, step, counters) == 1 for step in range(steps)]).double()
+    variance = chance * (1 - chance)
+    assert abs(hits.mean() - chance) < 4 * math.sqrt(variance / hits.numel())
+    assert 0.3 < hits.mean(1).var() / (variance / rows) < 2.2
+    assert 0.85 < hits.sum(0).var() / (variance * steps) < 1.15
+
+
+def test_chunks_change_no_draw(monkeypatch):
+    keys, counters = row_keys(list(range(9)), CPU), token_counters(100, CPU)
+    logits = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
+    whole = gumbel_sample(logits, keys, 5, counters)
+    monkeypatch.setattr(rollout, "NOISE_CHUNK_ELEMENTS_CPU", 250)
+    assert torch.equal(gumbel_sample(logits, keys, 5, counters), whole)

@@ -1,0 +1,206 @@
+"""Options that save memory: models that are offloaded, optimizer moments of 8 bits."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from ppo_folder import PPO, manifest, ppo, rlhf, settings, untimed, write
+from run_cli import is_one_error
+from torch import nn
+
+from rlhf_cli import runs
+from rlhf_cli.models import save, tokenizers
+from rlhf_cli.ppo.optimizer import adamw_8bit, embedding_weights
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.stages import hardware
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, the minimum of 8 bits
+
+
+# offload
+
+
+def places(model: nn.Module) -> list[int]:
+    return [weight.data_ptr() for weight in [*model.parameters(), *model.buffers()]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"kl_in": "loss", "kl_estimator": "full"}, {"packing": False}])
+def test_offloading_changes_no_bit(changes):
+    runs = []
+    for offload in (False, True):
+        rewards = {"reward": ModelReward(tiny.scorer(), 4, offloaded=offload)}
+        trainer = tiny.trainer(offload=offload, rewards=rewards, policy_seed=3, **changes)
+        stats = [trainer.step(tiny.prompts(seed=step)) for step in range(2)]
+        untimed_stats = [{key: n for key, n in each.items() if not key.endswith("_s")} for each in stats]
+        runs.append((untimed_stats, tiny.weights(trainer.policy), tiny.weights(trainer.value)))
+    assert runs[0][0] == runs[1][0] and all(torch.equal(runs[0][i], runs[1][i]) for i in (1, 2))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_copy_is_on_the_device_only_while_a_model_runs(exact, monkeypatch):
+    """On a CPU the copy is in the same memory, at another address."""
+    scorer = tiny.scorer()
+    changes = {"kl_in": "loss", "kl_estimator": "full"} if exact else {}
+    trainer = tiny.trainer(rewards={"reward": ModelReward(scorer, 4, offloaded=True)}, offload=True, **changes)
+    home = {"ref": places(trainer.ref), "reward": places(scorer)}
+    away: dict[str, set[str]] = {}
+
+    def watch(name: str, model: nn.Module) -> None:
+        def look(*_):
+            assert not set(places(model)) & set(home[name]), f"{name} runs where it is stored"
+            away.setdefault(phase, set()).add(name)
+
+        model.register_forward_pre_hook(look)
+
+    watch("ref", trainer.ref.get_decoder())
+    watch("reward", scorer.base_model)
+    waits = {"ref": trainer.ref, "reward": scorer}
+
+    def at_home(*_):
+        assert all(places(waits[name]) == home[name] for name in (() if exact and phase == "update" else ("ref",)))
+        assert places(scorer) == home["reward"]
+
+    trainer.value.base_model.register_forward_pre_hook(lambda *_: at_home() if phase == "update" else None)
+    phase = "rollout"
+    rollout = trainer.generate(tiny.prompts())
+    phase = "judge"
+    experience = trainer.make_experience(rollout)
+    phase = "update"
+    trainer.update(experience)
+    assert away == {"judge": {"ref", "reward"}} | ({"update": {"ref"}} if exact else {})
+    assert all(places(waits[name]) == home[name] for name in waits)
+
+
+def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeypatch):
+    """This machine's CPU takes the role of a GPU."""
+    write(run_folder, "ppo", PPO | {"ppo": PPO["ppo"] | {"generate_ref_response": True, "num_sample_generations": 2}})
+    assert ppo(run_folder).exit_code == 0
+    plain = output(run_folder)
+    trainers, init = [], PPOTrainer.__init__
+    monkeypatch.setattr(hardware, "_on_cpu", lambda: False)
+    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), trainers.append(self))[0])
+    result = ppo(run_folder, "--fresh", "-s", "ppo.offload=true")
+    assert result.exit_code == 0 and "E01" not in result.stderr, result.stderr
+    assert trainers[0].settings.offload and trainers[0].rewards["reward"].offloaded
+    assert output(run_folder) == plain
+
+
+def output(folder: Path) -> tuple[object, ...]:
+    hashes = {name: entry["sha256"] for name, entry in manifest(folder)["files"].items() if name.endswith("tensors")}
+    return hashes, untimed(folder / "ppo/metrics.jsonl"), untimed(folder / "ppo/samples.jsonl")
+
+
+def test_e01_offload_without_a_gpu(run_folder):
+    if torch.cuda.is_available():
+        pytest.skip("this machine computes on a GPU")
+    result = ppo(run_folder, "-s", "ppo.offload=true")
+    assert result.exit_code == 0 and result.stderr.count("warning[E01]") == 1
+    assert "ppo.offload: offload moves models from a GPU to CPU memory, and this machine has no GPU" in result.stderr
+
+
+def test_c17_shared_weights_cannot_be_offloaded(run_folder):
+    shared = ppo(run_folder, *settings("offload=true", "num_shared_layers=1"))
+    assert is_one_error(shared, "C17") and "num_shared_layers, whose layers the policy uses" in shared.stderr
+    adapters = ppo(run_folder, *settings("offload=true", "models.adapters.kind=lora"))
+    assert is_one_error(adapters, "C17") and "offload cannot be combined with models.adapters" in adapters.stderr
+
+
+# adamw_8bit
+
+
+def wide(seed: int = 0, **changes) -> PPOTrainer:
+    chosen = tiny.settings(**changes)
+    policy, ref = (tiny.causal("llama", each, **WIDE) for each in (3, 0))
+    reward, value = tiny.scorer("llama", **WIDE), tiny.scorer("llama", **WIDE)
+    engine = HFEngine(policy, tiny.EOS, tiny.PAD, chosen.temperature)
+    return PPOTrainer(policy, ref, value, {"reward": ModelReward(reward, 4)}, engine, chosen, seed=seed)
+
+
+def test_moments_have_8_bits_but_those_of_embeddings_and_small_weights():
+    trainer = wide(optim="adamw_8bit")
+    trainer.step(tiny.prompts())
+    states = {name: trainer.optimizer.state[weight] for name, weight in trainer.policy.named_parameters()}
+    kinds = {name: state["state1"].dtype for name, state in states.items()}
+    layer = "model.layers.0."
+    assert kinds[layer + "mlp.gate_proj.weight"] == kinds[layer + "self_attn.q_proj.weight"] == torch.uint8
+    assert kinds[layer + "input_layernorm.weight"] == kinds["model.embed_tokens.weight"] == torch.float32
+
+
+def test_moments_of_embeddings_have_32_bits_however_large():
+    table, other = nn.Embedding(256, 64), nn.Linear(64, 256, bias=False)
+    wide = embedding_weights([nn.Sequential(table, other)])
+    optimizer = adamw_8bit([{"params": [table.weight, other.weight]}], full_precision=wide, lr=0.1)
+    table.weight.grad, other.weight.grad = torch.ones_like(table.weight), torch.ones_like(other.weight)
+    optimizer.step()
+    assert optimizer.state[table.weight]["state1"].dtype == torch.float32
+    assert optimizer.state[other.weight]["state1"].dtype == torch.uint8
+
+
+def test_steps_of_8_bits_are_near_those_of_32():
+    """Blockwise rounding: steps of similar size and direction, but not equal."""
+    moved = {}
+    for name in ("adamw_torch", "adamw_8bit"):
+        trainer = wide(optim=name, learning_rate=1e-3, weight_decay=0.1)
+        before = torch.cat([tiny.weights(trainer.policy), tiny.weights(trainer.value)])
+        experience = trainer.make_experience(trainer.generate(tiny.prompts()))
+        trainer.update(experience)  # four epochs: four steps
+        moved[name] = torch.cat([tiny.weights(trainer.policy), tiny.weights(trainer.value)]) - before
+    one, other = moved.values()
+    assert nn.functional.cosine_similarity(one, other, dim=0) > 0.98
+    assert float(other.norm() / one.norm()) == pytest.approx(1, abs=0.05)
+    assert not torch.equal(one, other)
+
+
+def test_value_learning_rate_and_lr_0_hold_in_8_bits():
+    trainer = wide(optim="adamw_8bit", learning_rate=0.0, value_learning_rate=1e-3)
+    policy, value = tiny.weights(trainer.policy), tiny.weights(trainer.value)
+    stats = trainer.step(tiny.prompts())
+    assert torch.equal(tiny.weights(trainer.policy), policy) and not torch.equal(tiny.weights(trainer.value), value)
+    assert (stats["lr"], stats["value/lr"]) == (0.0, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    texts = [f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
+    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
+        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **WIDE)
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
+    write(folder, "ppo", PPO | {"ppo": PPO["ppo"] | {"optim": "adamw_8bit"}})
+    return folder
+
+
+def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder, monkeypatch):
+    assert ppo(wide_folder).exit_code == 0
+    straight = output(wide_folder)
+    step, calls = PPOTrainer.step, []
+
+    def stopped(self, prompts):
+        calls.append(0)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, prompts)
+
+    monkeypatch.setattr(PPOTrainer, "step", stopped)
+    assert ppo(wide_folder, "--fresh").exit_code == 143
+    state = save.load_tree(runs.state_at(wide_folder / "ppo/state", 2))["trainer"]["optimizer"]["state"]
+    assert torch.uint8 in {t.dtype for each in state.values() for t in each["__bnb_optimizer_quant_state__"].values()}
+    again = ppo(wide_folder)
+    assert again.exit_code == 0 and "resumes at step 2" in again.stderr
+    assert output(wide_folder) == straight
+
+
+def test_c06_a_run_in_8_bits_cannot_be_verified(wide_folder):
+    if not (wide_folder / "ppo/manifest.json").exists():
+        assert ppo(wide_folder).exit_code == 0
+    result = rlhf("verify", wide_folder / "ppo")
+    assert is_one_error(result, "C06") and "ppo.optim" in result.stderr and "cannot be repeated" in result.stderr

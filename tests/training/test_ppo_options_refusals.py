@@ -1,0 +1,182 @@
+"""What PPOSettings rejects, and the recipes."""
+
+import ppo_folder as stage
+import pytest
+from pydantic import ValidationError
+
+from rlhf_cli.config.ppo_options import BELONGS_TO, RECIPES, PPOSettings
+
+
+def settings(**changes) -> PPOSettings:
+    return PPOSettings(**{"total_episodes": 640, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes,code,says,hint",
+    [
+        ({"num_mini_batches": 3}, "C12", "16 x 4 = 64 episodes per update cannot be divided by num_mini_batches 3", ""),
+        ({"num_samples_per_prompt": 5}, "C12", "num_samples_per_prompt 5", ""),
+        ({"num_train_epochs": 1.0}, "C17", "one of total_episodes and num_train_epochs", ""),
+        ({"stop_token": "none", "stop_token_id": 3}, "C17", "cannot be combined", ""),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "C17", "cannot be combined", ""),
+        ({"kl_in": "loss"}, "C17", "k1 in the loss", ""),
+        ({"fp16": True}, "C17", "PPO cannot train in fp16", ""),
+        ({"response_length": {"min": 5, "max": 3}}, "C06", "min is greater than max", ""),
+        ({"adap_kl_ctrl": True, "kl_coef": 0.0}, "C17", "which is 0", ""),
+        # A factor of 1 - 0.2 x 64 / horizon must stay above zero: a negative coefficient would reward a large KL.
+        ({"adap_kl_ctrl": True, "horizon": 1}, "C06", "horizon 1", "at least 13"),
+        ({"adap_kl_ctrl": True, "horizon": 12}, "C06", "horizon 12", "at least 13"),
+        ({"value_only_updates": 10}, "C17", "10 leaves no updates for the policy out of 10 updates", "at most 9"),
+        ({"value_only_updates": 11}, "C17", "11 leaves no updates for the policy out of 10 updates", "at most 9"),
+        ({"total_episodes": 64, "value_only_updates": 1}, "C17", "leaves no updates", "raise total_episodes"),
+        *(
+            (
+                {"overlong_penalty": {"tokens": 9, "factor": 1.0}, "response_length": length},
+                "C06",
+                "overlong_penalty.tokens 9 is more than response_length 8",
+                "at most 8",
+            )
+            for length in (8, {"min": 8, "max": 20})
+        ),
+        *(
+            ({"lr_scheduler_type": "constant", key: value}, "C17", f"{key} has no effect with lr_scheduler_type", "")
+            for key, value in (("warmup_steps", 1), ("warmup_ratio", 0.1), ("value_warmup_steps", 3))
+        ),
+    ],
+)
+def test_contradictions_are_rejected(changes, code, says, hint):
+    with pytest.raises(ValidationError) as caught:
+        settings(**changes)
+    error = next(error for error in caught.value.errors() if error["type"] == code)
+    assert says in error["msg"] and error["ctx"]["hint"] and hint in error["ctx"]["hint"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adap_kl_ctrl": True, "horizon": 13},
+        {"value_only_updates": 9},
+        {"overlong_penalty": {"tokens": 9, "factor": 1.0}, "response_length": 9},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1},
+        {"lr_scheduler_type": "constant", "warmup_steps": 0, "value_warmup_steps": 0},
+    ],
+)
+def test_values_at_the_limit_are_accepted(changes):
+    settings(**changes)
+
+
+SWITCHED = {"target": 3.0, "horizon": 500, "target_kl": 0.5, "use_score_norm": True}
+
+
+@pytest.mark.parametrize("key,switch", BELONGS_TO.items())
+def test_a_key_without_its_switch_is_rejected(key, switch):
+    with pytest.raises(ValidationError) as caught:
+        settings(**{key: SWITCHED[key]})
+    (error,) = caught.value.errors()
+    assert error["type"] == "C17" and error["msg"] == f"{key} has no effect without {switch}"
+    assert error["ctx"]["hint"] == f"add {switch}: true"
+    assert getattr(settings(**{key: SWITCHED[key], switch: True}), key) == SWITCHED[key]
+
+
+@pytest.mark.training
+def test_value_only_updates_are_compared_with_passes_over_the_prompts(run_folder):
+    """20 prompts, 8 per update: one pass is three updates, which only the prompts determine."""
+    numbers = {**stage.PPO["ppo"], "total_episodes": None, "num_train_epochs": 1.0}
+    stage.write(run_folder, "ppo", {**stage.PPO, "ppo": {**numbers, "value_only_updates": 3}})
+    result = stage.ppo(run_folder)
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and "hint: at most 2" in result.stderr
+    assert "value_only_updates 3 leaves no updates for the policy out of 3 updates" in result.stderr
+    assert not (run_folder / "ppo/metrics.jsonl").exists()
+    assert stage.ppo(run_folder, "-s", "ppo.value_only_updates=2").exit_code == 0
+
+
+SWITCH = (["yes", 1, None], [True, False])
+BOUNDS = {
+    "kl_coef": ([-1, float("nan"), True], [0.0]),
+    "gamma": ([1.5], [0.5]),
+    "temperature": ([0], [2.0]),
+    "cliprange": ([1.0], [0.9]),
+    "num_ppo_epochs": (["4"], [1]),
+    "top_k": ([5], []),
+    "push_to_hub_if_best": (["name", "a/b/c", "own er/name", True], ["owner/my-model_1.0", None]),
+    "recipe": (["modern", "", None, 1], ["classic", "reasoning"]),
+    "generate_ref_response": SWITCH,
+    "use_score_scaling": SWITCH,
+    "adap_kl_ctrl": SWITCH,
+    "early_stopping": SWITCH,
+    "score_clip": ([0.0, -1.0, True], [0.1, None]),
+    "target": ([0.0, -6.0, None], [6.0]),
+    "horizon": ([0, -1, 1.5, None], [10000]),
+    "kl_stop": ([0.0, -1.0], [15.0, None]),
+    "require_reward": ([{}, {"accuracy": 1.1}, {"ece": -0.1}, 0.6], [{"accuracy_low": 0.5}, None]),
+    "watchdog": (
+        [
+            {"kl": 0.0}, {"length": 1.0}, {"repetition": 1.0}, {"window": 0}, {"action": "bark"},
+            {"actions": {"x": "stop"}},
+        ],
+        [None, {}, {"kl": None, "actions": {"judge": "stop"}}, {"action": "raise_kl_coef", "kl_factor": 2.0}],
+    ),
+    "cliprange_high": ([0.0, -0.1], [0.28, 3.0, None]),
+    "dual_clip": ([1.0, 0.5], [3.0, None]),
+    "entropy_coef": ([-0.1, None], [0.0, 0.01]),
+    "ptx_coef": ([-1.0, None], [0.0, 27.8]),
+    "target_kl": ([0.0, -1.0, None], [1.0]),
+    "ratio_threshold": ([1.0, 0.5], [1.5, None]),
+    "value_learning_rate": ([-1e-6], [0.0, 1e-5, None]),
+    "value_warmup_steps": ([-1, 0.5], [0, 3, None]),
+    "value_only_updates": ([-1, 0.5, None], [0, 3]),
+    "num_shared_layers": ([0, -1, 1.5], [1, None]),
+    "lr_scheduler_type": (["sqrt", None], ["polynomial", "inverse_sqrt"]),
+    "overlong_penalty": (
+        [5, {"tokens": 0, "factor": 1.0}, {"tokens": 5, "factor": 0.0}, {"tokens": 5}, {"tokens": 5, "facter": 1}],
+        [None, {"tokens": 5, "factor": 0.5}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_bounds_of_each_key(key):
+    bad, good = BOUNDS[key]
+    for value in bad:
+        with pytest.raises(ValidationError) as caught:
+            settings(**{key: value})
+        assert any(key in map(str, error["loc"]) for error in caught.value.errors()), value
+    for value in good:
+        settings(**{key: value})
+
+
+# Recipes
+
+
+def test_recipe_classic_is_the_defaults():
+    assert PPOSettings(total_episodes=64, recipe="classic") == PPOSettings(total_episodes=64)
+    assert RECIPES["classic"] == {} and set(RECIPES) == {"classic", "reasoning"}
+
+
+def test_recipe_reasoning_sets_its_defaults_and_nothing_else():
+    plain, chosen = (PPOSettings(total_episodes=640, recipe=name).model_dump() for name in ("classic", "reasoning"))
+    changed = {key for key in chosen if chosen[key] != plain[key]}
+    assert changed == {"recipe", *RECIPES["reasoning"]}, "a recipe names no key that it leaves at its default"
+    assert {key: chosen[key] for key in RECIPES["reasoning"]} == {k: v for k, (v, _) in RECIPES["reasoning"].items()}
+    # Monte-Carlo returns, one epoch, the full softmax.
+    assert (chosen["lam"], chosen["num_ppo_epochs"], chosen["temperature"]) == (1.0, 1, 1.0)
+    assert chosen["value_learning_rate"] == pytest.approx(9 * chosen["learning_rate"])
+
+
+@pytest.mark.parametrize("key", RECIPES["reasoning"])
+def test_a_written_key_wins_over_the_recipe(key):
+    written = PPOSettings(total_episodes=64).model_dump()[key]
+    chosen = PPOSettings(**{"total_episodes": 64, "recipe": "reasoning", key: written}).model_dump()
+    others = PPOSettings(total_episodes=64, recipe="reasoning").model_dump()
+    assert chosen == {**others, key: written}
+
+
+@pytest.mark.parametrize(
+    "written,warmup",
+    [({}, 0.03), ({"warmup_steps": 5}, None), ({"lr_scheduler_type": "constant"}, None), ({"warmup_ratio": 0.1}, 0.1)],
+)
+@pytest.mark.parametrize("mode", ["python", "json"])
+def test_a_recipes_settings_written_out_are_the_same_settings(written, warmup, mode):
+    """Its warm-up gives way to a written one, and to a schedule that has none."""
+    chosen = PPOSettings(total_episodes=64, recipe="reasoning", **written)
+    assert PPOSettings(**chosen.model_dump(mode=mode)) == chosen and chosen.warmup_ratio == warmup

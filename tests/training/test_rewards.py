@@ -1,0 +1,157 @@
+"""Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails."""
+
+import math
+import shutil
+import sys
+from pkgutil import resolve_name
+
+import families
+import pytest
+import tiny
+import torch
+import yaml
+from ppo_folder import PPO, PROMPTS, fails, lines, ppo, rlhf, steps, weights, write
+
+from rlhf_cli import jsonl
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import COMBINE, EnsembleReward
+
+ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
+SCORES = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
+
+
+def ensemble(**options) -> EnsembleReward:
+    return EnsembleReward({name: lambda rollout, scores=scores: scores for name, scores in SCORES.items()}, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [3.0, -1.0]),
+        ({"combine": "min"}, [1.0, -2.0]),
+        ({"combine": "mean_minus_std", "std_coef": 2.0}, [3 - 2 * math.sqrt(8 / 3), -1 - 2 * math.sqrt(2)]),
+        ({"combine": "mean_minus_std", "std_coef": 0.0}, [3.0, -1.0]),
+    ],
+)
+def test_an_ensemble_by_hand(options, expected):
+    scores = ensemble(**options)(ROLLOUT)
+    assert scores.score.tolist() == pytest.approx(expected)
+    assert scores.disagreement.tolist() == pytest.approx([math.sqrt(8 / 3), math.sqrt(2)])
+    assert set(COMBINE) == {"mean", "min", "mean_minus_std"}
+
+
+def test_an_ensemble_is_one_source_and_its_members_are_logged():
+    trainer = tiny.trainer(rewards={"vote": ensemble(combine="min")}, kl_coef=0.0, learning_rate=0.0)
+    experience = trainer.make_experience(ROLLOUT)
+    assert experience.scores.tolist() == [1.0, -2.0]
+    stats = trainer.update(experience)
+    assert stats["objective/score/vote"] == -0.5 and stats["objective/score/vote/c"] == 3.0
+    assert stats["objective/disagreement/vote"] == pytest.approx((math.sqrt(8 / 3) + math.sqrt(2)) / 2)
+
+
+@pytest.mark.parametrize(("combine", "bad"), [("mean", float("nan")), ("min", float("inf"))])
+def test_r01_a_member_that_is_not_finite(combine, bad):
+    """Also if the combined score is finite."""
+    broken = {**SCORES, "b": torch.tensor([bad, 0.0])}
+    members = {name: lambda rollout, scores=scores: scores for name, scores in broken.items()}
+    with pytest.raises(RLHFError, match=r"R01.*score `vote/b`.*row 0"):
+        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).make_experience(ROLLOUT)
+
+
+def test_a_source_is_clipped_before_it_is_weighted():
+    trainer = tiny.trainer(rewards={"a": lambda rollout: SCORES["a"], "c": lambda rollout: SCORES["c"]})
+    trainer.weights, trainer.clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
+    assert trainer.make_experience(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
+
+
+@pytest.mark.training
+def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
+    shutil.copytree(run_folder / "reward_model", run_folder / "second")
+    votes = {"models": {"one": "reward_model", "two": "second"}, "combine": "mean_minus_std", "std_coef": 0.5}
+    votes["clip"] = 0.25
+    write(run_folder, "ppo", {**PPO, "rewards": {"vote": votes}})
+    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
+    assert result.exit_code == 0, result.output
+    for row in lines(run_folder / "ppo/metrics.jsonl"):
+        assert row["objective/score/vote/one"] == row["objective/score/vote/two"] == row["objective/score/vote"]
+        assert row["objective/disagreement/vote"] == 0.0 and abs(row["objective/scores"]) <= 0.25
+    config = yaml.safe_load((run_folder / "ppo/config.yaml").read_text())
+    assert config["rewards"]["vote"]["models"] == {"one": "../reward_model", "two": "../second"}
+    checked = rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")
+    assert checked.exit_code == 0 and "rewards.vote.models.two" in checked.stdout, checked.output
+    missing = ppo(run_folder, "--fresh", "-s", "rewards.vote.models.two=./reward_modle")
+    fails(missing, "M01", "no such folder reward_modle")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"models": {"one": "m"}}, "an ensemble needs at least two models"),
+        ({"model": "m", "combine": "min"}, "combine has no effect without models"),
+        ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
+        ({"model": "m", "models": {"a": "m", "b": "m"}}, "set exactly one of model, models, function, builtin, url"),
+    ],
+)
+def test_c17_a_wrong_ensemble(run_folder, source, says):
+    write(run_folder, "ppo", {**PPO, "rewards": {"vote": source}})
+    fails(ppo(run_folder), "C17", says)
+
+
+BREAKS = {
+    "model": ("rlhf_cli.rewards.model.RetokenizingReward._decode", {"model": "other"}),
+    "function": ("len_reward.score", {"function": "len_reward:score"}),
+    "async": ("len_reward.later", {"function": "len_reward:later"}),
+    "builtin": ("rlhf_cli.rewards.function.len", {"builtin": "length", "parameters": {"most": 3}}),
+    "pipeline": ("rlhf_cli.rewards.classifier.ClassifierReward.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
+}
+LENGTHS = """
+def score(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+async def later(prompts, responses):
+    return score(prompts, responses)
+"""
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_r05_a_source_of_any_kind_that_fails_leaves_a_checkpoint_to_resume_from(run_folder, monkeypatch, kind):
+    """The weights equal those of a run without the fault; tests/unit/test_rewards_url.py tests an endpoint."""
+    (run_folder / "len_reward.py").write_text(LENGTHS)
+    sys.modules.pop("len_reward", None)
+    monkeypatch.syspath_prepend(run_folder)
+    jsonl.write_jsonl(run_folder / "other.jsonl", [{"text": "zebra quartz"}])
+    shutil.copytree(run_folder / "reward_model", run_folder / "other")
+    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "other")
+    families.write_sentiment_classifier(run_folder / "kind", PROMPTS)
+    target, source = BREAKS[kind]
+    models = {"sft": "sft_model", "value": "policy_head"}
+    write(run_folder, "ppo", {**PPO, "models": models, "rewards": {"mine": source}})
+    assert ppo(run_folder, "-s", "output.save_steps=4").exit_code == 0
+    expected = weights(run_folder)
+    with monkeypatch.context() as patch:
+        break_in_the_third_update(patch, target)
+        failed = ppo(run_folder, "--fresh", "-s", "output.save_steps=4")
+    fails(failed, "R05", "error[R05]: reward `", "mine", exit_code=1)
+    assert steps(run_folder / "ppo/state") == {2}
+    again = ppo(run_folder, "-s", "output.save_steps=4")
+    assert again.exit_code == 0 and "resumes at step 2 of 4" in again.stderr, again.output
+    assert weights(run_folder) == expected
+
+
+def break_in_the_third_update(patch, target):
+    """From the third update on, `target` raises."""
+    holder, _, name = target.rpartition(".")
+    owner = resolve_name(holder)
+    plain, updates = getattr(owner, name, len), []
+    update = PPOTrainer.update
+    patch.setattr(PPOTrainer, "update", lambda self, experience: (updates.append(1), update(self, experience))[1])
+
+    def broken(*arguments):
+        if len(updates) >= 2:
+            raise OSError("the third time")
+        return plain(*arguments)
+
+    patch.setattr(owner, name, broken, raising=False)

@@ -1,0 +1,379 @@
+"""`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train."""
+
+import json
+import os
+import shutil
+import signal
+import zlib
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import tiny
+import torch
+from ppo_folder import (
+    EVAL,
+    ONE,
+    PPO,
+    PROMPTS,
+    as_reward_stage,
+    fails,
+    lines,
+    manifest,
+    ppo,
+    rlhf,
+    settings,
+    steps,
+    untimed,
+    weights,
+    write,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.ppo_samples import token_texts
+
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
+METRICS = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+    policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg
+    val/ratio val/ratio_var val/num_eos_tokens lr val/explained_variance objective/kl_coef objective/response_length
+    objective/eos_fraction policy/grad_norm value/grad_norm policy/first_ratio_error time/rollout_s time/judge_s
+    time/update_s tokens/real tokens/padded tokens_per_s objective/kl_k1 objective/score/reward time_s step"""
+SAMPLE = "step episode index prompt response ended length kl score scores tokens"
+
+
+def evaluate(folder: Path, *arguments: str):
+    return rlhf("eval", "-c", folder / "eval.yaml", *arguments)
+
+
+def report_of(folder: Path) -> dict:
+    return json.loads((folder / "eval/report.json").read_text())
+
+
+def test_the_output_is_that_of_the_contract(trained_once):
+    folder, result = trained_once
+    out = folder / "ppo"
+    metrics, samples, made = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl"), manifest(folder)
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4] and set(METRICS.split()) <= metrics[0].keys()
+    assert metrics[0]["objective/kl"] == 0.0 and metrics[0]["policy/first_ratio_error"] == 0.0
+    assert {row["step"] for row in samples} == {2, 4} and len(samples) == 16
+    assert set(samples[0]) == set(SAMPLE.split()) and samples[0].keys() - samples[1].keys() == {"tokens"}
+    assert samples[0]["prompt"] in PROMPTS
+    assert "samples at step 2" in result.stdout and "4 x 2 = 8 episodes" in result.stderr
+    assert made["stage"] == "ppo" and set(made["parents"]) == {"models.sft", "models.reward", "rewards.reward.model"}
+    assert steps(out / "state") == {2, 4} and steps(out / "snapshots") == {2, 4, made["best"]["step"]}
+    assert AutoModelForCausalLM.from_pretrained(out / "model").generation_config.eos_token_id == 1
+    AutoModelForSequenceClassification.from_pretrained(out / "value")
+    AutoTokenizer.from_pretrained(out / "model")
+    assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    again = ppo(folder)
+    assert again.exit_code == 0 and "finished already" in again.stderr
+
+
+def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
+    plain = weights(trained_folder)
+    heldout = f"data.eval_prompts={trained_folder / 'heldout.jsonl'}"
+    assert ppo(trained_folder, *settings(heldout, "num_sample_generations=4"), "--fresh").exit_code == 0
+    samples = lines(trained_folder / "ppo/samples.jsonl")
+    assert {row["step"] for row in samples} == {1, 2, 3, 4}
+    assert all(row["prompt"].startswith("what is") for row in samples)
+    assert weights(trained_folder) == plain and (trained_folder / ".old/ppo-1/manifest.json").is_file()
+    assert ppo(trained_folder, *settings("num_sample_generations=0", ONE), "--fresh").exit_code == 0
+    assert not (trained_folder / "ppo/samples.jsonl").exists()
+
+
+def test_a_tables_first_row_has_a_column_per_token_quantity(run_folder):
+    assert ppo(run_folder, *settings("num_sample_generations=4")).exit_code == 0
+    rows = lines(run_folder / "ppo/samples.jsonl")
+    assert [row["index"] for row in rows if "tokens" in row] == [0] * len({row["step"] for row in rows})
+    coefs = {line["step"]: line["objective/kl_coef"] for line in lines(run_folder / "ppo/metrics.jsonl")}
+    for row in (row for row in rows if "tokens" in row):
+        tokens = row["tokens"]
+        assert {len(values) for values in tokens.values()} == {row["length"]}
+        assert "".join(tokens["text"]).startswith(row["response"])
+        assert sum(tokens["kl"]) == pytest.approx(row["kl"], abs=1e-5)
+        assert sum(tokens["reward"]) == pytest.approx(row["score"] - coefs[row["step"]] * row["kl"], abs=1e-5)
+
+
+def test_every_update_takes_other_prompts(run_folder):
+    assert ppo(run_folder, *settings("num_sample_generations=4")).exit_code == 0
+    rows = lines(run_folder / "ppo/samples.jsonl")
+    asked = [{row["prompt"] for row in rows if row["step"] == step} for step in (1, 2, 3, 4)]
+    assert len(asked[0] | asked[1]) == 16, "two updates of 8 out of 20 prompts share none"
+    assert asked[2] != asked[0] and asked[3] != asked[1]
+
+
+def test_characters_of_several_tokens_are_shown_with_the_last_of_them():
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    by_bytes = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    ids = [*by_bytes.encode("aé🙂b"), by_bytes.eos_token_id]
+    assert token_texts(by_bytes, ids) == ["a", "", "é", "", "", "", "🙂", "b", "<eos>"]
+    assert token_texts(by_bytes, ids[:5]) == ["a", "", "é", "", "\N{REPLACEMENT CHARACTER}"]  # within a character
+
+
+@pytest.mark.parametrize("value", ["reward", "policy_head"])
+def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory, monkeypatch, value):
+    """Stopped by SIGTERM between two regular checkpoints, and started again; tests/crash kills processes."""
+    write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": value}})
+    straight = tmp_path_factory.mktemp("straight")
+    shutil.copytree(run_folder, straight, dirs_exist_ok=True)
+    long = settings("total_episodes=80", "output.save_steps=3")
+    assert ppo(straight, *long).exit_code == 0
+    real = PPOTrainer.step
+
+    def step(trainer, prompts):
+        if trainer.updates == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer, prompts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PPOTrainer, "step", step)
+        stopped = ppo(run_folder, *long)
+    assert stopped.exit_code == 143 and "saved; the same command resumes" in stopped.stderr
+    assert not (run_folder / "ppo/manifest.json").exists()
+    again = ppo(run_folder, *long)
+    assert again.exit_code == 0 and "resumes at step 4 of 10" in again.stderr
+    for name in ("model/model.safetensors", "value/model.safetensors", "samples.jsonl"):
+        assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
+    assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
+
+
+def test_another_config_is_rejected(trained_folder):
+    fails(ppo(trained_folder, *settings("kl_coef=0.2")), "C15", "ppo.kl_coef 0.05 -> 0.2", "hint: --fresh")
+    head = ppo(trained_folder, *settings("models.value=policy_head"))
+    fails(head, "C15", "models.value reward -> policy_head")
+
+
+def test_reward_functions_and_weights(run_folder):
+    rewards = {"reward": {"weight": 0.5}, "short": {"function": "judges:short", "weight": 2.0}}
+    write(run_folder, "ppo", {**PPO, "rewards": rewards})
+    assert ppo(run_folder).exit_code == 0
+    for row in lines(run_folder / "ppo/samples.jsonl"):
+        weighted = 0.5 * row["scores"]["reward"] + 2.0 * row["scores"]["short"] - (not row["ended"])
+        assert row["score"] == pytest.approx(weighted, rel=1e-5)
+
+
+BY_FUNCTION = {
+    **PPO,
+    "models": {"sft": "sft_model", "value": "policy_head"},
+    "rewards": {"short": {"function": "judges:short"}},
+}
+
+
+def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
+    """From SFT model to report without a reward model."""
+    shutil.rmtree(run_folder / "reward_model")
+    write(run_folder, "ppo", BY_FUNCTION)
+    result = ppo(run_folder, ONE)
+    assert result.exit_code == 0 and set(manifest(run_folder)["parents"]) == {"models.sft"}, result.output
+    value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
+    assert value.num_labels == 1 and value.config.pad_token_id == 0 and value.score.weight.abs().max() > 0
+    fails(ppo(run_folder, ONE, "-s", "models.value=reward"), "M01", "models.reward")
+    no_reward = {**EVAL, "models": {"sft": "sft_model", "reward": None}}
+    write(run_folder, "eval", {**no_reward, "judges": {"reward": "judges:short"}})
+    result = evaluate(run_folder)
+    assert result.exit_code == 0, result.output
+    report = report_of(run_folder)
+    assert [row["n"] for row in report["best_of"]] == [2, 3]
+    assert report["best_of"][1]["reward_mean"] >= report["models"]["sft"]["reward_mean"]
+    write(run_folder, "eval", {**no_reward, "judges": {}})
+    fails(evaluate(run_folder), "C17", "eval.best_of")
+
+
+def test_another_reward_function_or_judge_makes_a_result_stale(run_folder):
+    write(run_folder, "ppo", {**BY_FUNCTION, "ppo": {**PPO["ppo"], "total_episodes": 8}})
+    assert ppo(run_folder).exit_code == 0
+    write(run_folder, "eval", {**EVAL, "eval": {"n": 4, "best_of": [], "modes": ["sampled"]}})
+    assert evaluate(run_folder).exit_code == 0
+    with (run_folder / "judges.py").open("a") as file:
+        file.write("\n# changed\n")
+    fails(ppo(run_folder), "C15", "rewards.short.function: other content")
+    fails(evaluate(run_folder), "C15", "judges.short: other content")
+
+
+def test_policy_head_saves_a_value_model_with_the_policys_body(run_folder):
+    """Its start differs from that of a copy of the reward model; the scores do not."""
+    write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": "policy_head"}})
+    assert ppo(run_folder).exit_code == 0
+    value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
+    policy = AutoModelForCausalLM.from_pretrained(run_folder / "ppo/model")
+    pairs = zip(value.model.parameters(), policy.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and value.score.weight.abs().max() > 0
+    head = lines(run_folder / "ppo/metrics.jsonl")[0]
+    assert ppo(run_folder, ONE, "-s", "models.value=reward", "--fresh").exit_code == 0
+    copied = lines(run_folder / "ppo/metrics.jsonl")[0]
+    assert copied["objective/scores"] == head["objective/scores"]
+    assert copied["loss/value_avg"] != head["loss/value_avg"]
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("raise KeyError('x')", "raised KeyError"),
+        ("raise SystemExit(3)", "raised SystemExit"),
+        ("return [1.0]", "returned 1 scores for 8"),
+        ("return [float('nan')] * 8", "nan for row 0"),
+    ],
+)
+def test_r05_a_reward_function_that_misbehaves(run_folder, body, says):
+    name = f"bad_reward_{zlib.crc32(body.encode())}"  # a separate module: Python imports a name once
+    (run_folder / f"{name}.py").write_text(f"def score(prompts, responses):\n    {body}\n")
+    write(run_folder, "ppo", {**PPO, "rewards": {"mine": {"function": f"{name}:score"}}})
+    fails(ppo(run_folder), "R05", says, exit_code=1)
+
+
+def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
+    batches, plain = [], HFEngine._generate_ids
+
+    def spy(engine, prompts):
+        batches.append((len(prompts), engine.temperature, engine.stop_token_id))
+        return plain(engine, prompts)
+
+    monkeypatch.setattr(HFEngine, "_generate_ids", spy)
+    options = settings("stop_token=none", "local_rollout_forward_batch_size=3", "temperature=0.9")
+    assert ppo(run_folder, *options).exit_code == 0
+    assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}
+    assert all(row["length"] == 8 and not row["ended"] for row in lines(run_folder / "ppo/samples.jsonl"))
+    batches.clear()
+    assert ppo(run_folder, *settings(ONE, "stop_token_id=40", "num_shared_layers=1"), "--fresh").exit_code == 0
+    assert {stop for _, _, stop in batches} == {40}
+
+
+@pytest.mark.parametrize(
+    "change,code,says",
+    [
+        ("stop_token_id=99999", "C06", "ppo.stop_token_id 99999 is not a token of the model"),
+        ("num_shared_layers=2", "C06", "--set ppo.num_shared_layers: ppo.num_shared_layers 2 of 2 layers"),
+        ("response_length=64", "C13", "lower it by at least 1"),
+        ("models.sft={}/reward_model", "M10", "not a language model"),
+        ("models.sft={}/sft_modle", "M01", "did you mean"),
+        ("models.reward={}/sft_model", "M02", "no trained reward head"),
+        ("data.prompts={}/promts.jsonl", "D01", "prompts.jsonl"),
+    ],
+)
+def test_c06_c13_d01_m01_m02_m10_inputs_that_do_not_fit(run_folder, change, code, says):
+    fails(ppo(run_folder, *settings(change.format(run_folder))), code, says)
+
+
+def test_t05_reward_of_another_template(run_folder):
+    """Its copy would be the value model, which reads the policy's tokens."""
+    for name, prefix in (("sft_model", ""), ("reward_model", "Q: ")):
+        tokenizer = AutoTokenizer.from_pretrained(run_folder / name)
+        tokenizer.chat_template = prefix + "{{ messages[0].content }}"
+        tokenizer.save_pretrained(run_folder / name)
+    fails(ppo(run_folder), "T05")
+
+
+def test_m09_scores_that_do_not_come_back(run_folder):
+    model = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")
+    asked = [([40, 41, 42], [50, 1]), ([43], [51, 52, 53, 1])]
+    scores = [model(input_ids=torch.tensor([p + r])).logits.item() for p, r in asked]
+    probes = [{"prompt_ids": p, "response_ids": r, "score": s} for (p, r), s in zip(asked, scores, strict=True)]
+    as_reward_stage(run_folder, probes=probes)
+    write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
+    assert ppo(run_folder, ONE).exit_code == 0, "the same scores pass"
+    probes[1]["score"] += 0.01
+    shutil.rmtree(run_folder / "reward")
+    as_reward_stage(run_folder, probes=probes)
+    result = ppo(run_folder, ONE, "--fresh")
+    fails(result, "M09", "row 1", f"{scores[1]:.4f}", f"{probes[1]['score']:.4f}", exit_code=1)
+    assert not (run_folder / "ppo/metrics.jsonl").exists()
+
+
+def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
+    warned, silent = ppo(run_folder, *settings(ONE, "kl_estimator=k3")), ppo(run_folder, ONE, "--fresh")
+    assert warned.exit_code == 0 and "warning[C18]" in warned.stderr and "hint: k1 has it" in warned.stderr
+    assert "C18" not in silent.stderr
+
+
+def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
+    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
+    assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in ppo(run_folder, ONE).stderr
+
+
+# Evaluation
+
+
+def test_eval_report_by_its_own_samples(trained_folder):
+    result = evaluate(trained_folder)
+    assert result.exit_code == 0 and "PPO over SFT" in result.stdout and "report:" in result.stdout, result.output
+    report, samples = report_of(trained_folder), lines(trained_folder / "eval/samples.jsonl")
+    assert report["n"] == 10 and set(report["models"]) == {"sft", "ppo"}
+    assert set(report["greedy"]) == {"models", "win_rate"}
+    assert len(samples) == 10 * (2 * 2 + 2) + 10 * (len(report["frontier"]) - 1)
+    kinds = [(model, "sampled") for model in ("sft", "ppo", "best_of_2", "best_of_3")] + [("ppo", "greedy")]
+    of_kind = {kind: [row for row in samples if (row["model"], row["mode"]) == kind] for kind in kinds}
+    sft, policy, *best_of, greedy = of_kind.values()
+    for judge in ("reward", "short"):
+        gains = [ours["scores"][judge] - theirs["scores"][judge] for ours, theirs in zip(policy, sft, strict=True)]
+        rate = report["win_rate"]["ppo_vs_sft"][judge]
+        assert rate["value"] == pytest.approx(fmean((g > 0) + 0.5 * (g == 0) for g in gains))
+        assert rate["ties"] == gains.count(0) and rate["n"] == 10
+        assert rate["ci95"][0] < rate["value"] < rate["ci95"][1]
+    scored = report["models"]["ppo"]
+    assert report["models"]["sft"]["kl"] == 0.0 and scored["kl"] == pytest.approx(fmean(row["kl"] for row in policy))
+    assert "kl" not in report["greedy"]["models"]["ppo"] and "kl" not in greedy[0]
+    assert scored["judges"]["short"]["mean"] == pytest.approx(-fmean(len(row["response"]) for row in policy))
+    rewards = [[row["scores"]["reward"] for row in best] for best in best_of]
+    assert [row["reward_mean"] for row in report["best_of"]] == pytest.approx([fmean(each) for each in rewards])
+    assert all(three >= two for two, three in zip(*rewards, strict=True))
+    assert [row["response"] for row in best_of[0]] != [row["response"] for row in sft], "separate samples"
+
+
+def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
+    policy, sft, temperature = tiny.causal(seed=3), tiny.causal(seed=0), 0.7
+    queries, responses = [[5, 6], [7], [8, 9, 4]], [[3, 2], [4, 8, 9, 5, 2], [6]]
+    kl = sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        logprobs, sft_logprobs = (
+            torch.log_softmax(model(input_ids=torch.tensor([query + response])).logits[0].detach() / temperature, -1)
+            for model in (policy, sft)
+        )
+        ratios = (logprobs - sft_logprobs)[len(query) - 1 : -1].gather(-1, torch.tensor(response)[:, None])
+        assert kl[row] == pytest.approx(float(ratios.sum()), abs=1e-4)
+
+
+def test_sft_against_itself_ties_everywhere(run_folder):
+    shutil.copytree(run_folder / "sft_model", run_folder / "copy")
+    options = {**EVAL["eval"], "temperature": 1.0, "response_length": 8}
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "copy"}, "eval": options})
+    assert evaluate(run_folder).exit_code == 0
+    report = report_of(run_folder)
+    rate = report["win_rate"]["ppo_vs_sft"]["reward"]
+    assert (rate["value"], rate["ties"], report["models"]["ppo"]["kl"]) == (0.5, 10, 0.0)
+
+
+def test_a_policy_that_never_stops_loses_by_the_short_judge(run_folder):
+    shutil.copytree(run_folder / "sft_model", run_folder / "ppo_model")
+    state = load_file(run_folder / "ppo_model/model.safetensors")
+    state["lm_head.weight"][1] = 0.0  # it never stops
+    state["model.norm.weight"] *= 3
+    save_file(state, run_folder / "ppo_model/model.safetensors", metadata={"format": "pt"})
+    require = {"win_rate.ppo_vs_sft.short.value": ">= 0.6", "models.ppo.eos": "> 0"}
+    options = {**EVAL["eval"], "temperature": 1.0, "response_length": 24, "require": require}
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "ppo_model"}, "eval": options})
+    result = evaluate(run_folder)
+    assert report_of(run_folder)["win_rate"]["ppo_vs_sft"]["short"]["value"] < 0.5
+    fails(result, "R06", "win_rate.ppo_vs_sft.short.value is", "required >= 0.6", exit_code=1)
+    assert (run_folder / "eval/manifest.json").is_file(), "the report is complete before the requirements fail"
+    again = evaluate(run_folder)
+    fails(again, "R06", "finished already", exit_code=1)
+    assert result.stderr.count("error[R06]") == again.stderr.count("error[R06]") == 2
+
+
+def test_an_external_policy_needs_sampling_options(run_folder):
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
+    fails(evaluate(run_folder), "C17", "eval.temperature")

@@ -1,0 +1,278 @@
+"""The rules for all trackers, with ones that only listen; those that fail, are missing or are not named; servers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ppo_folder import PPO, lines, rlhf, write
+from stand_in_wandb import stand_in
+
+from rlhf_cli import tracking
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.loading import load
+from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking.trackers import TrackerRun, Trackio
+
+ROOT = Path(__file__).parents[2]
+
+
+class Listener:
+    """Notes what it is told; of an earlier start it holds the steps up to `held`."""
+
+    place, held = "here", -1
+    said: list[tuple[str, int]]
+
+    def __init__(self, run: TrackerRun) -> None:
+        self.last, self.run = self.held, run
+        type(self).said = []
+        type(self).begun = run
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.said.append(("eval" if "eval_loss" in values else "line", step))
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.said.append((name, step))
+        type(self).rows = rows
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        self.said += [(name, step) for name in values]
+
+    def close(self, exit_code: int) -> None:
+        self.said.append(("closed", exit_code))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a run whose one tracker only listens."""
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
+    monkeypatch.setattr(Listener, "held", -1)
+    (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
+    return load("sft", tmp_path / "sft.yaml")
+
+
+def began(config: Config) -> tuple[Path, Any]:
+    """A log of steps 1 to 4, of which a state was saved after step 2."""
+    path = config.folder / "metrics.jsonl"
+    path.parent.mkdir()
+    log, marks = MetricsLog(path), []
+    for step in range(1, 5):
+        log.log(step, {"loss": 1.0})
+        marks.append(log.position(step))
+    return path, marks[1]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        (-1, [1, 2, 3, 4, 5]),  # named only now: all so far
+        (1, [2, 3, 4, 5]),  # the last line before the state was lost on the way
+        (2, [3, 4, 5]),
+        (4, [5]),
+    ],
+)
+def test_a_tracker_is_told_what_it_does_not_hold(
+    config: Config, held: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, mark = began(config)
+    monkeypatch.setattr(Listener, "held", held)
+    with Trackers(config) as nobody:
+        log = MetricsLog(path, mark, tracked := Trackers(config))
+        assert nobody and not tracked
+        with tracked:
+            assert (tracked.config, Listener.begun.saved_step, Listener.begun.logged_step) == (config, 2, 4)
+            for step in (3, 4, 5):
+                log.log(step, {"loss": 1.0})
+                tracked.table(step, "samples", [{"a": 1}])
+    assert [step for what, step in Listener.said if what == "line"] == expected
+    assert [step for what, step in Listener.said if what == "samples"] == [step for step in (3, 4, 5) if step > held]
+    assert Listener.said[-1] == ("closed", 0)
+
+
+def test_a_line_of_a_step_that_was_cut_short_is_told(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in an evaluation: the step's own line was told, the evaluation's was not."""
+    path, mark = began(config)
+    monkeypatch.setattr(Listener, "held", 4)
+    log = MetricsLog(path, mark, tracked := Trackers(config))
+    with tracked:
+        for step in (3, 4):
+            log.log(step, {"loss": 1.0})
+        log.log(4, {"eval_loss": 1.0})
+    assert Listener.said == [("eval", 4), ("closed", 0)]
+
+
+def test_a_run_that_ends_badly_is_told_to_have(config: Config) -> None:
+    for error, code in ((ValueError("no"), 1), (SystemExit(143), 143)):
+        with pytest.raises(type(error)), Trackers(config):
+            raise error
+        assert Listener.said == [("closed", code)]
+
+
+def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    Listener.said = []
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with Trackers(config) as tracked:
+        assert not tracked
+        MetricsLog(config.folder / "metrics.jsonl", None, tracked).log(1, {"loss": 1.0})
+    assert Listener.said == []
+
+
+def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "a-secret-of-the-environment")
+    row = {"response": "it is a-secret-of-the-environment", "scores": {"a": 1.5}, "ended": True, "tokens": [1, 2]}
+    with Trackers(config) as tracked:
+        tracked.table(1, "samples", [row])
+        tracked.table(1, "none", [])
+        tracked.histograms(1, {"some": [1.0], "none": []})
+    assert Listener.rows == [{"response": "it is [secret]", "scores/a": 1.5, "ended": True}]
+    assert Listener.said == [("samples", 1), ("some", 1), ("closed", 0)]
+
+
+@pytest.mark.parametrize("moment", ["__init__", "metrics", "table", "histograms", "close"])
+def test_r16_a_tracker_that_fails_is_left_alone(
+    config: Config, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise OSError(f"no server\nfor {moment}")
+
+    monkeypatch.setattr(Listener, moment, fails)
+    with Trackers(config) as tracked:
+        log = MetricsLog(config.folder / "metrics.jsonl", None, tracked)
+        config.folder.mkdir()
+        for step in (1, 2):
+            log.log(step, {"loss": 1.0})
+            tracked.table(step, "samples", [{"a": 1}])
+            tracked.histograms(step, {"a": [1.0]})
+    assert [line["step"] for line in lines(log.path)] == [1, 2]
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warned == [f"warning[R16]: wandb: OSError: no server for {moment}"]
+
+
+# Before a run
+
+
+@pytest.mark.training
+def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard", "trackio"]}})
+    for command in (["check", run_folder / "ppo.yaml"], ["ppo", "-c", run_folder / "ppo.yaml"]):
+        done = rlhf(*command)
+        (error,) = (line for line in done.stderr.splitlines() if line.startswith("error"))
+        assert done.exit_code == 2 and error.endswith(
+            ": output.report_to names trackers that are not installed: trackio"
+        )
+        assert error.startswith("error[E06]: ") and "ppo.yaml:" in error
+        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or remove it" in done.stderr
+    write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard"]}})
+    assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
+
+
+NAMELESS = """
+import sys
+from pathlib import Path
+from rlhf_cli import cli
+from rlhf_cli.config import load
+from rlhf_cli.tracking import Trackers, metrics_log
+with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
+    metrics_log.MetricsLog(Path("metrics.jsonl"), None, trackers)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
+"""
+
+
+def test_no_library_is_imported_unless_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
+    for override, imported in ((), []), (("output.report_to=[trackio]",), ["trackio"]):
+        command = [sys.executable, "-P", "-c", NAMELESS, "sft.yaml", *override]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{imported}\n" and "R16" not in done.stderr
+
+
+# wandb with a server, and without one
+
+ONLINE = """
+import sys
+from pathlib import Path
+from rlhf_cli.config import load
+from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import Trackers, metrics_log
+Path("sft").mkdir(exist_ok=True)
+trackers = Trackers(load("sft", Path("sft.yaml")))
+log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)
+with trackers:
+    print(bool(trackers), flush=True)
+    sys.stdin.readline()
+    for step in map(int, sys.argv[1:]):
+        log.log(step, {"loss": step / 10})
+"""
+
+
+def online(folder: Path, url: str, *steps: int, **variables: str) -> subprocess.Popen[str]:
+    """A process that logs these steps, the first ones maybe again, once it is told to."""
+    (folder / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb]}\n")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder), "NETRC": str(folder / "netrc")}
+    environment |= {"WANDB_BASE_URL": url, "WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2", **variables}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-P", "-c", ONLINE, *map(str, steps)]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
+
+
+def test_an_online_run_goes_on_from_what_the_server_has(tmp_path: Path) -> None:
+    with stand_in() as server:
+        for steps in ((1, 2, 3), (1, 2, 3, 4, 5)):
+            out, err = online(tmp_path, server.url, *steps, WANDB_API_KEY="ab" * 20).communicate("\n", timeout=60)
+            assert out == "True\n" and err.startswith(f"sft      wandb: {server.url}/me/rlhf/runs/")
+            assert "R16" not in err
+    assert [(line["_step"], line["loss"]) for line in server.history] == [(n, n / 10) for n in range(1, 6)]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"ab" * 20 in path.read_bytes()]
+
+
+def test_the_project_unless_it_is_named(tmp_path: Path) -> None:
+    with stand_in() as server:
+        _, err = online(tmp_path, server.url, 1, WANDB_API_KEY="ab" * 20, WANDB_PROJECT="mine").communicate("\n")
+        assert err.startswith(f"sft      wandb: {server.url}/me/mine/runs/")
+    tracker = Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
+    tracker.close(0)
+    assert tracker.place == "run x of project rlhf (trackio show --project rlhf)"
+
+
+def test_r16_a_server_that_goes_away(tmp_path: Path) -> None:
+    with stand_in() as server:
+        child = online(tmp_path, server.url, 1, 2, WANDB_API_KEY="ab" * 20)
+        assert child.stdout and child.stdout.readline() == "True\n"
+    _, err = child.communicate("\n", timeout=60)
+    assert child.returncode == 0 and err.splitlines()[1].startswith("warning[R16]: wandb: TimeoutError: ")
+    assert [line["step"] for line in lines(tmp_path / "sft/metrics.jsonl")] == [1, 2]
+    out, err = online(tmp_path, server.url, 1, WANDB_API_KEY="ab" * 20).communicate("\n", timeout=60)
+    assert out == "False\n" and err.startswith("warning[R16]: wandb: CommError: ") and len(err.splitlines()) == 2
+
+
+def test_without_a_key_wandb_neither_asks_nor_waits(tmp_path: Path) -> None:
+    out, err = online(tmp_path, "http://127.0.0.1:9").communicate("\n", timeout=60)
+    assert out == "False\n" and err.startswith("warning[R16]: wandb: RuntimeError: there is no API key: ")
+
+
+def test_what_trackio_only_warns_of_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # where nobody listens
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="could not create a remote client"):
+        warnings.simplefilter("default")
+        Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
+
+
+def test_the_names_of_a_project_are_taken_once(tmp_path: Path) -> None:
+    places = []
+    for folder in ("a", "b", "a"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        tracker = Trackio(TrackerRun("sft", tmp_path / folder, "taken", "x", "g", {}, saved_step=0, logged_step=0))
+        tracker.metrics(len(places), {"loss": 1.0})
+        places.append((tracker.place.split()[1], tracker.last))
+        tracker.close(0)
+    assert places == [("x", -1), ("x-2", -1), ("x", 0)]

@@ -1,0 +1,221 @@
+"""Bad lines of a config: each with its code, its place and its fix."""
+
+import json
+import re
+import runpy
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from bad_configs import HEAD, only
+
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.loading import keys, load
+from rlhf_cli.config.training import CONFIGS
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# Stage, text around the line, line number: rows `line | CODE text | hint`.
+# In a row, `...` stands for any text, and CODE@LINE for another line number.
+TABLES = {
+    ("ppo", f"{HEAD['ppo']}ppo:\n  total_episodes: 64\n  LINE\n", 5): r"""
+kl_coeff: 0.1 | C01 unknown key ppo.kl_coeff | did you mean kl_coef?
+zzzz: 1 | C01 unknown key ppo.zzzz | `rlhf explain ppo` lists the keys
+init_kl_coef: 0.2 | C01 unknown key ppo.init_kl_coef | write kl_coef: 0.2
+kl_penalty: mse | C01 unknown key ppo.kl_penalty | write kl_estimator: k2
+sft_model_path: m | C01 unknown key ppo.sft_model_path | write models.sft: m
+log_with: wandb | C01 unknown key ppo.log_with | write output.report_to: [wandb]
+report_to: [wandb] | C02 ppo.report_to belongs under output: | write it as output.report_to
+overlong_buffer_len: 16 | C01 unknown key ppo.overlong_buffer_len | use overlong_penalty; {tokens: n, factor: f}
+top_k: 50 | C01 unknown key ppo.top_k | responses are sampled from the full softmax, ...; remove the line
+is_encoder_decoder: true | C01 unknown key ppo.is_encoder_decoder | encoder-decoder models are ...; remove the line
+mini_batch_size: 4 | C01 unknown key ppo.mini_batch_size | use num_mini_batches; it counts minibatches: ...
+snapshots: 3 | C02 ppo.snapshots belongs under output: | write it as output.snapshots
+seed: 3 | C02 ppo.seed belongs at the top of the file | write it as seed
+completion_only_loss: true | C02 ppo.completion_only_loss belongs in sft.yaml, under sft:
+gamma: one | C05 ppo.gamma: expected a number > 0 and <= 1, got "one"
+gamma: "0.9" | C05 ppo.gamma: expected a number > 0 and <= 1, got "0.9" | remove the quotes: 0.9
+gamma: | C05 ppo.gamma: expected a number > 0 and <= 1, got nothing
+num_ppo_epochs: 8.5 | C05 ppo.num_ppo_epochs: expected a whole number >= 1, got 8.5
+num_ppo_epochs: 1e1 | C05 ppo.num_ppo_epochs: expected a whole number >= 1, got 10.0 | write 10
+whiten_rewards: 1 | C05 ppo.whiten_rewards: expected true or false, got 1
+gamma: 2 | C06 ppo.gamma: must be > 0 and <= 1, got 2
+gamma: .nan | C06 ppo.gamma: must be a finite number > 0 and <= 1, got nan
+kl_coef: .inf | C06 ppo.kl_coef: must be a finite number >= 0, got inf
+kl_coef: 1e999 | C06 ppo.kl_coef: must be a finite number >= 0, got inf
+kl_coef: -1 | C06 ppo.kl_coef: must be >= 0, got -1
+kl_coef: true | C06 ppo.kl_coef: expected a number >= 0, got true
+kl_in: rewards | C07 ppo.kl_in: "rewards" is not one of reward, loss | did you mean reward?
+kl_in: 3 | C07 ppo.kl_in: 3 is not one of reward, loss
+micro_batch_tokens: aut | C07 ppo.micro_batch_tokens: "aut" is not one of auto, a whole number | did you mean auto?
+micro_batch_tokens: true | C06 ppo.micro_batch_tokens: expected a whole number >= 1 or auto, got true
+response_length: [3] | C05 ppo.response_length: expected a whole number >= 1 or keys and values, got a list
+response_length: {min: 3} | C05 ppo.response_length.max is missing | max: Maximum length limit in tokens
+response_length: {min: 3, max: 2} | C06 ppo.response_length: min is greater than max | swap them
+whiten_rewards: off | C10 ppo.whiten_rewards: expected true or false, got "off" | write true or false
+num_ppo_epochs: 012 | C10 ppo.num_ppo_epochs: expected a whole number >= 1, got "012" | write a plain decimal number
+gamma: 1:30 | C10 ppo.gamma: expected a number > 0 and <= 1, got "1:30" | write a plain decimal number
+num_train_epochs: 1 | C17@3 ppo: set exactly one of total_episodes and num_train_epochs | e.g. total_episodes: 10000
+num_mini_batches: 5 | C12 ppo: ...16 x 4 = 64 episodes ... cannot be divided by... | nearest values that fit: 2 or 4
+""",
+    ("ppo", "data: {prompts: p}\nrewards: {x: LINE}\nppo: {total_episodes: 64}\n", 2): r"""
+{function: 'os.system'} | C05 rewards.x.function: "os.system" has the wrong form | Python function module:function
+{weight: 1} | C17 rewards.x: set exactly one of model, models, function, builtin... | a source named `reward` ...
+{model: a, function: 'a:b'} | C17 rewards.x: set exactly one of model, models, function, builtin... | a source named ...
+{weigth: 1, model: a} | C01 unknown key rewards.x.weigth | did you mean weight?
+3 | C05 rewards.x: expected keys and values, got 3
+""",
+    ("eval", "data: {prompts: p}\njudges: {mine: 'a:b'}\nmodels: {reward: r}\neval: {LINE}\n", 4): r"""
+select: mein | C17 eval.select: mein does not name a judge of this file | did you mean mine?
+select: {judge: zzzz} | C17 eval.select: zzzz does not name a judge of this file | available judges: mine, reward
+select: {judge: mine, kl_max: 0} | C06 eval.select.kl_max: must be > 0, got 0
+select: {judge: mine, kl: 3} | C01 unknown key eval.select.kl | ...
+select: {kl_max: 3} | C05 eval.select.judge is missing | ...
+select: ../x | S03 eval.select: not a valid name | ...
+select: mine, frontier: false | C17 eval.select needs the frontier | ...
+require: {selected.kl: "< 9"} | C17 eval.require: selected.kl needs eval.select | ...
+require: {win_rate.ppo_vs_sft.mein.value: "> 0"} | C17 eval.require: ...mein.value does not name a judge... | ...mine?
+select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require: ... does not name a judge... | ...mine?
+""",
+    ("eval", f"{HEAD['eval']}LINE\n", 3): r"""
+eval: {modes: []} | C06 eval.modes: needs at least 1, got 0
+eval: {modes: [greedy, beam]} | C07 eval.modes.1: "beam" is not one of sampled, greedy
+eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
+eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
+eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"
+""",
+    ("sft", f"{HEAD['sft']}LINE\n", 3): r"""
+learning_rate: 1e-4 | C02 learning_rate belongs under sft: | write it as sft.learning_rate
+ppo: {} | C02 ppo belongs in ppo.yaml
+kl_coef: 1 | C02 kl_coef belongs in ppo.yaml, under ppo:
+sft: {neftune_noise_alpha: 5} | C02 sft.neftune_... belongs under trainer: | write it as trainer.neftune_noise_alpha
+sft: {lr: 1e-4} | C01 unknown key sft.lr | write learning_rate: 0.0001
+sft: 3 | C05 sft: expected keys and values, got 3
+output: {run_name: 3} | C05 output.run_name: expected text, got 3 | write it in quotes: "3"
+output: {report_to: [wandb, tensorbord]} | C07 output.report_to.1: "tensorbord" is not one of ... | did you mean ...?
+output: {report_to: wandb} | C05 output.report_to: expected a list, got "wandb" | write [wandb]
+output: {project: a/b} | S03 output.project: not a valid name | use letters, digits, `_`, `-` and `.`, ...
+output: {keep: 1} | C06 output.keep: must be >= 2, got 1
+output: {run_name: ../x} | S03 output.run_name: not a valid name | use letters, digits, `_`, `-` and `.`, ...
+sft: {warmup_steps: 3, warmup_ratio: 0.1} | C17 sft: warmup_steps and ... cannot be combined | remove one of them
+sft: {packing: 1} | C05 sft.packing: expected true or false, got 1
+sft: {max_length: "8"} | C05 sft.max_length: expected a whole number > 1, got "8" | remove the quotes: 8
+sft: {weight_decay: true} | C06 sft.weight_decay: expected a number >= 0, got true
+sft: {weight_decay: .inf} | C06 sft.weight_decay: must be a finite number >= 0, got inf
+seed: -1 | C06 seed: must be >= 0 and < 4294967296, got -1
+run: 3 | C05 run: expected text, got 3 | write it in quotes: "3"
+""",
+    ("sft", f"{HEAD['sft']}trainer:\n  LINE\n", 4): r"""
+neftune_noise_alfa: 5 | C01 unknown key trainer.neftune_noise_alfa: not a field of TRL's SFTConfig | did you mean ...
+learning_rat: 1 | C01 unknown key trainer.learning_rat: not a field ... | did you mean sft.learning_rate?
+max_length: 5 | C02 trainer.max_length belongs under sft: | write it as sft.max_length
+output_dir: x | C02 trainer.output_dir is set by the pipeline | use run
+save_strategy: no | C02 trainer.save_strategy is set by the pipeline | remove the line
+push_to_hub: true | C02 trainer.push_to_hub is set by the pipeline | remove the line
+resume_from_checkpoint: x | C02 trainer.resume_from_checkpoint is set by the pipeline | remove the line
+overwrite_output_dir: true | C02 trainer.overwrite_output_dir is set by the pipeline | use --fresh
+eval_strategy: steps | C02 trainer.eval_strategy is set by the pipeline | use sft.eval_steps
+neftune_noise_alpha: high | C05 trainer.neftune_noise_alpha: expected null or a number, got "high"
+label_smoothing_factor: true | C06 trainer.label_smoothing_factor: expected a number, got true
+label_smoothing_factor: .nan | C06 trainer.label_smoothing_factor: must be a finite number, got nan
+fp16: off | C10 trainer.fp16: expected true or false, got "off" | write true or false
+dataloader_num_workers: 1.5 | C05 trainer.dataloader_num_workers: expected a whole number, got 1.5
+optim: adamw_torchy | C07 trainer.optim: "adamw_torchy" is not one of adamw_torch, ... | did you mean adamw_torch?
+""",
+    ("sft", "model: {path: ./base}\ndata: {train: train.jsonl, LINE}\n", 2): r"""
+eval: b.jsonl, eval_fraction: 0.1 | C17 data.eval and data.eval_fraction both define the held-out data | remove ...
+split_seed: 1 | C17 data.split_seed has no effect without data.eval_fraction | add eval_fraction: 0.05
+eval_fraction: 1.0 | C06 data.eval_fraction: must be > 0 and < 1, got 1.0
+eval_fraction: 0.0 | C06 data.eval_fraction: must be > 0 and < 1, got 0.0
+max_rows: 0 | C06 data.max_rows: must be > 0, got 0
+format: transcript | C07 data.format: "transcript" is not one of auto, plain, transcripts | did you mean transcripts?
+on_bad: dorp | C07 data.on_bad: "dorp" is not one of error, drop | did you mean drop?
+""",
+    ("sft", "LINE\ndata: {train: t.jsonl}\n", 1): r"""
+model: {} | C17 set model.path or model.new | path starts from an existing model, new from random weights
+model: {path: a, new: {tokenizer: {train: t, vocab_size: 9}}} | C17 set model.path or model.new, not both | path ...
+model: {new: {hidden_size: 8}} | C05 model.new.tokenizer is missing | tokenizer: Tokenizer to train for the new model
+model: {path: a, chat_template: t.jinja} | C07 model: chat_template `t.jinja` is not a file, the text of ..., or chatml
+""",
+    ("reward", f"{HEAD['reward']}LINE\n", 2): r"""
+model: {new: {}} | C02 model.new belongs in sft.yaml, under model:
+trainer: {packing_strategy: bfd} | C01 unknown key ...: not a field of TRL's RewardConfig | only SFTConfig has ...
+""",
+}
+
+
+def bad_lines() -> list[tuple[str, str, str]]:
+    """Return (stage, text of the file, printed message) of every row."""
+    cases = []
+    for (stage, text, number), table in TABLES.items():
+        for row in table.strip().splitlines():
+            line, message, *hint = row.split(" | ")
+            code, _, problem = message.partition(" ")
+            code, _, other_number = code.partition("@")
+            error = f"error[{code}]: {stage}.yaml:{other_number or number}: {problem}"
+            cases.append((stage, text.replace("LINE", line), "\nhint: ".join([error, *hint])))
+    return cases
+
+
+@pytest.mark.parametrize(("stage", "text", "message"), bad_lines())
+def test_a_bad_line_has_a_code_a_place_and_a_fix(stage: str, text: str, message: str) -> None:
+    pattern = re.escape(message).replace(r"\.\.\.", ".*")
+    printed = only(stage, text)
+    assert re.fullmatch(pattern, printed), printed
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "start"),
+    [
+        ("sft", "data: {train: t.jsonl}\n", "error[C17]: sft.yaml: set model.path or model.new\n"),
+        ("reward", "seed: 1\n", "error[C05]: reward.yaml: data.train is missing\nhint: train: Pairs"),
+        ("eval", "data: {prompts: p}\njudges: {reward: 'a:b'}\n", "error[C17]: eval.yaml:2: judges.reward: "),
+        (
+            "ppo",
+            "data: {prompts: p}\nppo: {total_episodes: 64}\nrewards:\n  ../x: {function: 'a:b'}\n",
+            "error[S03]: ppo.yaml:4: rewards.../x: not a valid name",
+        ),
+    ],
+)
+def test_a_missing_section_and_a_bad_name_are_located(stage: str, text: str, start: str) -> None:
+    assert only(stage, text).startswith(start)
+
+
+def test_good_fields_of_the_trainer_pass() -> None:
+    fields = "{neftune_noise_alpha: 5, label_smoothing_factor: 0, optim: sgd, lr_scheduler_kwargs: {num_cycles: 2}}"
+    Path("sft.yaml").write_text(f"{HEAD['sft']}trainer: {fields}\n")
+    assert load("sft", "sft.yaml").trainer["lr_scheduler_kwargs"] == {"num_cycles": 2}
+
+
+def test_old_names_point_at_keys_that_exist() -> None:
+    paths = {key for stage in CONFIGS for key in keys(stage)}
+    renamed = {alias.key for alias in ALIASES.values() if alias.key}
+    assert renamed <= paths | {key.rpartition(".")[2] for key in paths}
+    assert not ALIASES.keys() & {key.partition(".")[2] for key in keys("ppo")}
+    assert all(alias.key or alias.note for alias in ALIASES.values())
+
+
+def test_the_list_of_trl_fields_is_current() -> None:
+    pytest.importorskip("trl")
+    root = Path(__file__).parents[2]
+    text = (root / "rlhf_cli" / "config" / "trl_fields.json").read_text(encoding="utf-8")
+    made_from = json.loads(text)["made_from"]
+    pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().split() if "==" in line)
+    assert made_from == {name: pins[name] for name in made_from}, "run scripts/trl_fields.py with the pinned versions"
+    if made_from != {name: version(name) for name in made_from}:
+        pytest.skip(f"made from {made_from}, other versions are installed")
+    script = runpy.run_path(str(root / "scripts" / "trl_fields.py"))
+    assert script["render"](script["describe"]()) == text, "run scripts/trl_fields.py"
+
+
+def test_a_choice_is_a_name_or_a_name_and_a_bound() -> None:
+    head = "data: {prompts: p}\njudges: {mine: 'a:b'}\n"
+    for section, bound in (("mine", None), ("{judge: mine}", None), ("{judge: mine, kl_max: 8}", 8.0)):
+        Path("eval.yaml").write_text(f"{head}eval: {{select: {section}}}\n")
+        selection = load("eval", Path("eval.yaml")).eval.selection
+        assert selection is not None and (selection.judge, selection.kl_max) == ("mine", bound)

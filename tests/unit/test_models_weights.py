@@ -1,0 +1,198 @@
+"""Weights that do not fit their config are refused by name (M13) before anything trains; intended differences pass."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from bad_inputs import check, foreign_scorer, refused, rlhf
+from conftest import World
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPTNeoXForCausalLM,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import load as loading
+from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_classifier, load_reward_model
+
+LOADERS = (load_causal_lm, loading.read_causal_lm_config, init_reward_model, loading.read_init_config)
+REWARD_LOADERS = (load_reward_model, loading.read_reward_model_config, loading.read_classifier_config)
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], Tensors]
+
+
+def change(folder: Path, tensors: Change | Tensors | None = None, **fields: Any) -> Path:
+    """Change or add tensors of a model's folder, and fields of its config.json."""
+    path, settings = folder / "model.safetensors", folder / "config.json"
+    if tensors:
+        stored = load_file(path)
+        save_file(tensors(stored) if callable(tensors) else stored | tensors, path, metadata={"format": "pt"})
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **fields}))
+    return folder
+
+
+def refusal(call: Callable[..., Any], folder: Path) -> str:
+    with pytest.raises(RLHFError) as caught:
+        call(folder)
+    assert caught.value.exit_code == 2 and len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+def new_weights(model: Any, folder: Path) -> list[str]:
+    """Return the names of weights that equal no tensor of the folder's file, whose names may differ."""
+    stored = load_file(folder / "model.safetensors").values()
+    return [name for name, weight in model.named_parameters() if not any(torch.equal(weight, one) for one in stored)]
+
+
+@pytest.fixture
+def causal(world: World, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(world.base, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
+def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> None:
+    """As a language model, as the start of a reward model, and as the reward model."""
+    if name in families.FAMILIES:
+        families.write_causal(tmp_path, name, ["Tell me of the sun. It is bright."])
+    else:
+        tiny.causal(name).save_pretrained(tmp_path)
+    assert not new_weights(load_causal_lm(tmp_path), tmp_path)
+    model = init_reward_model(tmp_path)
+    assert new_weights(model, tmp_path) == ["score.weight"] and model.score.weight.abs().sum() > 0
+    model.save_pretrained(tmp_path / "reward")
+    assert torch.equal(load_reward_model(tmp_path / "reward").score.weight, model.score.weight)
+
+
+def prefixed(tensors: Tensors) -> Tensors:
+    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+
+
+def without(removed: str) -> Change:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name != removed}
+
+
+def renamed(old: str, new: str) -> Change:
+    return lambda tensors: {(new if name == old else name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "text"),
+    [
+        (prefixed, {}, "20 not in the model (transformer.model.embed_tokens.weight"),
+        (None, {"num_hidden_layers": 1}, "9 not in the model (model.layers.1.input_layernorm.weight"),
+        (None, {"num_hidden_layers": 4}, "18 missing (model.layers.2.input_layernorm.weight"),
+        (None, {"vocab_size": 5000}, "32], not [5000, 32]"),
+        (None, {"vocab_size": 10**12}, "of another shape (model.embed_tokens.weight"),
+        (None, {"hidden_size": 64}, "20 of another shape (model.embed_tokens.weight"),
+        (None, {"attention_bias": True}, "8 missing (model.layers.0.self_attn.k_proj.bias"),
+        (without("model.layers.1.mlp.up_proj.weight"), {}, "1 missing (model.layers.1.mlp.up_proj.weight)"),
+        ({"model.layers.1.mlp.up_proj.bias": torch.zeros(64)}, {},
+         "1 not in the model (model.layers.1.mlp.up_proj.bias)"),
+        ({"model.norm.weight": torch.ones(31)}, {}, "1 of another shape (model.norm.weight [31], not [32])"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("load", LOADERS)
+def test_m13_names_the_weights_that_do_not_fit(
+    load: Any, tensors: Any, fields: dict[str, Any], text: str, causal: Path
+) -> None:
+    message = refusal(load, change(causal, tensors, **fields))
+    assert message.startswith("error[M13]: ") and text in message, message
+
+
+def test_m13_a_separate_head_of_a_model_with_tied_embeddings(causal: Path) -> None:
+    """transformers keeps both matrices until the embeddings grow, and then drops one."""
+    embeddings = load_file(causal / "model.safetensors")["model.embed_tokens.weight"]
+    assert "tie_word_embeddings" in refusal(load_causal_lm, change(causal, {"lm_head.weight": embeddings + 1}))
+    change(causal, {"lm_head.weight": embeddings.clone()})
+    assert load_causal_lm(causal).lm_head.weight.shape == (336, 32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "code"),
+    [
+        (None, {"num_hidden_layers": 1}, "M13"),
+        (prefixed, {}, "M13"),
+        (renamed("score.weight", "reward_head"), {}, "M13"),
+        (without("score.weight"), {}, "M02"),
+    ],
+)
+@pytest.mark.parametrize("load", REWARD_LOADERS)
+def test_m13_of_a_reward_model_and_m02_without_its_head(
+    load: Any, tensors: Any, fields: dict[str, Any], code: str, causal: Path, tmp_path: Path
+) -> None:
+    init_reward_model(causal).save_pretrained(tmp_path / "reward")
+    message = refusal(load, change(tmp_path / "reward", tensors, **fields))
+    assert message.startswith(f"error[{code}]: ") and ("score.weight" in message or "layers.1" in message), message
+
+
+def test_weights_of_other_tasks_are_ignored(causal: Path, tmp_path: Path) -> None:
+    """A language model's head in a reward model, TRL's value head, buffers of old checkpoints, an encoder's pooler."""
+    change(causal, {"v_head.summary.weight": torch.zeros(1, 32)})
+    change(causal, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+    assert load_causal_lm(causal).config.vocab_size == 336
+    init_reward_model(causal).save_pretrained(tmp_path / "reward")
+    load_reward_model(change(tmp_path / "reward", {"lm_head.weight": torch.zeros(336, 32)}))
+    old, layer = tmp_path / "pythia", "gpt_neox.layers.0.attention"
+    tiny.causal("gpt_neox").save_pretrained(old)
+    buffers = {f"{layer}.bias": torch.ones(1, 1, 64, 64), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    change(old, {**buffers, f"{layer}.rotary_emb.inv_freq": torch.zeros(4)})
+    assert isinstance(load_causal_lm(old), GPTNeoXForCausalLM)
+    assert "embed_out.weight" in load_file(old / "model.safetensors")  # Pythia's name of the head
+    assert init_reward_model(old).num_labels == 1
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    encoder = RobertaForSequenceClassification(RobertaConfig(vocab_size=64, num_labels=3, **sizes))
+    encoder.save_pretrained(tmp_path / "encoder")
+    tensors = load_file(tmp_path / "encoder/model.safetensors")
+    extra = {"roberta.pooler.dense.weight": torch.ones(16, 16), "lm_head.bias": torch.ones(64)}
+    loaded = load_classifier(change(tmp_path / "encoder", extra))
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_other_towers_of_a_composite_checkpoint_are_ignored(tmp_path: Path) -> None:
+    """Only Llama 4's text model is loaded; a tensor that belongs to no part is still refused."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2,
+            "intermediate_size_mlp": 64, "max_position_embeddings": 64}  # fmt: skip
+    vision = {"image_size": 16, "patch_size": 8, "vision_output_dim": 32, "projector_input_dim": 32,
+              "projector_output_dim": 32}  # fmt: skip
+    config = Llama4Config(text_config={**sizes, **text}, vision_config={**sizes, **vision})
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert any(name.startswith("vision_model.") for name in load_file(tmp_path / "model.safetensors"))
+    assert load_causal_lm(tmp_path).config.model_type == "llama4_text"
+    change(tmp_path, {"model.audio.weight": torch.zeros(2)})
+    assert "1 not in the model (model.audio.weight)" in refusal(load_causal_lm, tmp_path)
+
+
+def test_reading_a_config_uses_no_random_numbers_and_ignores_dangling_links(causal: Path) -> None:
+    (causal / "preprocessor_config.json").symlink_to(causal / "nowhere")
+    torch.manual_seed(7)
+    loading.read_init_config(change(causal, num_attention_heads=4))
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_m13_in_every_command_before_anything_trains(stage: str, folder: Path) -> None:
+    """In `rlhf check`, too, which reads no weights."""
+    foreign_scorer(folder)
+    change(folder / "model", prefixed)
+    for result in (check(f"{stage}.yaml"), check(f"{stage}.yaml", "--deep")):
+        assert f"error[M13]: {stage}.yaml:1: model: the weights do not fit" in result.stderr and result.exit_code == 2
+    assert refused(rlhf(stage), "M13", f"{stage}.yaml:1: ", "20 not in the model (transformer.model.embed", "hint:")
+    assert not list((folder / stage).glob("*/model*")) and not (folder / stage / "metrics.jsonl").exists()
+
+
+def test_m13_of_half_a_reward_model_in_ppo(folder: Path) -> None:
+    foreign_scorer(folder)
+    change(folder / "scorer", num_hidden_layers=1)
+    assert refused(rlhf("ppo"), "M13", "ppo.yaml:1: ", "scorer: ", "9 not in the model (model.layers.1.")
+    assert "error[M13]: ppo.yaml:1: scorer: " in check("ppo.yaml").stderr

@@ -1,0 +1,311 @@
+"""Formulas by worked tables, brute force, identities, and numerical gradients in float64 on each branch.
+
+Nothing here recomputes a formula the way the code does. Where a factor is fixed on purpose (the importance ratio of the
+KL loss, k3's value), it is fixed in the numerical gradient as well. Points stay clear of the kinks.
+"""
+
+import math
+
+import pytest
+import tiny
+import torch
+from torch.autograd import gradcheck
+
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
+
+NAN = float("nan")
+
+
+def double(*values: float, grad: bool = False) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# Masks, rewards, whitening
+
+
+def test_response_mask_table():
+    ids = torch.tensor([[5, 2, 7, 2], [2, 5, 5, 5], [5, 6, 7, 8]])
+    expected = [[True, True, False, False], [True, False, False, False], [True] * 4]
+    assert losses.response_mask(ids, 2).tolist() == expected
+    assert losses.response_mask(ids, None).all()
+
+
+def test_score_lands_on_the_last_real_token():
+    mask = torch.tensor([[True, True, False], [True, True, True], [False, True, False]])
+    penalty = torch.tensor([[0.1, 0.2, NAN], [0.1, 0.2, 0.3], [NAN, 0.5, NAN]])
+    rewards = losses.compute_token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, mask)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.8, 0.0], [-0.1, -0.2, 1.7], [0.0, 2.5, 0.0]]))
+
+
+def test_whitening_by_hand():
+    x = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]])  # mean 3, unbiased variance 4
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    torch.testing.assert_close(losses.masked_whiten(x, mask), torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
+    unshifted = losses.masked_whiten(x, mask, shift_mean=False)
+    torch.testing.assert_close(unshifted, torch.tensor([[2.0, 3.0, 0.0], [4.0, 0.0, 0.0]]))
+    assert losses.masked_mean(x, mask) == 3.0 and losses.masked_var(x, mask) == 4.0
+    assert losses.masked_var(x, mask, unbiased=False) == pytest.approx(8 / 3)
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, NAN]]), torch.tensor([[True, True, True, False]])
+    rounded = 3.0 + torch.tensor([[0.0, 2.4e-7, 0.0, 2.4e-7]])  # equal but for the last bit of float32
+    assert rounded.unique().numel() == 2
+    for values, target, expected in (
+        (returns, returns, 1.0),
+        (torch.full_like(returns, 2.0), returns, 0.0),
+        (torch.tensor([[3.0, 2.0, 1.0, 0.0]]), returns, -3.0),
+        (returns, torch.ones_like(returns), 0.0),
+        (returns, rounded, 0.0),
+    ):
+        assert losses.explained_variance(values, target, mask) == pytest.approx(expected)
+
+
+# Advantages
+
+
+@pytest.mark.parametrize("gamma,lam", [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)])
+def test_gae_against_the_double_sum(gamma, lam):
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, as the double sum it is."""
+    lengths = [6, 1, 4]
+    mask = torch.tensor([[t < n for t in range(6)] for n in lengths])
+    rewards, values = (normal(3, 6, seed=seed).masked_fill(~mask, NAN) for seed in (1, 2))
+    advantages, returns = losses.gae(rewards, values, mask, gamma, lam)
+    for row, n in enumerate(lengths):
+        r, v = rewards[row, :n].tolist(), [*values[row, :n].tolist(), 0.0]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+        expected = [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        torch.testing.assert_close(advantages[row, :n], double(*expected))
+        torch.testing.assert_close(returns[row, :n], advantages[row, :n] + values[row, :n])
+        assert (advantages[row, n:] == 0).all() and (returns[row, n:] == 0).all()
+
+
+def test_gae_with_a_hole_skips_the_token():
+    """A token that does not count, such as a tool's output, has no effect."""
+    mask, full = torch.tensor([[True, False, True]]), torch.ones(1, 2, dtype=torch.bool)
+    advantages, _ = losses.gae(torch.tensor([[1.0, NAN, 2.0]]), torch.tensor([[0.5, NAN, 0.25]]), mask, 1.0, 0.5)
+    dense, _ = losses.gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), full, 1.0, 0.5)
+    assert advantages[0, [0, 2]].tolist() == dense[0].tolist() and advantages[0, 1] == 0
+
+
+# Clipped losses
+
+HIGH, DUAL = {"cliprange_high": 0.5}, {"dual_clip": 3.0}
+
+
+@pytest.mark.parametrize(
+    "options,ratio,advantage,loss,clipped,slope",
+    [  # cliprange 0.2; slope = d loss / d logprob
+        ({}, 1.5, 2.0, -2.4, True, 0.0),  # too far up on a good token: clipped, no gradient
+        ({}, 1.5, -2.0, 3.0, False, 3.0),  # up on a bad token: full gradient back
+        ({}, 0.5, 2.0, -1.0, False, -1.0),  # down on a good token: full gradient back
+        ({}, 0.5, -2.0, 1.6, True, 0.0),  # down enough on a bad token: clipped
+        ({}, 1.0, 2.0, -2.0, False, -2.0),
+        (HIGH, 1.4, 2.0, -2.8, False, -2.8),  # cliprange would have clipped it at 1.2
+        (HIGH, 1.6, 2.0, -3.0, True, 0.0),
+        (HIGH, 1.6, -2.0, 3.2, False, 3.2),
+        (HIGH, 0.7, -2.0, 1.6, True, 0.0),  # below 1 the other bound applies
+        (HIGH, 0.7, 2.0, -1.4, False, -1.4),
+        (HIGH, 0.85, -2.0, 1.7, False, 1.7),
+        (DUAL, 5.0, -2.0, 6.0, True, 0.0),  # the ceiling, 3 x 2; 10 without it
+        (DUAL, 2.9, -2.0, 5.8, False, 5.8),  # below the ceiling
+        (DUAL, 5.0, 2.0, -2.4, True, 0.0),  # a good token has no ceiling, only the usual clip
+        (DUAL, 0.5, -2.0, 1.6, True, 0.0),
+        (DUAL, 0.5, 2.0, -1.0, False, -1.0),
+        (DUAL, 5.0, 0.0, 0.0, False, 0.0),
+    ],
+)
+def test_policy_loss_quadrants(options, ratio, advantage, loss, clipped, slope):
+    logprob = double(math.log(ratio) - 1.0, grad=True)
+    got, got_ratio, got_clipped = losses.policy_loss(logprob, double(-1.0), double(advantage), 0.2, **options)
+    got.sum().backward()
+    assert (got.item(), got_ratio.item()) == pytest.approx((loss, ratio)) and got_clipped.item() is clipped
+    assert logprob.grad.item() == pytest.approx(slope)
+
+
+CLIPS = {
+    "plain": {"cliprange": 0.2},
+    "asymmetric": {"cliprange": 0.2, "cliprange_high": 0.5},
+    "dual": {"cliprange": 0.2, "dual_clip": 3.0},
+    "asymmetric and dual": {"cliprange": 0.1, "cliprange_high": 0.4, "dual_clip": 2.0},
+}
+
+
+@pytest.mark.parametrize("clips", CLIPS.values(), ids=CLIPS.keys())
+@pytest.mark.parametrize("advantage", [-1.5, 0.7])
+def test_policy_loss_in_each_of_its_regions(clips, advantage):
+    """Ratios below, inside and above the range, and above the ceiling; both signs of the advantage."""
+    ratios = double(0.3, 0.7, 0.93, 1.0, 1.15, 1.3, 1.45, 1.7, 2.5, 4.0, 9.0)
+    logprobs, old = (ratios.log() - 2.0).requires_grad_(True), torch.full_like(ratios, -2.0)
+    advantages = torch.full_like(ratios, advantage)
+    assert gradcheck(lambda x: losses.policy_loss(x, old, advantages, **clips)[0], (logprobs,))
+    loss, _, clipped = losses.policy_loss(logprobs, old, advantages, **clips)
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert (slope[clipped] == 0).all() and (slope[~clipped] != 0).all(), "`clipped` marks where there is no gradient"
+    assert clipped.any() and not clipped.all()
+
+
+@pytest.mark.parametrize(
+    "value,old,target,loss,clipped",
+    [
+        (1.0, 0.9, 2.0, 0.5, False),  # inside the range
+        (2.0, 0.0, 3.0, 0.5 * 2.8**2, True),  # too far towards the target: the loss is that of 0.2
+        (2.0, 0.0, -1.0, 0.5 * 9.0, False),  # away from the target: the loss is that of the value
+        (-0.15, 0.0, 3.0, 0.5 * 3.15**2, False),
+    ],
+)
+def test_value_loss_by_hand(value, old, target, loss, clipped):
+    point = double(value, grad=True)
+    got, got_clipped = losses.value_loss(point, double(old), double(target), 0.2)
+    assert got.item() == pytest.approx(loss, rel=1e-6) and got_clipped.item() is clipped
+    assert gradcheck(lambda v: losses.value_loss(v, double(old), double(target), 0.2)[0], (point,))
+    (slope,) = torch.autograd.grad(got.sum(), point)
+    assert slope.item() == (0.0 if clipped else pytest.approx(value - target))
+
+
+# Log-probs and entropy
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_log_probs_entropy_and_exact_kl_have_their_numerical_gradients(temperature):
+    logits, ref, ids = normal(5, 3).requires_grad_(True), normal(5, 3, seed=1), torch.tensor([0, 2, 1, 1, 1])
+    assert gradcheck(lambda x: losses.token_logprobs(x, ids, temperature), (logits,))
+    assert gradcheck(lambda x: losses.entropy(losses.log_probs(x, temperature)), (logits,))
+    assert gradcheck(lambda x: losses.exact_kl(x, ref, temperature), (logits,))
+
+
+def test_half_precision_logits_are_widened():
+    logits, ids = normal(4, 50).bfloat16(), torch.tensor([1, 2, 3, 4])
+    expected = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, ids[:, None])[:, 0]
+    got = losses.token_logprobs(logits, ids, 0.7)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_token_logprobs_and_entropy():
+    logits = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [1000.0, 0.0, -1000.0]])
+    logprobs = losses.token_logprobs(logits, torch.tensor([1, 0, 0]), temperature=2.0)
+    entropy = losses.entropy(losses.log_probs(logits, temperature=2.0))
+    p = 1 / (1 + math.exp(-1.0))
+    assert logprobs.tolist() == pytest.approx([-math.log(3), math.log(p), 0.0], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([math.log(3), -p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], abs=1e-6)
+    assert (entropy >= 0).all()
+
+
+def test_approx_kl_is_half_the_square():
+    assert losses.approx_kl(torch.tensor([1.0]), torch.tensor([0.6])).item() == pytest.approx(0.08)
+
+
+# KL: a vocabulary of three tokens, over which everything can be summed exactly.
+
+PI, REF = double(0.7, 0.2, 0.1), double(0.2, 0.3, 0.5)
+EXACT = float((PI * (PI / REF).log()).sum())
+
+
+@pytest.mark.parametrize("kind,unbiased", [("k1", True), ("k3", True), ("k2", False), ("abs", False)])
+def test_kl_estimators_in_expectation(kind, unbiased):
+    expected = float((PI * losses.token_kl(PI.log(), REF.log(), kind)).sum())
+    assert (abs(expected - EXACT) < 1e-12) is unbiased
+    assert float(losses.exact_kl(PI.log()[None], REF.log()[None], 1.0)) == pytest.approx(EXACT, abs=1e-6)
+    logprobs = normal(5).requires_grad_(True)
+    assert gradcheck(lambda x: losses.token_kl(x, normal(5, seed=1), kind), (logprobs,))
+
+
+def test_estimators_by_hand():
+    r = math.log(0.5 / 0.1)  # token 2: ref .5, pi .1
+    for kind, value in {"k1": -r, "k2": r * r / 2, "k3": 5.0 - 1.0 - r, "abs": r}.items():
+        assert float(losses.token_kl(PI.log()[2], REF.log()[2], kind)) == pytest.approx(value)
+
+
+def test_full_kl_at_a_temperature_by_hand():
+    """logits / T is compared: at T = 0.5 they count twice, and a token of probability 0 in both counts nothing."""
+    one, other = torch.tensor([[1.0, 0.0, -math.inf]]), torch.tensor([[0.0, 0.0, -math.inf]])
+    p = 1 / (1 + math.exp(-2.0))
+    expected = p * math.log(p / 0.5) + (1 - p) * math.log((1 - p) / 0.5)
+    assert float(losses.exact_kl(one, other, 0.5)) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_kl_loss_with_its_fixed_factors(kind):
+    """pi / pi_old is fixed; k3 has k2's slope: -(pi / pi_old) r at each token."""
+    logprobs, old, ref = (normal(5, seed=seed, scale=0.5) for seed in range(3))
+    point = logprobs.clone().requires_grad_(True)
+    (found,) = torch.autograd.grad(losses.token_kl_loss(point, old, ref, kind).sum(), point)
+    fixed, h, r = (logprobs - old).exp(), 1e-6, ref - logprobs
+    torch.testing.assert_close(found, fixed * (((r - h) ** 2 - (r + h) ** 2) / (4 * h)), rtol=1e-6, atol=1e-8)
+    value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
+    torch.testing.assert_close(losses.token_kl_loss(logprobs, old, ref, kind), fixed * value)
+
+
+# The whole loss, at the five response tokens of two rows
+
+ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])
+MICRO = ROWS.micro_batch(torch.arange(2))
+TARGETS = MICRO.targets
+OBJECTIVES = {
+    "plain": {},
+    "clips": {"cliprange": 0.1, "cliprange_high": 0.4, "dual_clip": 2.0},
+    "entropy": {"entropy_coef": 0.5},
+    "full KL": {"kl_in": "loss", "kl_estimator": "full"},
+    "all": {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.5, "cliprange_high": 0.4, "dual_clip": 2.0},
+}
+
+
+def settings(**changes) -> PPOSettings:
+    return PPOSettings(total_episodes=64, temperature=0.7, **changes)
+
+
+def targets_and_point(shift: float):
+    """An experience whose ratios are about e^shift, and the models' present logits and values."""
+    logits, values = normal(5, 3), normal(5, seed=3, scale=2.0)
+    fields = {
+        "logprobs": losses.token_logprobs(logits, TARGETS, 0.7) - shift - 0.02 * normal(5, seed=4),
+        "ref_logprobs": losses.token_logprobs(normal(5, 3, seed=1), TARGETS, 0.7),
+        "advantages": normal(5, seed=5),
+        "values": values - normal(5, seed=6),
+        "returns": normal(5, seed=7, scale=3.0),
+    }
+    tensors = {name: torch.full(ROWS.response_mask.shape, NAN, dtype=torch.float64) for name in fields}
+    for name, flat in fields.items():
+        tensors[name][MICRO.response_index] = flat
+    return tiny.experience(ROWS, 0.3, **tensors), logits.requires_grad_(True), values.requires_grad_(True)
+
+
+@pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("shift", [-0.6, -0.05, 0.05, 0.3, 0.6, 1.5])
+def test_the_whole_loss(changes, shift):
+    experience, logits, values = targets_and_point(shift)
+    tokens, chosen = experience.gather(MICRO), settings(**changes)
+    ref_logits = normal(5, 3, seed=1) if changes.get("kl_estimator") == "full" else None
+
+    def total(logits, values):
+        policy_loss, policy_metrics = policy_losses(tokens, logits, ref_logits, experience.kl_coef, chosen)
+        value_loss, value_metrics = value_losses(tokens, values, chosen)
+        assert not any(metric.requires_grad for metric in (policy_metrics | value_metrics).values())
+        return policy_loss.sum() + chosen.vf_coef * value_loss.sum()
+
+    assert gradcheck(total, (logits, values))
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("shift", [0.0, 0.4])
+def test_the_kl_term_of_the_whole_loss(kind, shift):
+    """kl_in loss adds kl_coef x ratio x log(pi / ref) x the slope of the log-prob, at each token."""
+    experience, point, _ = targets_and_point(shift)
+    tokens = experience.gather(MICRO)
+    with_kl, without = (
+        torch.autograd.grad(policy_losses(tokens, point, None, experience.kl_coef, chosen)[0].sum(), point)[0]
+        for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
+    )
+    logits = point.detach()
+    now = losses.token_logprobs(logits, TARGETS, 0.7)
+    slope = (torch.nn.functional.one_hot(TARGETS, 3) - torch.softmax(logits / 0.7, -1)) / 0.7  # d logp / d logits
+    factor = (now - tokens.logprobs).exp() * (now - tokens.ref_logprobs)
+    torch.testing.assert_close(with_kl - without, 0.3 * factor[:, None] * slope)

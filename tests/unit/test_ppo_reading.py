@@ -1,0 +1,81 @@
+"""Logits, scores and values agree with the plain full forward, for every family."""
+
+import pytest
+import tiny
+import torch
+
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import Rollout
+
+QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
+ROLLOUT = Rollout.from_lists(QUERIES, RESPONSES)
+
+
+def full_logits(model) -> list[torch.Tensor]:
+    """The logits of each row, without any padding."""
+    rows = zip(QUERIES, RESPONSES, strict=True)
+    return [model(input_ids=torch.tensor([query + response])).logits[0].detach() for query, response in rows]
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_response_logits_are_the_full_forwards(family):
+    model, micro = tiny.causal(family), ROLLOUT.micro_batch(torch.tensor([2, 0, 1]))
+    logits = forward.response_logits(model, micro)
+    for row, full in enumerate(full_logits(model)):
+        close(logits[micro.rows[micro.row_index] == row], full[len(QUERIES[row]) - 1 : -1])
+    assert micro.targets.tolist() == [2, 3, 4, 2, 7, 8, 9, 10, 2]
+    assert family != "gemma2" or logits.abs().max() <= 3.0, "soft-capping applies"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_scores_are_the_pooled_ones(family):
+    model = tiny.scorer(family)
+    close(forward.rollout_scores(model, ROLLOUT, max_rows=2), torch.cat(full_logits(model)))
+
+
+def test_a_foreign_scorer_whose_pad_is_its_eos_is_read_as_transformers_pools_it():
+    """transformers reads the last token that is not padding: with pad == eos, the one before the EOS."""
+    model = tiny.scorer(pad_token_id=tiny.EOS)
+    pooled = torch.cat(full_logits(model))
+    close(forward.rollout_scores(model, ROLLOUT, max_rows=3), pooled)
+    assert (forward.rollout_scores(tiny.scorer(), ROLLOUT, max_rows=3) - pooled).abs().min() > 1e-3
+
+
+def test_values_end_where_the_score_begins():
+    """The value before token t reads the state that predicts it; the score reads the state at the last token."""
+    model, longer = tiny.scorer(), Rollout.from_lists(QUERIES, [[*row, 3] for row in RESPONSES])
+    micro = longer.micro_batch(torch.arange(3))
+    last = torch.cat([micro.row_index[1:] != micro.row_index[:-1], torch.tensor([True])])
+    close(forward.response_values(model, micro)[last], forward.rollout_scores(model, ROLLOUT, max_rows=3))
+
+
+@pytest.mark.parametrize("read", [forward.pooled_scores, forward.response_values])
+def test_every_reader_shifts_and_scales(read):
+    model, micro = tiny.scorer(), ROLLOUT.micro_batch(torch.arange(3))
+    raw = read(model, micro)
+    model.config.reward_mean, model.config.reward_std = 2.0, 0.5
+    close(read(model, micro), (raw - 2.0) / 0.5)
+
+
+@pytest.mark.parametrize("family,key", [("llama", "attention_dropout"), ("gpt2", "resid_pdrop"), ("opt", "dropout")])
+def test_dropout_is_off_even_in_training_mode(family, key):
+    model, ids = tiny.causal(family, **{key: 0.5}), torch.tensor([[5, 6, 7, 8]])
+    model.train()
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    forward.disable_dropout(model)
+    model.train()
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert model.config.to_dict()[key] == 0.5, "the saved config keeps the dropout"
+
+
+def test_gradient_checkpointing_is_on_only_inside_its_context():
+    model = tiny.causal()
+    forward.enable_gradient_checkpointing(model)
+    with forward.gradient_checkpointing(model):
+        layers = model.model.layers
+        assert [layer.training for layer in layers] == [True, True] and not layers[0].mlp.training
+    assert not any(module.training for module in model.modules())

@@ -1,0 +1,104 @@
+"""The engine samples from the softmax, keyed by row; batching, order and padding have no effect."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from rlhf_cli.commands.verify.reference import exponential
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
+
+
+def seeded(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:
+    seeds = tuple(derive_seed(0, "sample", step, row) for row in range(len(prompts)))
+    return replace(prompts, seeds=seeds, response_length=length)
+
+
+def engine(family="llama", stop=tiny.EOS, pad=tiny.PAD, **kwargs) -> HFEngine:
+    return HFEngine(tiny.causal(family), stop, pad, **kwargs)
+
+
+def responses(rollout) -> list[list[int]]:
+    return [rollout.response_tokens(row) for row in range(len(rollout))]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_agrees_with_a_plain_loop(family):
+    """No cache, no batching, no padding: one row at a time, the full prefix through the model at each token."""
+    prompts, subject = seeded(tiny.prompts(6)), engine(family, temperature=0.8)
+    rollout = subject.generate(prompts)
+    for row, response in enumerate(responses(rollout)):
+        ids, plain = rollout.prompt_tokens(row), []
+        while len(plain) < 8 and tiny.EOS not in plain:
+            logits = subject.model(input_ids=torch.tensor([ids + plain])).logits[0, -1] / 0.8
+            noise = -exponential(prompts.seeds[row], len(plain), tiny.VOCABULARY).log()
+            plain.append(int((logits + noise).argmax()))
+        assert response == plain and bool(rollout.ended[row]) is (tiny.EOS in plain)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_batching_and_order_leave_the_draws_alone(size):
+    prompts, order = seeded(tiny.prompts(8)), [5, 2, 7, 0, 1, 6, 3, 4]
+    seeds = tuple(prompts.seeds[row] for row in order)
+    turned = replace(prompts, ids=prompts.ids[order], mask=prompts.mask[order], seeds=seeds)
+    whole, parts = engine().generate(prompts), engine(batch_size=size).generate(prompts)
+    assert torch.equal(whole.ids, parts.ids) and torch.equal(whole.response_mask, parts.response_mask)
+    assert responses(engine(batch_size=size).generate(turned)) == [responses(whole)[row] for row in order]
+
+
+def test_rows_and_steps_have_different_draws():
+    prompts = Prompts.from_lists([[5, 6]] * 32)
+    first, second = (responses(engine().generate(seeded(prompts, step=step))) for step in (0, 1))
+    assert len(set(map(tuple, first))) > 16 and first != second
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+def test_a_stream_is_the_row_that_generate_gives(temperature):
+    prompts, subject = seeded(tiny.prompts(6), length=20), engine(temperature=temperature)
+    whole = subject.generate(prompts)
+    for row, response in enumerate(responses(whole)):
+        alone = seeded(Prompts.from_lists([whole.prompt_tokens(row)]), length=20)
+        stream = subject.stream(replace(alone, seeds=prompts.seeds[row : row + 1]))
+        assert next(stream) == response[0]
+        assert torch.is_grad_enabled()  # also between two tokens
+        assert list(stream) == response[1:]
+    assert whole.ended.any() or not temperature
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    subject = engine(temperature=0.0)
+    rollout = subject.generate(seeded(tiny.prompts(4)))
+    for row, response in enumerate(responses(rollout)):
+        ids = rollout.prompt_tokens(row)
+        for token in response:
+            assert token == int(subject.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            ids = [*ids, token]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_the_softmax(temperature):
+    subject, rows = engine(stop=None, temperature=temperature), 4000
+    rollout = subject.generate(seeded(Prompts.from_lists([[5, 6]] * rows), length=1))
+    counts = torch.bincount(rollout.ids[:, -1], minlength=tiny.VOCABULARY) / rows
+    expected = torch.softmax(subject.model(input_ids=torch.tensor([[5, 6]])).logits[0, -1] / temperature, -1)
+    # 5 standard errors of each share: a false alarm once in about 10^5 runs, and the draws are seeded
+    assert ((counts - expected).abs() < 5 * (expected * (1 - expected) / rows).sqrt() + 1e-4).all()
+
+
+def test_nothing_follows_the_stop_token():
+    rollout = engine().generate(seeded(tiny.prompts(32), length=20))
+    assert rollout.ended.any() and not rollout.ended.all()
+    for row, response in enumerate(responses(rollout)):
+        assert tiny.EOS not in response[:-1] and (response[-1] == tiny.EOS) == bool(rollout.ended[row])
+        assert bool(rollout.ended[row]) or len(response) == 20
+    endless = engine(stop=None).generate(seeded(tiny.prompts(8), length=12))
+    assert endless.response_mask.all() and endless.response_mask.shape == (8, 12) and not endless.ended.any()
+
+
+def test_pad_equal_to_eos_changes_nothing():
+    prompts = seeded(tiny.prompts(8))
+    one, other = (engine(pad=pad).generate(prompts) for pad in (tiny.PAD, tiny.EOS))
+    assert torch.equal(one.response_mask, other.response_mask) and responses(one) == responses(other)

@@ -1,0 +1,299 @@
+"""The PPO loop on tiny models, on the CPU in float32 unless stated."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.function import FunctionReward
+
+
+def run(trainer, steps: int = 2):
+    return [untimed(trainer.step(tiny.prompts(8, seed=step))) for step in range(steps)]
+
+
+def untimed(stats):
+    return {name: value for name, value in stats.items() if not name.endswith(("_s", "_per_s"))}
+
+
+def both_weights(trainer):
+    return torch.cat([tiny.weights(trainer.policy), tiny.weights(trainer.value)])
+
+
+def generated(trainer):
+    return trainer.make_experience(trainer.generate(tiny.prompts()))
+
+
+def test_another_partition_moves_the_ratio_by_float_noise_only():
+    trainer = tiny.trainer(policy_seed=3)
+    stats = trainer._train_minibatch(generated(trainer), tuple(torch.tensor([row]) for row in range(8)))
+    assert stats["ratio_error"] <= 1e-5
+
+
+# Scores, EOS, padding
+
+
+def test_score_is_placed_on_the_eos_and_the_eos_is_trained():
+    trainer = tiny.trainer(kl_coef=0.0)
+    rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS)
+    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
+    assert experience.rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
+    assert rollout.micro_batch(torch.arange(2)).targets.tolist()[1] == tiny.EOS
+
+
+def test_padding_ids_change_nothing():
+    results = []
+    for pad in (tiny.PAD, tiny.EOS, 11):
+        trainer = tiny.trainer(policy_seed=3)
+        rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS, pad=pad)
+        results.append((untimed(trainer.update(trainer.make_experience(rollout))), tiny.weights(trainer.policy)))
+    for stats, weights in results[1:]:
+        assert stats == results[0][0] and torch.equal(weights, results[0][1])
+
+
+@pytest.mark.parametrize("scores", [torch.ones(1), torch.ones(8, 1), [1.0] * 7])
+def test_scores_of_another_shape_are_rejected(scores):
+    trainer = tiny.trainer()
+    rollout = trainer.generate(tiny.prompts())
+    with pytest.raises(RLHFError) as caught:
+        trainer.make_experience(rollout, scores=scores)
+    assert caught.value.problems[0].code == "R05"
+
+
+def test_scores_of_the_caller_replace_the_sources():
+    trainer = tiny.trainer(kl_coef=0.0)
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()), scores=list(range(8)))
+    assert experience.scores.tolist() == experience.rewards.sum(1).tolist() == list(range(8))
+
+
+# Means over tokens
+
+
+def test_losses_are_means_over_tokens():
+    """Every response once more: the same means, the same gradient, up to the rounding of other batch shapes."""
+    rows, scores, gradients = [[5, 6], [7]], torch.tensor([1.0, -1.0]), []
+    for times in (1, 2):
+        trainer = tiny.trainer(policy_seed=3, max_grad_norm=1e9, advantage_norm="none")
+        rollout = Rollout.from_lists(rows * times, [[3, 2], [4, 8, 9]] * times, stop_token_id=2)
+        gradients.append(tiny.gradient(trainer, trainer.make_experience(rollout, scores=scores.repeat(times))))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_weigh_tokens_not_rows():
+    """Two rows of one and five tokens: the loss is the mean over six tokens."""
+    trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
+    rollout = Rollout.from_lists([[5], [7]], [[2], [4, 8, 9, 5, 2]], stop_token_id=2)
+    experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
+    errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
+    assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
+
+
+def test_advantages_are_whitened_over_the_whole_update():
+    experience = generated(tiny.trainer())
+    assert losses.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
+    assert losses.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_metrics_by_hand():
+    trainer = tiny.trainer(policy_seed=3, num_ppo_epochs=1, kl_coef=0.25, learning_rate=0.0)
+    queries, responses = [[5, 6], [7]], [[3, 2], [4, 8, 9]]
+    rollout = Rollout.from_lists(queries, responses, stop_token_id=2)
+    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
+    stats = trainer.update(experience)
+    kls, surprises, entropies = [], [], []
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        ids, tokens = torch.tensor([query + response]), torch.tensor(response)
+        logp, ref = (
+            torch.log_softmax(model(input_ids=ids).logits[0].detach() / 0.7, -1)[len(query) - 1 : -1]
+            for model in (trainer.policy, trainer.ref)
+        )
+        logprobs, ref_logprobs = (of.gather(-1, tokens[:, None])[:, 0] for of in (logp, ref))
+        torch.testing.assert_close(experience.logprobs[row, : len(response)], logprobs, atol=1e-5, rtol=1e-5)
+        kls.append(float((logprobs - ref_logprobs).sum()))
+        surprises.append(float(-logprobs.sum()))
+        entropies.append(float(-(logp.exp() * logp).sum()))
+    kl = sum(kls) / 2
+    expected = {
+        "objective/kl": kl, "objective/kl_k1": kl, "objective/entropy": sum(surprises) / 2,
+        "policy/entropy_avg": sum(entropies) / 5, "objective/non_score_reward": -0.25 * kl,
+        "objective/rlhf_reward": 2.5 - 0.25 * kl, "objective/scores": 2.5, "objective/response_length": 2.5,
+        "objective/eos_fraction": 0.5, "val/num_eos_tokens": 1, "tokens/real": 8, "tokens/padded": 8, "episode": 2,
+    }  # fmt: skip
+    assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert trainer.update(experience)["episode"] == 4
+
+
+def test_ratio_variance_is_over_optimizer_steps():
+    assert run(tiny.trainer(num_ppo_epochs=1), 1)[0]["val/ratio_var"] == 0.0
+    assert run(tiny.trainer(num_ppo_epochs=3), 1)[0]["val/ratio_var"] > 0.0
+
+
+# The same seed, the same run
+
+
+def test_same_seed_same_run_bit_for_bit():
+    (one, weights), (same, same_weights), (_, other_weights) = (
+        (run(trainer), tiny.weights(trainer.policy)) for trainer in (tiny.trainer(seed=seed) for seed in (0, 0, 1))
+    )
+    assert one == same and torch.equal(weights, same_weights) and not torch.equal(weights, other_weights)
+
+
+def test_extra_draws_in_between_change_no_training():
+    plain, disturbed = tiny.trainer(), tiny.trainer()
+    run(plain)
+    disturbed.step(tiny.prompts(8, seed=0))
+    torch.rand(100)
+    disturbed.make_experience(disturbed.generate(tiny.prompts(3, seed=9), purpose="show"))
+    disturbed.step(tiny.prompts(8, seed=1))
+    assert torch.equal(tiny.weights(plain.policy), tiny.weights(disturbed.policy))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_scheduler_type": "cosine", "warmup_steps": 1, "num_mini_batches": 2},
+        {"head": True},
+        {"num_shared_layers": 1, "kl_in": "loss", "kl_estimator": "full", "gradient_checkpointing": True},
+    ],
+    ids=["scheduler", "head", "shared layers"],
+)
+def test_resumed_run_is_the_straight_run(changes):
+    straight, resumed = tiny.trainer(**changes), tiny.trainer(**changes)
+    run(straight, 2)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    rest, again = ([untimed(each.step(tiny.prompts(8, seed=step))) for step in (2, 3)] for each in (straight, resumed))
+    assert rest == again and torch.equal(both_weights(straight), both_weights(resumed))
+    assert torch.equal(tiny.weights(straight.ref), tiny.weights(resumed.ref))
+
+
+def test_a_state_of_another_seed_is_rejected():
+    with pytest.raises(ValueError, match="seed 1"):
+        tiny.trainer(seed=0).load_state_dict(tiny.trainer(seed=1).state_dict())
+
+
+def test_minibatches_are_shuffled_anew_for_each_epoch_and_update():
+    trainer = tiny.trainer(num_mini_batches=4)
+    rollout = trainer.generate(tiny.prompts())
+
+    def order(epoch):
+        minibatches = trainer._make_minibatches(rollout, epoch)
+        return [sorted(torch.cat(minibatch).tolist()) for minibatch in minibatches]
+
+    first, second = order(0), order(1)
+    trainer.updates = 1
+    third = order(0)
+    assert all(sorted(row for rows in plan for row in rows) == list(range(8)) for plan in (first, second, third))
+    assert first != second and first != third and first != [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert not torch.equal(rollout.ids, trainer.generate(tiny.prompts()).ids), "nor are the samples the same"
+
+
+def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
+    """As a caller may pass one; none of the minibatches is empty."""
+    trainer, judged = tiny.judged(num_mini_batches=8, num_ppo_epochs=3, ratio_threshold=None)
+    steps: list[int] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    assert trainer.update(judged)["policy/epochs"] == 3 and len(steps) == 4 * 3
+
+
+# Models that the caller passes
+
+
+def trainer_of(policy, settings, value=None, **engine_options):
+    engine = HFEngine(policy, tiny.EOS, tiny.PAD, **{"temperature": settings.temperature, **engine_options})
+    rewards = {"length": lambda rollout: rollout.response_lengths.float()}
+    return PPOTrainer(policy, tiny.causal(), value or tiny.scorer(), rewards, engine, settings)
+
+
+def test_dropout_of_the_models_is_switched_off():
+    policy, ids = tiny.causal(attention_dropout=0.5).train(), torch.tensor([[5, 6, 7, 8]])
+    trainer_of(policy, tiny.settings())
+    assert torch.equal(policy.train()(input_ids=ids).logits, policy(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("key,value", [("temperature", 0.5), ("bf16", True)])
+def test_an_engine_that_samples_another_distribution_is_rejected(key, value):
+    with pytest.raises(AssertionError, match=f"the engine samples with {key} {value}"):
+        trainer_of(tiny.causal(), tiny.settings(), **{key: value})
+
+
+def test_a_value_model_that_is_a_copy_of_a_frozen_one_is_trained():
+    """copy.deepcopy of a reward model copies that it is frozen."""
+    trainer = trainer_of(tiny.causal(), tiny.settings(), tiny.scorer().requires_grad_(False))
+    before = tiny.weights(trainer.value)
+    trainer.step(tiny.prompts())
+    assert not torch.equal(before, tiny.weights(trainer.value))
+
+
+# It learns, and refuses to learn from nonsense
+
+
+class IdTokenizer:
+    """Decodes token ids to themselves, so that a reward function sees them."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
+    def sevens(prompts, responses):
+        return [float(response.split().count("7")) for response in responses]
+
+    fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0, "learning_rate": 2e-2}
+    scores, kls = {}, {}
+    for coef in (0.0, 5.0):
+        source = FunctionReward("sevens", sevens, IdTokenizer())
+        trainer = tiny.trainer(rewards={"sevens": source}, kl_coef=coef, **fixed, **tiny.batch(16, 16))
+        history = [trainer.step(tiny.prompts(16, seed=step)) for step in range(20)]
+        scores[coef], kls[coef] = ([row[f"objective/{name}"] for row in history] for name in ("scores", "kl"))
+    assert scores[0.0][0] < 1.5 and sum(scores[0.0][-3:]) / 3 > 4.5 and sum(scores[5.0][-3:]) / 3 < 1.5
+    assert sum(kls[5.0][-5:]) < 0.7 * sum(kls[0.0][-5:])
+
+
+def bad_score(trainer, experience):
+    trainer.rewards["reward"] = lambda rollout: torch.tensor([0.0, float("nan")] + [0.0] * 6)
+    trainer.make_experience(experience.rollout)
+
+
+def bad_loss(trainer, experience):
+    experience.advantages[0, 0] = float("inf")
+    trainer.update(experience)
+
+
+def bad_gradient(name: str):
+    def update(trainer, experience):
+        next(getattr(trainer, name).parameters()).register_hook(lambda grad: grad * float("inf"))
+        trainer.update(experience)
+
+    return update
+
+
+@pytest.mark.parametrize(
+    "call,problem",
+    [
+        (bad_score, "score `reward` is not finite in row 1"),
+        (bad_loss, "loss is not finite in row 0"),
+        (bad_gradient("policy"), "policy gradient is not finite"),
+        (bad_gradient("value"), "value gradient is not finite"),
+    ],
+)
+def test_a_number_that_is_not_finite_never_reaches_the_weights(call, problem):
+    trainer = tiny.trainer()
+    experience, before = generated(trainer), both_weights(trainer)
+    with pytest.raises(RLHFError, match=f"R01.*step 1: {problem}"):
+        call(trainer, experience)
+    assert torch.equal(before, both_weights(trainer))
+
+
+def test_weights_that_a_step_made_infinite_are_reported_before_they_are_saved():
+    trainer = tiny.trainer(max_grad_norm=1e38, num_ppo_epochs=1)
+    next(trainer.policy.parameters()).register_hook(lambda grad: 1e4 * grad)
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=3e38)
+    trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
+    with pytest.raises(RLHFError, match="step 1: a weight of the policy model is not finite"):
+        trainer.step(tiny.prompts())

@@ -1,0 +1,174 @@
+"""Built-in rewards by hand, the parameters that they reject, and async functions."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ppo_folder import PPO, fails, lines, ppo, rlhf, write
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn, score_texts
+
+HERE = RewardContext(Path(), lambda key: f"ppo.yaml:{key}")
+
+
+def scores(name: str, responses: list[str], **parameters: Any) -> list[float]:
+    reward = make_reward_fn("builtin", SimpleNamespace(builtin=name, parameters=parameters), HERE)
+    return list(reward([""] * len(responses), responses))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        ("length", {"most": 2}, {"": 0, "a b": 0, "a b c d e": -3}),
+        ("length", {"least": 2, "most": 3, "scale": 2}, {"": -1, "a": -0.5, "a b": 0, "a b c": 0, "a b c d": -0.5}),
+        ("length", {"least": 3, "unit": "characters"}, {"ab": -1, "abc": 0, "a" * 99: 0}),
+        ("regex", {"pattern": r"\d+"}, {"": 0, "in 1984": 1, "never": 0}),
+        ("regex", {"pattern": r"yes.*", "whole": True, "ignore_case": True}, {" Yes\nno ": 1, "oh yes": 0}),
+        ("regex", {"pattern": "yes"}, {"Yes": 0}),
+        ("keyword", {"words": ["sea"]}, {"The Sea.": 1, "season": 0, "sea sea": 1, "undersea": 0, "": 0}),
+        ("keyword", {"words": ["sea", "deep sea"], "most": 4}, {"deep sea, sea": 0.5, "sea " * 9: 1}),
+        ("keyword", {"words": ["C++"], "ignore_case": False}, {"I use C++.": 1, "c++": 0}),
+        ("repetition", {}, {"": 0, "a b": 0, "a b c d": 0, "a a a a a": -2 / 3}),
+        ("repetition", {"words": 1}, {"a b a b": -0.5, "a": 0}),
+    ],
+)
+def test_a_builtin_by_hand(name: str, parameters: dict[str, Any], expected: dict[str, float]) -> None:
+    assert scores(name, list(expected), **parameters) == pytest.approx(list(expected.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "code", "says"),
+    [
+        ("lenght", {}, "C07", "did you mean length?"),
+        ("length", {}, "C17", "give least, most or both"),
+        ("length", {"least": 5, "most": 4}, "C17", "most 4 is below least 5"),
+        ("length", {"most": -1}, "C17", "parameters.most: builtin length: most: Input should be greater"),
+        ("length", {"most": "9"}, "C17", "valid integer"),
+        ("length", {"most": True}, "C17", "valid integer"),
+        ("length", {"most": 9, "unit": "tokens"}, "C17", "'words' or 'characters'"),
+        ("length", {"most": 9, "scale": 0}, "C17", "greater than 0"),
+        ("length", {"most": 9, "scale": float("inf")}, "C17", "finite"),
+        ("length", {"max": 9}, "C17", "max: is not a parameter"),
+        ("regex", {}, "C17", "pattern: is missing"),
+        ("regex", {"pattern": ""}, "C17", "matches everything"),
+        ("regex", {"pattern": "(a"}, "C17", "not a regular expression"),
+        ("keyword", {"words": []}, "C17", "at least 1 item"),
+        ("keyword", {"words": ["a", " "]}, "C17", "contains an empty word"),
+        ("keyword", {"words": ["a"], "most": 0}, "C17", "greater than 0"),
+        ("repetition", {"words": 0}, "C17", "greater than 0"),
+    ],
+)
+def test_c07_c17_wrong_parameters(name: str, parameters: dict[str, Any], code: str, says: str) -> None:
+    with pytest.raises(RLHFError) as caught:
+        scores(name, [], **parameters)
+    assert caught.value.problems[0].code == code and says in str(caught.value)
+
+
+def test_the_hint_names_all_parameters() -> None:
+    with pytest.raises(RLHFError, match="keyword takes words, most, ignore_case"):
+        scores("keyword", [], wrods=["a"])
+
+
+def test_check_and_the_stage_report_the_errors_of_all_sources_together(run_folder: Path) -> None:
+    wrong = {
+        "a": {"builtin": "lenght"},
+        "b": {"builtin": "regex", "parameters": {"pattern": "(a"}},
+        "c": {"function": "no_such:module"},
+    }
+    write(run_folder, "ppo", {**PPO, "rewards": wrong})
+    for result in (rlhf("check", run_folder / "ppo.yaml"), ppo(run_folder)):
+        fails(result, "C07", "error[C17]: ", "did you mean length?", "not a regular expression", "cannot import")
+        assert not (run_folder / "ppo/metrics.jsonl").exists()
+    assert "rewards.b" not in result.stderr.partition("error[C07]")[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"builtin": "length", "function": "a:b"}, "C17"),
+        ({"function": "a:b", "parameters": {"most": 3}}, "parameters has no effect without builtin"),
+        ({"builtin": "repetition", "timeout": 3.0}, "timeout has no effect without url"),
+        ({"builtin": "repetition", "label": "x"}, "label has no effect without pipeline"),
+        ({"model": "m", "batch_size": 3}, "batch_size has no effect without url or pipeline"),
+        ({"url": "ftp://here"}, "has the wrong form"),
+        ({"url": "http://me@here/score"}, "has the wrong form"),
+        ({"url": "http://me:secret@here/score"}, "C16"),
+        ({"url": "http://here/score?api_key=abc"}, "C16"),
+    ],
+)
+def test_keys_that_cannot_be_combined(run_folder: Path, source: dict[str, Any], says: str) -> None:
+    write(run_folder, "ppo", {**PPO, "rewards": {"x": source}})
+    result = ppo(run_folder)
+    assert result.exit_code == 2 and says in result.stderr and "secret@" not in result.stderr
+
+
+def test_builtins_through_the_stage_each_named_weighted_clipped_and_logged(run_folder: Path) -> None:
+    sources = {
+        "brief": {"builtin": "length", "parameters": {"most": 1, "unit": "characters"}, "clip": 2.0},
+        "fresh": {"builtin": "repetition", "weight": 3.0},
+    }
+    write(run_folder, "ppo", {**PPO, "rewards": sources})
+    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
+    assert result.exit_code == 0, result.output
+    for row in lines(run_folder / "ppo/samples.jsonl"):
+        brief = -float(max(0, len(row["response"]) - 1))
+        assert row["scores"]["brief"] == brief
+        assert row["score"] == pytest.approx(max(brief, -2.0) + 3 * row["scores"]["fresh"])
+    logged = lines(run_folder / "ppo/metrics.jsonl")[0]
+    assert {"objective/score/brief", "objective/score/fresh"} <= logged.keys()
+
+
+# Async functions
+
+
+async def lengths(prompts: list[str], responses: list[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(len(response)) for response in responses]
+
+
+class Client:
+    """Like real clients, it belongs to the loop that it was first used on."""
+
+    loop: Any = None
+
+    async def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert self.loop is asyncio.get_running_loop()
+        return [1.0] * len(responses)
+
+
+def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
+    assert call_reward_fn(lengths, ["", ""], ["a", "bcd"]) == [1.0, 3.0]
+    client = Client()
+    assert [call_reward_fn(client, [""], [""]) for _ in range(2)] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise KeyError('x')", "raised KeyError"),
+        ("raise asyncio.CancelledError('gone')", "raised CancelledError"),
+        ("await asyncio.wait_for(asyncio.sleep(9), 0.01)", "raised TimeoutError"),
+        ("return [1.0]", "returned 1 scores for 2"),
+        ("return [1.0, float('inf')]", "inf for row 1"),
+        ("return None", "raised TypeError"),
+    ],
+)
+def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
+    scope: dict[str, Any] = {"asyncio": asyncio}
+    exec(f"async def score(prompts, responses):\n    {body}\n", scope)
+    with pytest.raises(RLHFError, match=f"R05.*reward `mine` .*{says}"):
+        score_texts("mine", scope["score"], ["p", "p"], ["a", "b"])
+
+
+def test_an_async_function_through_stage_and_replay(run_folder: Path) -> None:
+    text = "import asyncio\nasync def score(p, r):\n    await asyncio.sleep(0)\n    return [float(len(x)) for x in r]\n"
+    (run_folder / "async_reward.py").write_text(text)
+    write(run_folder, "ppo", {**PPO, "rewards": {"mine": {"function": "async_reward:score"}}})
+    result = ppo(run_folder)
+    assert result.exit_code == 0, result.output
+    assert all(row["scores"]["mine"] == len(row["response"]) for row in lines(run_folder / "ppo/samples.jsonl"))
+    assert rlhf("replay", run_folder, "--step", "3").exit_code == 0

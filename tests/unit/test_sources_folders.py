@@ -1,0 +1,211 @@
+"""Folders with the Hub's layout: the files of each split and their order, and messages about other files."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.config.sources import DataSource, split_name
+from rlhf_cli.data.sources import locate_files, read_rows
+from rlhf_cli.errors import Problem, RLHFError
+from rlhf_cli.jsonl import write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def folder(root: Path, *names: str, readme: str | None = None) -> Path:
+    """Write JSON lines files with one row each, the file's name."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(f'{{"text": "{name}"}}\n'.encode()))
+        else:
+            write_jsonl(path, [{"text": name}])
+    if readme is not None:
+        (root / "README.md").write_text(readme)
+    return root
+
+
+def tables(root: Path, files: dict[str, str]) -> Path:
+    """Write files with one row of these columns each; files of other types contain the text only."""
+    for name, columns in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            write_jsonl(path, [dict.fromkeys(columns.split(","), "a")])
+        elif path.suffix == ".json":
+            path.write_text('[{"text": "a"}]')
+        else:
+            path.write_text(f"{columns}\n{','.join('a' for _ in columns.split(','))}\n")
+    return root
+
+
+def texts(name: Path | str, **options: Any) -> list[str]:
+    return [row["text"] for _, row in read_rows(DataSource(str(name), **options))]
+
+
+def files(name: Path | str) -> list[str]:
+    return [path.name for path in locate_files(DataSource(str(name)))]
+
+
+def problem(name: Path | str, **options: Any) -> Problem:
+    with pytest.raises(RLHFError) as caught:
+        locate_files(DataSource(str(name), "sft.yaml:3", **options))
+    assert caught.value.exit_code == 2
+    (only,) = caught.value.problems
+    assert only.code == "D01" and only.where == "sft.yaml:3"
+    return only
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "v2 [final]", "a*b?", "été 数据", ".hidden", "per%20cent#1"])
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train.jsonl", "test.jsonl", "dev.jsonl"), {"": ["train.jsonl"], "[test]": ["test.jsonl"]}),
+        (("train/b.jsonl", "train/a.jsonl", "test/a.jsonl"), {"": ["train/a.jsonl", "train/b.jsonl"]}),
+        (("data/train-00001.jsonl.gz", "data/train-00000.jsonl.gz", "data/valid-0.jsonl.gz"),
+         {"": ["data/train-00000.jsonl.gz", "data/train-00001.jsonl.gz"], "[validation]": ["data/valid-0.jsonl.gz"]}),
+        (("any.jsonl", "other.jsonl", ".hidden.jsonl"), {"": ["any.jsonl", "other.jsonl"]}),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_split_in_order(
+    here: Path, name: str, names: tuple[str, ...], splits: dict[str, list[str]]
+) -> None:
+    folder(here / name, *names)
+    for split, expected in splits.items():
+        located = locate_files(DataSource(f"{here / name}{split}"))
+        assert [path.relative_to(here / name).as_posix() for path in located] == expected
+        assert texts(f"{here / name}{split}") == expected
+
+
+def test_evaluation_rows_come_from_validation_or_test_or_the_only_split(here: Path) -> None:
+    usual = {"splits": ("validation", "test")}
+    assert texts(folder(here / "a", "train.jsonl", "test.jsonl"), **usual) == ["test.jsonl"]
+    assert texts(folder(here / "b", "dev.jsonl", "test.jsonl", "train.jsonl"), **usual) == ["dev.jsonl"]
+    assert texts(folder(here / "c", "rows.jsonl"), **usual) == ["rows.jsonl"]
+
+
+CONFIGS = """---
+configs:
+- config_name: small
+  data_files: [{split: train, path: s/*.jsonl}]
+- config_name: big
+  default: true
+  data_files: [{split: train_sft, path: b/2.jsonl}, {split: train_prefs, path: b/1.jsonl}]
+---
+"""
+
+
+def test_subsets_of_the_readme(here: Path) -> None:
+    root = folder(here / "a", "s/1.jsonl", "b/1.jsonl", "b/2.jsonl", readme=CONFIGS)
+    assert texts(root, subset="small") == ["s/1.jsonl"] and texts(f"{root}[train_prefs]") == ["b/1.jsonl"]
+    text, hint = "a has no split train; it has train_sft, train_prefs", "append the split to the name: [train_sft]"
+    assert problem(root) == Problem("D01", text, "sft.yaml:3", hint)
+    text, hint = 'a has no subset "smal"; it has small, big', "set data.subset: small"
+    assert problem(root, subset="smal") == Problem("D01", text, "sft.yaml:3", hint)
+    root = folder(here / "b", "s/1.jsonl", "b/2.jsonl", readme=CONFIGS.replace("  default: true\n", ""))
+    assert problem(root) == Problem("D01", "b has the subsets small, big", "sft.yaml:3", hint)
+
+
+def test_d01_of_missing_files_splits_and_subsets(here: Path) -> None:
+    root = folder(here / "a", "train.jsonl", "test.jsonl")
+    missing = problem(f"{root}[tst]")
+    assert missing.text == "a has no split tst; it has train, test" and str(missing.hint).endswith("[test]")
+    assert problem(root, subset="x").text == 'a has no subset "x"; it has default'
+    (here / "empty").mkdir()
+    assert problem(here / "empty").text == "empty contains no data files"
+    (here / "empty" / "data.arrow").touch()
+    arrow = problem(here / "empty")
+    assert arrow.text == "empty contains no data files, but data.arrow" and "to_parquet" in str(arrow.hint)
+    (here / "v[1]").mkdir()
+    assert problem(here / "v[1]").text.startswith("v[1] contains no data files")
+    assert "is a single file without a split [test]" in problem(f"{root}/train.jsonl[test]").text
+    assert problem(here / "b" / "trian.jsonl").text == "no such file b/trian.jsonl"
+    assert problem(f"{root}/trian.jsonl").hint == "did you mean a/train.jsonl?"
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "message"),
+    [
+        (("mine.csv",), ["mine.csv"], "train is mine.csv"),
+        (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV and jan.csv"),
+        (("1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"), ["1.csv", "2.csv", "3.csv", "4.csv", "5.csv"],
+         "train is 1.csv, 2.csv, 3.csv and 2 more"),
+        (("pairs.csv", "test.csv"), ["pairs.csv"], "train is pairs.csv, the rest; test is test.csv"),
+        (("pairs.jsonl", "Test.csv"), ["pairs.jsonl"], "train is pairs.jsonl, the rest; test is Test.csv"),
+        (("pairs.csv", "my_train.csv"), ["my_train.csv"], "pairs.csv ignored: train is my_train.csv"),
+        (("train.jsonl", "3.csv"), ["train.jsonl"], "3.csv ignored: train is train.jsonl"),
+        (("test.csv",), ["test.csv"], "no split train; test is used"),
+        # a run's YAML files, of which `datasets` would make a split, and notes are not data
+        (("mine.csv", "eval.yaml", "load.py", "notes.txt", "dev.json", "a.eval"), ["mine.csv"], "train is mine.csv"),
+        (("notes.json", "config.json"), ["notes.json"], "train is notes.json"),
+        (("train.csv", "test-1.csv", "LICENSE.txt"), ["train.csv"], None),
+    ],
+)  # fmt: skip
+def test_files_of_other_names_become_train_with_one_message(
+    here: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], train: list[str], message: str | None
+) -> None:
+    root = tables(here / "a", dict.fromkeys(names, "text"))
+    assert files(root) == train and files(root) == train
+    assert capsys.readouterr().err == (f"data     a: {message}\n" if message else "")
+
+
+PAIR, WITH_MARGIN = "prompt,chosen,rejected", "prompt,chosen,rejected,margin"
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "hint"),
+    [
+        ({"1.csv": "text", "2.jsonl": "text"}, "a contains data files of several formats: 1.csv and 2.jsonl",
+         "set one of them: a/1.csv"),
+        ({"faq.csv": "question,answer", "pairs.csv": PAIR},
+         "a contains files with different columns: faq.csv (answer, question) and pairs.csv (chosen, prompt, rejected)",
+         "set one of them: a/faq.csv"),
+        ({"1.csv": "How do I make a soup?,So.", "2.csv": "How do I make a pie with leek?,So."},
+         "a contains files with different columns:", "the first line of 1.csv looks like data; add a header line"),
+        ({"1.jsonl": PAIR, "2.jsonl": WITH_MARGIN, "3.jsonl": "prompt,completion"}, "3.jsonl (completion, prompt)",
+         "set one of them: a/1.jsonl"),
+        ({"1.csv": PAIR, "2.csv": WITH_MARGIN}, "2.csv (chosen, margin, prompt, rejected)", "set one of them: a/1.csv"),
+        ({"1.csv": "a", "2.csv": "b", "test.csv": "a"}, "1.csv (a) and 2.csv (b)", "set one of them: a/1.csv"),
+    ],
+)  # fmt: skip
+def test_d01_of_files_that_differ(here: Path, names: dict[str, str], text: str, hint: str) -> None:
+    found = problem(tables(here / "a", names))
+    assert text in found.text and found.hint == hint
+
+
+def test_json_rows_may_omit_columns_and_files_may_be_empty(here: Path) -> None:
+    assert len(files(tables(here / "a", {"1.jsonl": PAIR, "2.jsonl": WITH_MARGIN}))) == 2
+    (tables(here / "b", {"1.csv": "a", "3.csv": "a"}) / "2.csv").write_text("")
+    assert len(files(here / "b")) == 3
+
+
+def test_a_readme_means_that_other_formats_are_copies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables(here / "a", {"1.jsonl": "text", "2.jsonl": "text", "3.csv": "other", "README.md": "# a"})
+    assert files("a") == ["1.jsonl", "2.jsonl"]
+    assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl\n"
+    head = "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: 3.csv}]\n---\n"
+    tables(here / "b", {"1.jsonl": "text", "3.csv": "other", "README.md": head})
+    assert files("b") == ["3.csv"] and not capsys.readouterr().err
+
+
+def test_brackets_are_a_split_unless_the_path_exists(here: Path) -> None:
+    assert split_name("a/b[test]") == ("a/b", "test") and split_name("a/b") == ("a/b", None)
+    assert split_name("a[1]/b.jsonl") == ("a[1]/b.jsonl", None)
+    (here / "a[1]").mkdir()
+    assert split_name("a[1]") == ("a[1]", None) and split_name("a[1][test]") == ("a[1]", "test")
+    assert split_name("a[1]", base=str(here.parent)) == ("a", "1")
+
+
+def test_the_cache_of_datasets_is_not_used(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", here / "cache")
+    assert texts(folder(here / "a", "train.jsonl")) == ["train.jsonl"]
+    assert not (here / "cache").exists()
