@@ -30,7 +30,7 @@ PROBE_LABELS = {
     "empty": "an empty answer",
     "repeated_token": "one token repeated",
     "politeness": "politeness without content",
-    "over_long": "the good answer repeated three times",
+    "over_long": "the good answer three times",
     "swapped_prompt": "the good answer to another prompt",
 }
 Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}

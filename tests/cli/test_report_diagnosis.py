@@ -259,7 +259,7 @@ def test_bad_stages_come_first_and_the_evaluation_last(run: Path) -> None:
 
 
 def test_all_flagged_probes_are_in_one_advice(run: Path) -> None:
-    names = ("an empty answer", "the good answer repeated three times")
+    names = ("an empty answer", "the good answer three times")
     flag_card(
         run, *(FLAG | {"text": f"{name} scores above the chosen answer for 50% of 128 prompts"} for name in names)
     )

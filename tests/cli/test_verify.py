@@ -13,14 +13,13 @@ import pytest
 import tiny
 import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
-from torch import nn
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
 from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
 from rlhf_cli.config.ppo_algorithm import SCHEDULERS
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models import forward
+from rlhf_cli.models import forward, sharding
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
@@ -312,7 +311,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "no clipping of the gradient": (
         "policy weights, change",
         {"max_grad_norm": 0.05, "num_ppo_epochs": 1},
-        at(nn.utils, "clip_grad_norm_", lambda clip: lambda parameters, limit: clip(parameters, 1e9)),
+        at(sharding, "clip_grad_norm", lambda clip: lambda weights, limit, all_reduce: clip(weights, 1e9, all_reduce)),
     ),
     "entropy as a cost": (
         "policy/grad_norm, each step",

@@ -19,7 +19,7 @@ Tests without a file are below, under the number of their clause.
      -> test_export_push.py::test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code
      -> test_export_push.py::test_what_is_no_part_of_a_model_is_not_sent
      -> test_config_files.py::test_a_secret_is_refused_and_never_repeated
-     -> test_security.py::test_more_secrets_that_a_config_may_not_hold
+     -> test_security.py::test_c16_secrets_in_a_config
 4   YAML is plain values of a bounded size; a bad one is refused in under a second
      -> test_config_files.py::test_a_bad_file_is_refused_in_under_a_second
      -> test_security.py::test_a_file_of_the_largest_size_takes_under_a_second
@@ -56,7 +56,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from bad_configs import messages
+from bad_configs import HEAD, messages
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf
 from fake_config import FakeConfig, make_stage
 from own_files import source_of
@@ -240,6 +240,13 @@ def test_a_file_of_the_largest_size_takes_under_a_second(
     messages("sft", (unit * 250_000)[:250_000])
     messages("sft", "a: |\n" + (" " + unit * 250_000)[:249_990])
     assert time.process_time() - begin < 2  # of two files
+
+
+def test_a_config_sets_no_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own YAML has an `env:` block."""
+    monkeypatch.chdir(tmp_path)
+    [message] = messages("sft", HEAD["sft"] + "env: {PLANTED: 1}\n")
+    assert message.startswith("error[C01]: sft.yaml:3: unknown key env") and "PLANTED" not in os.environ
 
 
 # 6. Terminals and logs
