@@ -4,14 +4,13 @@ import errno
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-from rlhf_cli.error_codes import CODES
 
 # errors for a missing file or an impossible name; any other system error says nothing about the file
 NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -22,6 +21,26 @@ LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
 SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
 MIN_SECRET_LENGTH = 8  # shorter values may be ordinary words
 _registered: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Code:
+    """Error or warning code. `exit` is the exit status of its error; 0 means that it is only ever a warning.
+
+    `warns` says when a code that can be an error is only a warning.
+    """
+
+    title: str
+    exit: int
+    meaning: str
+    fix: str
+    warns: str = ""
+
+
+CODES = {
+    name: Code(**fields)
+    for name, fields in tomllib.loads(Path(__file__).with_name("error_codes.toml").read_text(encoding="utf-8")).items()
+}
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def steps(ctx: typer.Context, incomplete: str) -> list[str]:
 @ignore_errors
 def keys_and_codes(incomplete: str) -> list[str]:
     """Return the arguments of `rlhf explain`: codes, paths of sections and keys, and last parts of keys."""
-    from rlhf_cli.error_codes import CODES
+    from rlhf_cli.errors import CODES
 
     codes = [code for code in CODES if code.startswith(incomplete)] if incomplete else []
     if codes:

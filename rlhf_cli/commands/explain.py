@@ -19,8 +19,7 @@ from rlhf_cli.config.aliases import ALIASES, find_alias
 from rlhf_cli.config.fields import RENAMED, Key, PathField, current_name, key_at
 from rlhf_cli.config.messages import TRL_TYPES, check_trainer
 from rlhf_cli.config.ppo_options import RECIPES
-from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import RLHFError, closest_match
+from rlhf_cli.errors import CODES, RLHFError, closest_match
 
 PATH_TEXTS = {
     "data": "a file, a folder or a dataset of the hub",

@@ -17,8 +17,7 @@ from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
 from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
-from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import Problem, closest_match
+from rlhf_cli.errors import CODES, Problem, closest_match
 
 # pydantic's error -> what it expected
 TYPE_ERRORS = {

@@ -12,7 +12,7 @@ from conftest import SHARED
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.error_codes import CODES
+from rlhf_cli.errors import CODES
 
 TESTS = Path(__file__).parents[1]
 # What runs the command line, in this process or in another one.

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import Problem, RLHFError, closest_folder, closest_match, closest_path, shown
+from rlhf_cli.errors import CODES, Problem, RLHFError, closest_folder, closest_match, closest_path, shown
 
 
 def test_a_problem_is_one_line_and_at_most_one_hint() -> None:

@@ -18,7 +18,7 @@ from rlhf_cli.config import trl_fields
 from rlhf_cli.config.fields import DefaultSource, parse_source, split_description
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
 from rlhf_cli.config.training import CONFIGS
-from rlhf_cli.error_codes import CODES
+from rlhf_cli.errors import CODES
 
 KEYS = [(stage, key) for stage in CONFIGS for key in config.keys(stage).values() if not key.is_section]
 SOURCES = {(stage, key.path): source for stage, key in KEYS if key.source and (source := parse_source(key.source))}

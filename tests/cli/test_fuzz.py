@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlhf_cli import jsonl
 from rlhf_cli.config.loading import keys, load, stage_of
-from rlhf_cli.error_codes import CODES
+from rlhf_cli.errors import CODES
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")

@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_fuzz import outcome
 
-from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import init_reward_model, load_causal_lm
 

@@ -11,7 +11,8 @@ from typer.main import get_command
 from rlhf_cli.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLES = [ROOT / "rlhf_cli/error_codes.toml"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TABLES]
 MODULES = [path for path in sorted((ROOT / "rlhf_cli").rglob("*.py")) if path.name != "grammar.py"]  # the demo's texts
 # Each is nearly always wrong: a standard verb or noun says it better.
 DIALECT = re.compile(

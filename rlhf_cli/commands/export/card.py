@@ -23,8 +23,7 @@ from rlhf_cli.config.sources import hub_dataset, split_name
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data.texts import is_transcript, render_transcript
 from rlhf_cli.data.tokens import Conversation
-from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import render, reward_card
 from rlhf_cli.jsonl import at, flatten, is_number
 from rlhf_cli.runs.discover import STAGES
