@@ -208,8 +208,8 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     """
     request, sentences = read_request(prompt), read_reply(response)
     seen = {**_merits(request, sentences), **_counts(sentences), "words": len(response.split())}
-    value = 0.30 * seen["topic"] + 0.25 * seen["concrete"] + 0.10 * seen["kind"]
-    value += 0.15 * seen["fit"] + 0.20 * seen["polite"]
+    answer = 0.30 * seen["topic"] + 0.25 * seen["concrete"] + 0.10 * seen["kind"]
+    value = answer + 0.15 * seen["fit"] + 0.20 * seen["polite"]  # added one by one: another order rounds differently
     seen["focus"] = max(0.3, 0.85 ** (seen["asides"] + seen["unclear"] + seen["repeats"]))
     seen["restraint"] = max(0.3, 0.85 ** max(0, seen["courtesies"] - ENOUGH_COURTESY))
     seen["brevity"] = max(0.4, 1 - 0.02 * max(0, seen["words"] - ENOUGH_WORDS))
