@@ -5,14 +5,11 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
@@ -23,8 +20,6 @@ SEEN_FILE_VARIABLE = "RLHF_SEEN_MESSAGES"  # names a file with one hash per prin
 _seen: set[str] = set()
 # Characters that can move the cursor, recolour or retitle a terminal: C0 except tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SECONDS_BETWEEN_DRAWINGS = 0.05
-MIN_COLUMN_WIDTH = 48  # for texts side by side
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 _warnings: dict[str, Problem] = {}  # by the line as printed, without its hint
@@ -204,50 +199,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out(title)
     for row in cells:
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def fits_side_by_side(columns: int) -> bool:
-    """Return True if the terminal is wide enough for this number of text columns."""
-    return is_terminal(sys.stdout) and shutil.get_terminal_size().columns >= columns * MIN_COLUMN_WIDTH
-
-
-class Columns:
-    """Streams several texts to stdout side by side; use it only if `fits_side_by_side`.
-
-    `with Columns(["sft", "ppo"]) as columns: columns.add(0, " a piece")`
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.table import Table
-        from rich.text import Text
-
-        self._cells = [Text() for _ in names]
-        self._table = Table(expand=True)
-        for name in names:
-            self._table.add_column(Text(clean(name)), ratio=1)
-        self._table.add_row(*self._cells)
-        console = Console(file=sys.stdout)
-        self._live = Live(
-            self._table, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._drawn = 0.0
-
-    def __enter__(self) -> "Columns":
-        self._live.start(refresh=True)
-        return self
-
-    def add(self, column: int, text: str) -> None:
-        """Append text to a column."""
-        self._cells[column].append(clean(text))
-        if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
-            self._live.refresh()
-            self._drawn = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(OSError):  # the terminal is closed
-            self._live.stop()
 
 
 def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:

@@ -118,22 +118,6 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
     assert screen.getvalue() == shown
 
 
-def test_texts_grow_side_by_side_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Tty()
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert not terminal.fits_side_by_side(2)  # 80 columns
-    monkeypatch.setenv("COLUMNS", "100")
-    assert terminal.fits_side_by_side(2)
-    with terminal.Columns(["one", "two"]) as columns:
-        columns.add(0, "[bold]left\x1b]0;title\x07 ")
-        columns.add(1, "right")
-        columns.add(0, "and more")
-    (row,) = [line for line in screen.getvalue().splitlines() if "more" in line]
-    assert "[bold]left]0;title and more" in row and row.index("right") - row.index("[bold]") >= 48
-    monkeypatch.setenv("TERM", "dumb")
-    assert not terminal.fits_side_by_side(2)
-
-
 def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
     code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
     said = subprocess.run([sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True)

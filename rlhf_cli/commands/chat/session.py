@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 from rlhf_cli import data, terminal
@@ -191,12 +190,9 @@ class ChatSession:
             replies.append(StreamingReply(model, tokenizer, prompt, ids, stop, self.sampling))
         self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
         turn, compared = Turn(text, {}), len(replies) > 1
-        side_by_side = compared and terminal.fits_side_by_side(len(replies))
-        if side_by_side:
-            self._show_side_by_side(replies)
         for reply in replies:
             label = reply.model.name if compared else ""
-            if not side_by_side and not self.stopped:
+            if not self.stopped:
                 terminal.print_partial(f"{label}: " if label else "")
                 self._show(reply)
             if reply.ids:
@@ -212,16 +208,6 @@ class ChatSession:
         except KeyboardInterrupt:
             self._stop()
         terminal.out()
-
-    def _show_side_by_side(self, replies: list[StreamingReply]) -> None:
-        """Show the replies in columns, generating one token of each in turn."""
-        with terminal.Columns([reply.model.name for reply in replies]) as columns:
-            try:
-                for pieces in zip_longest(*replies, fillvalue=""):
-                    for column, piece in enumerate(pieces):
-                        columns.add(column, piece)
-            except KeyboardInterrupt:
-                self._stop()
 
     def _stop(self) -> None:
         if not self.live:
