@@ -22,7 +22,7 @@ pytestmark = pytest.mark.training
 # Bases
 
 
-def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
+def test_m04_the_base_is_missing(adapters_copy: Path) -> None:
     (adapters_copy / "model").rename(adapters_copy / "elsewhere")
     says = ("sft holds an adapter, but its base model does not exist", "hint: put it back there; or train the adapter")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says) and not (adapters_copy / "ppo").exists()
@@ -37,11 +37,11 @@ def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
     save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
     says = ("sft holds an adapter, and its base model has changed since (", "hint: restore the old base, or train")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
-    told = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
-    assert told.exit_code == 0 and "stale: model.path: other weights" in told.stdout
+    given = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
+    assert given.exit_code == 0 and "stale: model.path: other weights" in given.stdout
 
 
-def test_m04_the_sft_stage_below_a_reward_adapter_was_made_anew(adapters_copy: Path) -> None:
+def test_m04_the_sft_stage_below_a_reward_adapter_was_trained_again(adapters_copy: Path) -> None:
     run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
     says = ("reward holds an adapter, and its base sft has changed since (", "--fresh")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
@@ -76,7 +76,7 @@ FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size
 
 
 @pytest.mark.parametrize(
-    ("stage", "told", "code", "says"),
+    ("stage", "given", "code", "says"),
     [
         ("sft", "model.adapters={kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
         ("sft", "model.adapters={kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
@@ -94,11 +94,11 @@ FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size
     ],
 )
 def test_keys_that_are_wrong(
-    world: World, tmp_path: Path, stage: str, told: str, code: str, says: tuple[str, ...]
+    world: World, tmp_path: Path, stage: str, given: str, code: str, says: tuple[str, ...]
 ) -> None:
     folder = write(tmp_path / "run", world)
     with pytest.raises(RLHFError) as caught:
-        load(stage, folder / f"{stage}.yaml", [told])
+        load(stage, folder / f"{stage}.yaml", [given])
     assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
 
 
@@ -135,8 +135,8 @@ def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy:
 
 def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", world)
-    told = ["model.adapters={kind: lora, lora_dropout: 0.1}", "trainer.disable_dropout=false"]
-    adapters = load("reward", folder / "reward.yaml", told).model.adapters
+    given = ["model.adapters={kind: lora, lora_dropout: 0.1}", "trainer.disable_dropout=false"]
+    adapters = load("reward", folder / "reward.yaml", given).model.adapters
     assert adapters and adapters.lora_dropout == 0.1
 
 
@@ -144,7 +144,7 @@ def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "says"),
+    ("given", "code", "says"),
     [
         (["models.adapters={kind: qlora}"], "C07", ("models.adapters.kind", "lora")),
         (["models.adapters={kind: lora, lora_dropout: 0.1}"], "C01", ("unknown key models.adapters.lora_dropout",)),
@@ -156,20 +156,20 @@ def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) 
     ],
 )
 def test_keys_of_ppo_that_are_wrong(
-    world: World, tmp_path: Path, told: list[str], code: str, says: tuple[str, ...]
+    world: World, tmp_path: Path, given: list[str], code: str, says: tuple[str, ...]
 ) -> None:
     folder = write(tmp_path / "run", world)
     with pytest.raises(RLHFError) as caught:
-        load("ppo", folder / "ppo.yaml", told)
+        load("ppo", folder / "ppo.yaml", given)
     assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
 
 
 def test_c07_a_layer_that_the_policy_does_not_have(adapters_copy: Path) -> None:
-    told = ("-s", "models.adapters={kind: lora, target_modules: [q_prj]}")
+    given = ("-s", "models.adapters={kind: lora, target_modules: [q_prj]}")
     says = (
         "models.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj"
     )
-    assert refused(rlhf("ppo", *told), "C07", "--set models.adapters: ", says)
+    assert refused(rlhf("ppo", *given), "C07", "--set models.adapters: ", says)
     replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
     seen = check("ppo.yaml")
     assert seen.exit_code == 2 and says in seen.stderr
@@ -179,12 +179,12 @@ def test_c17_a_push_of_adapters_whose_base_is_a_folder_here(
     adapters_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_none")
-    told = ("-s", "models.adapters={kind: lora}", "-s", "ppo.push_to_hub_if_best=some/where")
+    given = ("-s", "models.adapters={kind: lora}", "-s", "ppo.push_to_hub_if_best=some/where")
     says = (
         "only adapters would be pushed to some/where, and their base, models.sft, is a local folder",
         "hint: remove",
     )
-    assert refused(rlhf("ppo", *told), "C17", "--set ppo.push_to_hub_if_best", *says)
+    assert refused(rlhf("ppo", *given), "C17", "--set ppo.push_to_hub_if_best", *says)
     assert not (adapters_copy / "ppo/model").exists()
 
 

@@ -31,7 +31,7 @@ def test_d01_data_file_missing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl"])
-def test_d01_what_is_no_file(folder: Path, name: str) -> None:
+def test_d01_not_a_file(folder: Path, name: str) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     replace("sft.yaml", "rows.jsonl", name)
     assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", f"{name} is a device or a pipe, a data file is needed")
@@ -161,7 +161,7 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
         ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores match neither"),
     ],
 )
-def test_a_row_that_cannot_be_converted_is_told_by_its_line(
+def test_a_row_that_cannot_be_converted_is_reported_by_line(
     folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], code: str, says: str
 ) -> None:
     write("theirs", ALPACA, row)
@@ -211,7 +211,7 @@ def test_a_conversion_counts_what_it_leaves_out(
     assert not left or len(Path("out.jsonl").read_text().splitlines()) == left
 
 
-def test_the_command_of_the_hint_says_one_line(folder: Path) -> None:
+def test_the_command_of_the_hint_prints_one_line(folder: Path) -> None:
     """Python warns where a module that is run was imported before."""
     write("theirs", ALPACA)
     command = [sys.executable, "-m", "rlhf_cli.data.convert", "theirs.jsonl", "out.jsonl"]
@@ -235,7 +235,7 @@ def test_d03_malformed_json(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_d03_a_key_that_stands_twice(folder: Path, name: str) -> None:
+def test_d03_a_duplicate_key(folder: Path, name: str) -> None:
     """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
     good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
     (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
@@ -266,7 +266,7 @@ def test_d05_no_usable_row(folder: Path) -> None:
         ("sft", {"prompt": [], "completion": "a"}, "D12", ("a conversation here, text in line 1", DROP)),
     ],
 )
-def test_a_bad_row_is_told_by_its_line(
+def test_a_bad_row_is_reported_by_line(
     folder: Path, stage: str, row: dict[str, Any], code: str, says: tuple[str, ...]
 ) -> None:
     """D06-D09 and D12."""

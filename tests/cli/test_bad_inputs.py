@@ -45,7 +45,7 @@ def test_c04_1e5_is_a_number(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "command"), [("reward", "sft"), ("ppo", "eval"), ("sft", "reward")])
-def test_c07_a_config_given_to_the_wrong_command_is_one_line(folder: Path, given: str, command: str) -> None:
+def test_c07_a_config_given_to_the_wrong_command(folder: Path, given: str, command: str) -> None:
     result = rlhf(command, "-c", f"{given}.yaml")
     says = (f"this config is for {given}, not for {command}", f"hint: run it with: rlhf {given} --config {given}.yaml")
     assert refused(result, "C07", f"{given}.yaml: ", *says) and len(result.stderr.splitlines()) == 2
@@ -63,7 +63,7 @@ def test_c09_config_missing(folder: Path) -> None:
         (b"seed: 1\nrun: caf\xe9\n", "sft.yaml:2: byte 0xE9 is not UTF-8", "hint: convert it: iconv -f latin1"),
     ],
 )
-def test_c09_what_is_no_config(folder: Path, content: bytes, place: str, says: str) -> None:
+def test_c09_not_a_config(folder: Path, content: bytes, place: str, says: str) -> None:
     (folder / "sft.yaml").write_bytes(content)
     assert refused(rlhf("sft"), "C09", place, says)
 

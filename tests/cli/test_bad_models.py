@@ -155,7 +155,7 @@ def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_m05_a_state_with_a_flipped_bit_is_passed_over(folder: Path) -> None:
+def test_m05_a_checkpoint_with_a_flipped_bit_is_skipped(folder: Path) -> None:
     """Which file, what is used instead; the run ends as it would have."""
     foreign_scorer(folder)
     sizes = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8"

@@ -80,7 +80,7 @@ def test_a_person_sees_all_of_it(page: Path, tab: browser.Page, tmp_path: Path, 
     width, dark = LOOKS[look]
     tab.open(page, width=width, dark=dark)
     tab.screenshot(Path(os.environ.get("RLHF_SCREENSHOTS", tmp_path)) / f"report-{look}.png")
-    assert tab.said == []
+    assert tab.messages == []
     assert tab.asked == [page.resolve().as_uri()]
     assert tab.value("document.documentElement.scrollWidth") <= width
     assert tab.value(CUT) == []

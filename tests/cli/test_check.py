@@ -45,17 +45,17 @@ def lines(stdout: str) -> dict[tuple[str, str], str]:
     return {(stage, what): rest for stage, what, rest in cells}
 
 
-def test_a_run_that_is_all_right(run_folder: Path) -> None:
+def test_a_valid_run(run_folder: Path) -> None:
     result = check(".")
     assert (result.exit_code, result.stderr) == (0, "") and result.stdout.endswith("\nok\n")
-    said = lines(result.stdout)
-    assert said["sft", "sft.yaml"] == "config read; output: new"
-    assert said["sft", "model.path"] == "model: llama, 336 tokens"
-    assert said["reward", "model.path"] == "sft, which the sft stage is to make"
-    assert said["reward", "data.train"].startswith("93 rows, at most ")  # by the tokenizer that sft will leave
-    assert said["reward", "batches"] == "93 pairs, 2604 tokens; a step: 8 x 1 = 8 pairs; in all 1 steps"
-    assert "16 x 4 = 64 episodes" in said["ppo", "batches"] and "1 updates" in said["ppo", "batches"]
-    assert said["eval", "data.prompts"].startswith("9 prompts, at most ")
+    checked = lines(result.stdout)
+    assert checked["sft", "sft.yaml"] == "config read; output: new"
+    assert checked["sft", "model.path"] == "model: llama, 336 tokens"
+    assert checked["reward", "model.path"] == "sft, which the sft stage is to make"
+    assert checked["reward", "data.train"].startswith("93 rows, at most ")  # by the tokenizer that sft will leave
+    assert checked["reward", "batches"] == "93 pairs, 2604 tokens; a step: 8 x 1 = 8 pairs; in all 1 steps"
+    assert "16 x 4 = 64 episodes" in checked["ppo", "batches"] and "1 updates" in checked["ppo", "batches"]
+    assert checked["eval", "data.prompts"].startswith("9 prompts, at most ")
     assert "not checked" not in result.stdout and not (run_folder / "sft").exists()
 
 
@@ -67,7 +67,7 @@ def test_selecting_by_what_ppo_was_trained_on_is_warned_of(run_folder: Path) -> 
 
 
 @pytest.mark.training
-def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
+def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     """A fault of the third stage ends it before the first one."""
     jsonl.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
     with (run_folder / "prompts.jsonl").open("a") as file:
@@ -84,7 +84,7 @@ def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
     assert not (run_folder / "sft").exists()
 
 
-def test_quiet_says_errors_alone(run_folder: Path) -> None:
+def test_quiet_prints_errors_only(run_folder: Path) -> None:
     jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": "And?"}] * 9 + [{"prompt": "And? " * 99}])
     assert "D10" in check(".").stderr
     quiet = check(".", "--quiet")
@@ -104,7 +104,7 @@ def test_lengths_are_those_of_the_stage(folder: Path) -> None:
     assert numbers["left_out"] == sum(length > 20 for length in lengths) > 0
 
 
-def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
+def test_all_errors_are_reported_together(run_folder: Path) -> None:
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, lr: 1")
     jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
     replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
@@ -117,15 +117,15 @@ def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
     assert not result.stdout.rstrip().endswith("ok") and "Traceback" not in result.stderr
 
 
-def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless what is wrong may be a file's name: what is not there by another one would be a fault that nobody made."""
     replace("reward.yaml", "max_steps: 1", "max_steps: -1, no_such_key: 3")
     replace("reward.yaml", "pairs.jsonl", "pears.jsonl")
     replace("ppo.yaml", "prompts: prompts.jsonl", "prompts: promts.jsonl, prompt: prompts.jsonl")
     result = check(".")
-    told = [line for line in result.stderr.splitlines() if line.startswith("error[")]
-    assert [line[6:9] for line in told] == ["C06", "C01", "C01", "D01"], result.stderr
-    assert "reward.yaml:1: data.train: no such file pears.jsonl" in told[3]
+    messages = [line for line in result.stderr.splitlines() if line.startswith("error[")]
+    assert [line[6:9] for line in messages] == ["C06", "C01", "C01", "D01"], result.stderr
+    assert "reward.yaml:1: data.train: no such file pears.jsonl" in messages[3]
     assert "not checked: reward: rows and models, until the errors in reward.yaml are fixed" in result.stdout
     alone = check("reward.yaml").stderr
     assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
@@ -146,7 +146,7 @@ def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path, mon
         ("sft", ("model/tokenizer_config.json", "{")),
     ],
 )
-def test_what_check_says_is_what_the_stage_says(folder: Path, stage: str, break_it: tuple[str, str]) -> None:
+def test_check_reports_what_the_stage_reports(folder: Path, stage: str, break_it: tuple[str, str]) -> None:
     foreign_scorer(folder)
     (folder / break_it[0]).write_text(break_it[1])
     checked = check(f"{stage}.yaml").stderr
@@ -169,20 +169,24 @@ def test_json(folder: Path) -> None:
     assert found("nowhere")["problems"][0]["code"] == "C09"
 
 
-def test_a_hub_that_is_not_there_is_no_fault(run_folder: Path) -> None:
+def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
     """Everything else is checked, rows without their lengths."""
     replace("sft.yaml", "path: model", "path: owner/model")
     replace("ppo.yaml", "prompts.jsonl", "owner/prompts")
     result = check(".")
     assert (result.exit_code, result.stderr) == (0, "")
-    told = [line for line in result.stdout.splitlines() if line.startswith("not checked: ")]
-    assert len(told) == 5 and "hf download owner/model" in told[0] and "ppo data.prompts: owner/prompts" in told[1]
-    assert "tokenizer is not known" in told[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
+    messages = [line for line in result.stdout.splitlines() if line.startswith("not checked: ")]
+    assert (
+        len(messages) == 5
+        and "hf download owner/model" in messages[0]
+        and "ppo data.prompts: owner/prompts" in messages[1]
+    )
+    assert "tokenizer is not known" in messages[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
     jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
     assert check(".").exit_code == 2
 
 
-def test_a_misspelt_folder_is_no_hub_id(folder: Path) -> None:
+def test_a_misspelt_folder_is_not_a_hub_id(folder: Path) -> None:
     replace("sft.yaml", "path: model", "path: modle")
     assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
     (folder / "base").mkdir()
@@ -190,13 +194,13 @@ def test_a_misspelt_folder_is_no_hub_id(folder: Path) -> None:
     assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
 
 
-def test_a_missing_model_is_told_once_with_all_keys_that_name_it(folder: Path) -> None:
+def test_a_missing_model_is_reported_once_with_all_its_keys(folder: Path) -> None:
     replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {sft: model, reward: ./gone, value: ./gone}")
-    told = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
-    assert told == ["error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"]
+    messages = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert messages == ["error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"]
     replace("ppo.yaml", ", value: ./gone", "")
-    (told,) = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
-    assert told == "error[M01]: ppo.yaml:1: models.reward: no such folder gone"
+    (messages,) = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert messages == "error[M01]: ppo.yaml:1: models.reward: no such folder gone"
 
 
 def test_fresh_weights(run_folder: Path) -> None:
@@ -218,13 +222,13 @@ def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
     _, pair = next(jsonl.read_jsonl(run_folder / "pairs.jsonl"))
     jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
     result = check(".")
-    told = [line for line in result.stderr.splitlines() if line.startswith("warning[D13]: eval.yaml:1: ")]
-    assert [line.rpartition(" ")[2] for line in told] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
-    assert result.exit_code == 0 and all("1 of 2 evaluation prompts also occur in" in line for line in told)
+    messages = [line for line in result.stderr.splitlines() if line.startswith("warning[D13]: eval.yaml:1: ")]
+    assert [line.rpartition(" ")[2] for line in messages] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
+    assert result.exit_code == 0 and all("1 of 2 evaluation prompts also occur in" in line for line in messages)
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_models_are_loaded_only_when_asked_for(folder: Path, deep: bool) -> None:
+def test_models_are_loaded_only_with_the_option(folder: Path, deep: bool) -> None:
     """M13: one matrix is meant, and two are there; whether they are alike only their numbers tell."""
     tensors = load_file(folder / "model/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -234,14 +238,14 @@ def test_models_are_loaded_only_when_asked_for(folder: Path, deep: bool) -> None
     assert ("error[M13]: sft.yaml:1: model: config.json has tie_word_embeddings" in result.stderr) == deep
 
 
-def test_a_head_that_the_config_promises_and_the_weights_do_not_hold_needs_no_loading(folder: Path) -> None:
+def test_a_missing_head_is_found_without_loading(folder: Path) -> None:
     foreign_scorer(folder)
     shutil.copy(folder / "model/model.safetensors", folder / "scorer")
     result = check("ppo.yaml")
     assert result.exit_code == 2 and "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
 
 
-def test_the_faults_of_a_reward_models_config_need_no_weights(folder: Path) -> None:
+def test_errors_in_a_reward_models_config_need_no_weights(folder: Path) -> None:
     replace("ppo.yaml", "reward: scorer", "reward: model")
     assert "error[M02]: ppo.yaml:1: model has no trained reward head" in check("ppo.yaml").stderr
 
@@ -348,7 +352,7 @@ def test_one_prompt_for_all_rows_is_no_leak(folder: Path) -> None:
     assert "D13" not in check("reward.yaml").stderr
 
 
-def test_prompts_without_room_are_told_why(folder: Path) -> None:
+def test_prompts_that_do_not_fit_have_a_reason(folder: Path) -> None:
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 126")
     result = check("ppo.yaml")
     assert result.exit_code == 2 and "error[D05]: " in result.stderr

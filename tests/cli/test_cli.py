@@ -113,7 +113,7 @@ except ImportError:
 """
 
 
-def test_the_collector_does_not_walk_over_what_is_imported() -> None:
+def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
     result = python(COLLECTOR)
     assert result.returncode == 0, result.stderr
 
@@ -315,7 +315,7 @@ cli.app(["sft", "-c", "sft.yaml"])
     assert "Traceback" not in complaint
 
 
-def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_command_releases_its_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(sft: Any, _: Any) -> None:
         runs.start_stage(sft, runs.compute_identity(sft, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
@@ -326,7 +326,7 @@ def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest
     assert python(script.replace("sys.argv[1]", repr(str(folder / "sft")))).returncode == 0
 
 
-def test_a_reader_that_leaves_early_is_no_failure_to_explain() -> None:
+def test_a_reader_that_closes_early_is_no_error() -> None:
     command = [sys.executable, "-m", "rlhf_cli", "schema"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout and process.stderr

@@ -124,13 +124,13 @@ def test_every_key_that_is_offered_is_a_key(here: Path) -> None:
         assert len(config.completion_values(stage)) > 10
 
 
-def test_a_file_that_is_broken_and_one_that_is_half_typed_are_passed_over(here: Path) -> None:
+def test_invalid_and_half_typed_files_are_skipped(here: Path) -> None:
     (here / "runs/demo/ppo.yaml").write_text("{")
     assert tab("rlhf check runs/demo/ppo.yaml ppo.") == []
     assert completion.steps(ctx=None, incomplete="") == []
 
 
-def test_a_large_tree_is_looked_at_in_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tree_is_searched_in_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion, "MAX_FOLDERS", 3)  # here, readme, runs
     assert tab("rlhf run ") == []
     assert tab("rlhf run runs/") == ["runs/demo"]

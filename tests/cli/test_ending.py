@@ -29,16 +29,16 @@ def test_the_page_comes_first_where_there_is_something_to_see(
     run = write_run(Path("run"), evaluation=report(gold=gold))
     configs: dict[str, Any] = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
 
-    def said() -> list[str]:
+    def last_lines() -> list[str]:
         capsys.readouterr()
         pipeline.show_summary(run, configs, {"ppo": [], "eval": []}, met=met)
         return capsys.readouterr().out.splitlines()
 
     onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR --step selected"] if met else []
-    assert said() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
+    assert last_lines() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
     assert write_beside(run / "eval")
     page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []
-    assert said() == [f"the page says: {brief(run).headline}", f"next: {'; '.join([*page, *onward])}"]
+    assert last_lines() == [f"the page says: {brief(run).headline}", f"next: {'; '.join([*page, *onward])}"]
     assert ("Stage to fix first" in brief(run).headline) == (gold < 0.5)
 
 
@@ -82,8 +82,8 @@ def test_a_printed_name_is_one_word_of_a_shell(name: str) -> None:
     """What is pasted names the very file, and no character of it moves a cursor."""
     printed = shell_word(name)
     assert printed.isprintable()
-    told = subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, check=True).stdout
-    assert told == name.encode("utf-8", "surrogateescape")
+    echoed = subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, check=True).stdout
+    assert echoed == name.encode("utf-8", "surrogateescape")
 
 
 def test_the_next_line_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +96,10 @@ def test_the_next_line_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = write_run(tmp_path / name)
     configs: Any = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("rlhf_cli.terminal.out", said.append)
+        last_lines: list[str] = []
+        patch.setattr("rlhf_cli.terminal.out", last_lines.append)
         pipeline.show_summary(run, configs, {"ppo": [], "eval": []})
-    assert f"rlhf chat {pasted} --compare sft,ppo; rlhf export {pasted} --out DIR" in said[-1]
+    assert f"rlhf chat {pasted} --compare sft,ppo; rlhf export {pasted} --out DIR" in last_lines[-1]
 
 
 def test_every_command_that_is_printed_has_its_names_quoted() -> None:

@@ -47,7 +47,7 @@ def test_every_code_has_a_form_a_meaning_and_a_fix() -> None:
         assert code.title and code.meaning.endswith(".") and code.fix, name
 
 
-def test_a_code_that_warns_and_fails_says_when_it_only_warns() -> None:
+def test_a_code_that_warns_and_fails_explains_when_it_warns() -> None:
     warned = [
         code
         for file in (Path(__file__).parents[2] / "rlhf_cli").rglob("*.py")
@@ -58,7 +58,7 @@ def test_a_code_that_warns_and_fails_says_when_it_only_warns() -> None:
     assert not any(code.warns for code in CODES.values() if code.exit == 0)
 
 
-def test_paths_are_shown_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert shown(tmp_path / "runs" / "x.yaml") == "runs/x.yaml"
     assert shown("runs/x.yaml") == "runs/x.yaml"

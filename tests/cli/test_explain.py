@@ -129,7 +129,7 @@ def installed(source: DefaultSource) -> Path | None:
 
 
 @pytest.mark.usefixtures("_pinned")
-def test_every_file_of_an_installed_system_is_there() -> None:
+def test_every_file_of_an_installed_system_exists() -> None:
     files = {file for source in EVERY_SOURCE if (file := installed(source))}
     assert files and [str(file) for file in files if not file.is_file()] == []
 

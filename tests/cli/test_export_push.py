@@ -295,7 +295,7 @@ def test_a_stopped_push_leaves_nothing_in_the_run(run: Path, hub: Hub, monkeypat
     assert not [*run.glob(".*export*"), *run.glob(".tmp*")]
 
 
-def test_what_is_no_part_of_a_model_is_not_sent(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_a_model_are_pushed(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     save = PreTrainedModel.save_pretrained
 
     def with_pickle(self: PreTrainedModel, folder: Path, **options: object) -> None:

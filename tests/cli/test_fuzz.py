@@ -110,7 +110,7 @@ def test_configs_with_faults(stage: str, here: Path) -> None:
         ends[code := outcome(check("x.yaml", "-q", *sets), ("x.yaml", "--set ", *DATA))] += 1
         if code == 0 and not override:
             resolved = load(stage_of(path), path).dump()
-            written_down = list(fuzzing.said(path))
+            written_down = list(fuzzing.leaves(path))
             assert len({key for key, _ in written_down}) == len(written_down), "a key stands twice"
             for key, written in written_down:
                 assert fuzzing.is_kept(resolved, key, written, here), (key, written)

@@ -423,9 +423,9 @@ def until(there: Callable[[], bool], else_: str) -> None:
 def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, number: int, code: int) -> None:
     parent = start_and_wait(folder)
     parent.send_signal(number)
-    _, said = parent.communicate(timeout=30)
+    _, stderr = parent.communicate(timeout=30)
     assert parent.returncode == code
-    assert f"sft      ended with exit code {code}" in said and "Traceback" not in said
+    assert f"sft      ended with exit code {code}" in stderr and "Traceback" not in stderr
     assert not (folder / "reward").exists()
 
 

@@ -204,7 +204,7 @@ def test_activations_are_what_autograd_keeps(family: str, bf16: bool) -> None:
     assert 4 * kept.row + kept.copies == pytest.approx(real, rel=0.05)
 
 
-def test_a_llama_layer_keeps_what_the_formula_says() -> None:
+def test_a_llama_layer_keeps_the_bytes_of_the_formula() -> None:
     """4 L (8 H + 2 H K / A + 4 I): the difference between three layers and two."""
     length, hidden, intermediate = 40, 32, 64
     two, three = (memory.kept_bytes(tiny.config("llama", num_hidden_layers=n), length).row for n in (2, 3))

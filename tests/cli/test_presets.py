@@ -97,7 +97,7 @@ def test_a_folder_that_holds_any_of_its_files_is_refused_untouched(there: str, t
     assert child.command == [""]
 
 
-def test_files_of_its_own_do_not_stand_in_the_way(tmp_path: Path, child: Child) -> None:
+def test_files_that_init_wrote_before_are_no_obstacle(tmp_path: Path, child: Child) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     init.init("ci", tmp_path)
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"

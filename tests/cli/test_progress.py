@@ -41,7 +41,7 @@ def test_slow_steps_are_counted_in_seconds(clock: list[float], capsys: pytest.Ca
     assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1 h 6 min left"
 
 
-def test_progress_that_breaks_still_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_progress_prints_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), Progress("sft", 3) as bar:
         bar.advance()
         raise RuntimeError
@@ -68,9 +68,7 @@ def test_what_was_done_before_counts_for_no_rate(clock: list[float], capsys: pyt
     assert capsys.readouterr().err.splitlines()[0] == "ppo 91/100 update, 20 s/update, 3 min left"
 
 
-def test_what_is_under_way_within_is_told_behind_the_rest(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inner_progress_is_printed_last(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("ppo", 2, "update") as bar:
         for _ in track_progress("update: epoch", range(4)):
             for _ in track_progress("of one alone", range(1)):
@@ -86,9 +84,7 @@ def test_what_is_under_way_within_is_told_behind_the_rest(
     ]
 
 
-def test_what_is_under_way_when_all_steps_are_done_is_told_too(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inner_progress_after_the_last_step_is_printed(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """Such as an evaluation after the last step, which may take longer than the steps."""
     with Progress("sft", 1) as bar:
         clock[0] += 1
@@ -100,9 +96,7 @@ def test_what_is_under_way_when_all_steps_are_done_is_told_too(
     ]  # fmt: skip
 
 
-def test_a_progress_within_another_has_no_bar_of_its_own(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inner_progress_has_no_bar(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("ppo", 2, "update"), Progress("data", 8, "row") as inner:
         clock[0] += 11
         inner.advance(3)
@@ -168,7 +162,7 @@ def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[f
     assert "data" in screen.getvalue() and "2/3" in screen.getvalue()
 
 
-def test_the_bar_tells_what_is_under_way_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_shows_inner_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     with Progress("ppo", 2, "update") as bar:

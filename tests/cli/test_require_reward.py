@@ -30,7 +30,7 @@ def line_of(folder: Path, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("key", "met", "unmet", "told"),
+    ("key", "met", "unmet", "message"),
     [
         ("accuracy", 0.7, 0.71, "has 0.7, required at least 0.71"),
         ("accuracy_low", 0.62, 0.65, "has 0.62, required at least 0.65"),
@@ -39,7 +39,7 @@ def line_of(folder: Path, text: str) -> int:
     ],
 )
 def test_each_key_refuses_what_is_worse_and_takes_what_is_as_good(
-    run_folder: Path, key: str, met: float, unmet: float, told: str
+    run_folder: Path, key: str, met: float, unmet: float, message: str
 ) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     asked(run_folder, {key: unmet})
@@ -47,7 +47,7 @@ def test_each_key_refuses_what_is_worse_and_takes_what_is_as_good(
     place = f"{run_folder / 'ppo.yaml'}:{line_of(run_folder, f'{key}:')}"
     for result in (checked, refused):
         assert result.exit_code == 2, result.output
-        line = f"error[M11]: {place}: ppo.require_reward.{key}: {run_folder / 'reward'} {told}\nhint: train a better"
+        line = f"error[M11]: {place}: ppo.require_reward.{key}: {run_folder / 'reward'} {message}\nhint: train a better"
         assert line in result.stderr + result.stdout
     assert not (run_folder / "ppo/metrics.jsonl").exists()
     asked(run_folder, {key: met})
@@ -55,14 +55,14 @@ def test_each_key_refuses_what_is_worse_and_takes_what_is_as_good(
     assert ppo(run_folder, "-s", "ppo.total_episodes=8").exit_code == 0
 
 
-def test_all_that_is_unmet_is_told_at_once(run_folder: Path) -> None:
+def test_all_unmet_requirements_are_reported_together(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     asked(run_folder, {"accuracy": 0.9, "ece": 0.01, "length_correlation": 0.9})
     assert ppo(run_folder).stderr.count("error[M11]") == 2
 
 
 @pytest.mark.parametrize(
-    ("fields", "told", "hint"),
+    ("fields", "message", "hint"),
     [
         (
             {"metrics": {}},
@@ -76,12 +76,12 @@ def test_all_that_is_unmet_is_told_at_once(run_folder: Path) -> None:
         ),
     ],
 )
-def test_a_reward_stage_without_the_number(run_folder: Path, fields: dict[str, Any], told: str, hint: str) -> None:
+def test_a_reward_stage_without_the_number(run_folder: Path, fields: dict[str, Any], message: str, hint: str) -> None:
     as_reward_stage(run_folder, **fields)
     asked(run_folder, {"ece": 0.1})
     result = ppo(run_folder)
     assert result.exit_code == 2 and "error[M11]" in result.stderr
-    assert told in result.stderr and f"hint: {hint}" in result.stderr
+    assert message in result.stderr and f"hint: {hint}" in result.stderr
 
 
 def test_a_foreign_reward_model_has_no_card(run_folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_foreign_reward_model_has_no_card(run_folder: Path) -> None:
     assert "hint: name the folder of a reward stage; or remove ppo.require_reward" in result.stderr
 
 
-def test_every_member_of_an_ensemble_is_held_against_it(run_folder: Path) -> None:
+def test_every_member_of_an_ensemble_must_meet_it(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     members = {"good": "reward", "unknown": "reward_model"}
     asked(run_folder, {"accuracy": 0.6}, {**FROM_STAGE, "rewards": {"vote": {"models": members}}})
@@ -118,8 +118,8 @@ def test_rlhf_run_finds_it_before_anything_trains_where_the_reward_stage_is_fini
     asked(run_folder, {"accuracy": 0.9})
     write(run_folder, "sft", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}, "run": "other"})
     assert rlhf("run", run_folder).exit_code == 2
-    told = capfd.readouterr().err
-    assert "error[M11]" in told and "has 0.7, required at least 0.9" in told
+    message = capfd.readouterr().err
+    assert "error[M11]" in message and "has 0.7, required at least 0.9" in message
     assert not (run_folder / "ppo").exists() and not (run_folder / "other").exists()
 
 
@@ -141,5 +141,5 @@ def test_check_waits_for_a_reward_stage_that_is_still_to_run(run_folder: Path) -
     jsonl.write_jsonl(run_folder / "pairs.jsonl", pairs * 8)
     write(run_folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "pairs.jsonl"}})
     asked(run_folder, {"accuracy": 0.9})
-    told = rlhf("check", run_folder).output
-    assert "which the reward stage is to make" in told and "M11" not in told
+    message = rlhf("check", run_folder).output
+    assert "which the reward stage is to make" in message and "M11" not in message

@@ -66,12 +66,12 @@ def contents(run: Path, name: str) -> list[dict]:
 
 def texts_of(run: Path) -> dict[str, set[str]]:
     pairs = {part: contents(run, f"{part}/pairs") for part in ("reward", "held-out")}
-    told = {
+    splits = {
         part: {row[side].strip() for row in found for side in ("chosen", "rejected")} for part, found in pairs.items()
     }
     judged = {row["text"] for row in contents(run, "judge/labelled")}
     seen = {row["completion"].strip() for row in contents(run, "train/texts")}
-    return {"train": seen - told["reward"], **told, "judge": judged}
+    return {"train": seen - splits["reward"], **splits, "judge": judged}
 
 
 def test_no_sentence_is_in_two_parts_and_none_is_lost(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf status` and `rlhf ls`: what they tell of runs that are done, half done, running, stale or damaged."""
+"""`rlhf status` and `rlhf ls`: runs that are finished, unfinished, running, stale or damaged."""
 
 import json
 import math
@@ -64,14 +64,14 @@ def rlhf(*arguments: object) -> str:
     return result.stdout
 
 
-def told(run: Path, *overrides: str) -> dict[str, Any]:
+def status_of(run: Path, *overrides: str) -> dict[str, Any]:
     found = json.loads(rlhf("status", run, "--json", *overrides))
     found["stages"] = {stage["stage"]: stage for stage in found["stages"]}
     return found
 
 
 def states(run: Path, *overrides: str) -> list[str]:
-    return [stage["state"] for stage in told(run, *overrides)["stages"].values()]
+    return [stage["state"] for stage in status_of(run, *overrides)["stages"].values()]
 
 
 def unfinished(run: Path, stage: str, *rows: dict[str, Any], saved: int | None = None) -> None:
@@ -94,10 +94,10 @@ def writer(run: Path) -> Iterator[subprocess.Popen[bytes]]:
         other.kill()
 
 
-# What is told
+# Output
 
 
-def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("run"))
     for stage, seconds in (("sft", 3), ("reward", 90), ("ppo", 7200), ("eval", 100_000)):
@@ -115,19 +115,19 @@ def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.M
     change(Path("run/ppo/manifest.json"), metrics={"objective/scores": 0.5, "objective/kl_k1": 2.0}, stopped="KL")
     rate = {"value": 0.63, "ci95": [0.57, 0.69]}
     change(Path("run/eval/manifest.json"), metrics={"win_rate": {"ppo_vs_sft": {"reward": rate, "gold": rate}}})
-    found = told(Path("run"))["stages"]
+    found = status_of(Path("run"))["stages"]
     assert found["sft"]["headline"] == {"eval_loss": 1.5} and found["sft"]["headline_from"] == "manifest.json"
     assert found["ppo"]["headline"] == {"objective/scores": 0.5, "objective/kl_k1": 2.0}
     assert found["eval"]["headline"] == {"judge": "gold", "win_rate": 0.63, "win_rate_ci95": [0.57, 0.69]}
     assert found["ppo"]["reasons"] == ["KL"] and found["ppo"]["state"] == "finished"
-    said = rlhf("status", "run")
-    assert "reward 0.500 on training prompts, KL 2.00" in said
-    assert "PPO over SFT 0.630 [0.570, 0.690] by gold" in said and "held-out loss 1.500" in said
-    assert "finished, step 20" in said and "ppo      KL" in said  # ended before its time
+    text = rlhf("status", "run")
+    assert "reward 0.500 on training prompts, KL 2.00" in text
+    assert "PPO over SFT 0.630 [0.570, 0.690] by gold" in text and "held-out loss 1.500" in text
+    assert "finished, step 20" in text and "ppo      KL" in text  # ended before its time
 
 
 def test_json_has_all_keys_always(run: Path) -> None:
-    finished = told(run)
+    finished = status_of(run)
     assert finished["next"] == {
         "action": "nothing",
         "steps": [
@@ -147,7 +147,7 @@ def test_json_has_all_keys_always(run: Path) -> None:
     keys = "stage folder state reasons step steps headline headline_from time_s left_s changed bytes process unread"
     for path in [*run.iterdir()]:
         shutil.rmtree(path) if path.is_dir() and path.name in CONFIGS else None
-    new = told(run)
+    new = status_of(run)
     for stage in [*finished["stages"].values(), *new["stages"].values()]:
         assert list(stage) == keys.split()
     assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
@@ -204,7 +204,7 @@ def no_evaluation(run: Path) -> None:
 )
 def test_what_comes_next_is_what_rlhf_run_would_do(run: Path, happens: Any, expected: list[str]) -> None:
     happens(run)
-    found = told(run)
+    found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == expected
     lines = [f"{step['stage']:<8} {step['why']}" for step in found["next"]["steps"]]
     result = CliRunner().invoke(app, ["run", str(run), "--dry-run"])
@@ -214,7 +214,7 @@ def test_what_comes_next_is_what_rlhf_run_would_do(run: Path, happens: Any, expe
         assert result.stderr.startswith(found["next"]["problems"][0]["code"], len("error["))
 
 
-def test_why_a_stage_is_not_finished_is_said_below_the_table(run: Path) -> None:
+def test_the_reasons_of_unfinished_stages_are_below_the_table(run: Path) -> None:
     changed_key(run)
     lines = rlhf("status", run).splitlines()
     assert "reward   reward.learning_rate 1e-05 -> 2e-05" in lines
@@ -223,7 +223,7 @@ def test_why_a_stage_is_not_finished_is_said_below_the_table(run: Path) -> None:
     assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
 
 
-def test_a_stage_that_was_stopped_under_other_settings_goes_on_by_its_own(run: Path) -> None:
+def test_a_stage_stopped_with_other_settings_resumes_by_its_own_config(run: Path) -> None:
     """Such as those of --set, which are in no file of the user's."""
     changed_key(run)
     nothing_saved(run)
@@ -232,16 +232,16 @@ def test_a_stage_that_was_stopped_under_other_settings_goes_on_by_its_own(run: P
     assert line.endswith("; to resume it with its old config: rlhf reward --config run/reward/config.yaml")
 
 
-def test_requirements_that_do_not_hold_are_told_as_rlhf_run_tells_them(run: Path) -> None:
+def test_unmet_requirements_are_those_of_rlhf_run(run: Path) -> None:
     (run / "eval.yaml").write_text(CONFIGS["eval"] + 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\n')
-    found = told(run)["next"]
+    found = status_of(run)["next"]
     assert (found["action"], [problem["code"] for problem in found["problems"]]) == ("nothing", ["R06"])
     assert "is 0.5, required >= 0.6" in rlhf("status", run).splitlines()[-1]
 
 
-def test_a_config_that_is_wrong_hides_no_other_stage(run: Path) -> None:
+def test_an_invalid_config_hides_no_other_stage(run: Path) -> None:
     (run / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
-    found = told(run)
+    found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
     assert found["next"]["action"] == "refused"
     assert {problem["where"] for problem in found["next"]["problems"]} == {"run/ppo.yaml", "run/ppo.yaml:1"}
@@ -251,11 +251,11 @@ def test_a_config_that_is_wrong_hides_no_other_stage(run: Path) -> None:
 # Progress
 
 
-def test_a_running_stage_tells_its_process_and_the_time_left(run: Path, writer: subprocess.Popen[bytes]) -> None:
+def test_a_running_stage_has_its_process_and_the_time_left(run: Path, writer: subprocess.Popen[bytes]) -> None:
     rows = metrics(8)  # 5 s each
     unfinished(run, "ppo", *rows[:4], {**rows[4], "time_s": 30.0}, {**rows[5], "time_s": 60.0}, saved=4)
     change_episodes(run, 512)
-    found = told(run)
+    found = status_of(run)
     ppo = found["stages"]["ppo"]
     assert ppo["state"] == "running" and ppo["process"]["pid"] == writer.pid
     assert (ppo["step"], ppo["steps"]) == (6, 8)
@@ -271,7 +271,7 @@ def test_a_running_stage_tells_its_process_and_the_time_left(run: Path, writer: 
     assert lines[-1] == "next: wait for ppo; rlhf run run would be refused until then"
     writer.kill()
     writer.wait()
-    ppo = told(run)["stages"]["ppo"]
+    ppo = status_of(run)["stages"]["ppo"]
     assert (ppo["state"], ppo["step"], ppo["process"], ppo["left_s"]) == ("stopped", 4, None, None)
     assert "stopped, saved at step 4 of 8" in rlhf("status", run)
 
@@ -286,9 +286,7 @@ def change_episodes(run: Path, episodes: int) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3, 4])
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 2.5])
-def test_steps_of_sft_are_told_from_its_log_as_they_are_counted_beforehand(
-    run: Path, parts: int, epochs: float
-) -> None:
+def test_the_steps_of_sft_by_its_log_are_those_of_its_settings(run: Path, parts: int, epochs: float) -> None:
     batches = 10
     settings = SFTSettings(per_device_train_batch_size=2, gradient_accumulation_steps=parts, num_train_epochs=epochs)
     whole = settings.steps(2 * batches)
@@ -321,16 +319,16 @@ def demo(run: Path) -> Path:
     return run
 
 
-def test_a_base_that_is_not_trained_yet_comes_first(demo: Path) -> None:
+def test_an_untrained_base_comes_first(demo: Path) -> None:
     first, *rest = rlhf("status", demo).splitlines()[1:]
     assert first.split() == ["base/sft", "new"] and [line.split()[0] for line in rest[:4]] == [*CONFIGS]
     assert rest[-1] == "next: rlhf run run/base, which run starts from; then rlhf run run"
-    assert told(demo)["next"]["action"] == "refused" and told(demo)["bases"][0]["state"] == "new"
+    assert status_of(demo)["next"]["action"] == "refused" and status_of(demo)["bases"][0]["state"] == "new"
     (demo / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
-    assert "would be refused: error[C" in rlhf("status", demo).splitlines()[-1], "what is wrong besides is said"
+    assert "would be refused: error[C" in rlhf("status", demo).splitlines()[-1], "another error comes first"
 
 
-def test_a_base_in_training_is_waited_for(demo: Path) -> None:
+def test_status_waits_for_a_base_in_training(demo: Path) -> None:
     (demo / "base/sft").mkdir()
     unfinished(demo / "base", "sft", {"step": 3, "loss": 2.5, "time_s": 1.0})
     command = [sys.executable, "-c", HOLDER, str(demo.resolve() / "base/sft")]
@@ -345,11 +343,11 @@ def test_a_base_in_training_is_waited_for(demo: Path) -> None:
         other.kill()
 
 
-def test_a_base_is_no_run_of_its_own_unless_nothing_starts_from_it(demo: Path) -> None:
+def test_a_base_is_listed_only_if_nothing_starts_from_it(demo: Path) -> None:
     assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
     assert fake_stage.main(["sft", "--config", str(demo / "base/sft.yaml")]) == 0
     assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
-    assert told(demo)["bases"] == [] and rlhf("status", demo).splitlines()[1].startswith("sft  ")
+    assert status_of(demo)["bases"] == [] and rlhf("status", demo).splitlines()[1].startswith("sft  ")
     assert rlhf("ls", "run/base").splitlines()[1].startswith("run/base  sft")
     (demo / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "plain"))
     assert {line.split()[0] for line in rlhf("ls").splitlines()[1:]} == {"run", "run/base"}
@@ -362,7 +360,7 @@ TAKES_THE_ONLY_ONE = ("status", "report")
 
 
 @pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE)
-def test_the_only_run_here_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_the_only_run_here_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     alone = CliRunner().invoke(app, [command])
     assert alone.exit_code == 0 and alone.stderr.startswith("run is the only run here\n")
     assert alone.stdout == CliRunner().invoke(app, [command, "run"]).stdout
@@ -372,10 +370,8 @@ def test_the_only_run_here_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export"])
-def test_a_command_without_a_run_names_those_that_lie_here(
-    run: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def said(*options: str) -> tuple[str, str]:
+def test_a_command_without_a_run_lists_the_runs_here(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def refusal(*options: str) -> tuple[str, str]:
         result = CliRunner().invoke(app, [command, *options])
         error, hint = result.stderr.splitlines()
         assert (result.exit_code, result.stdout) == (2, "") and error.startswith(
@@ -385,30 +381,30 @@ def test_a_command_without_a_run_names_those_that_lie_here(
 
     shutil.copytree(run, "other run")
     os.utime(run / "eval/manifest.json", (time.time() + 5,) * 2)  # the newer one comes first
-    assert said() == ("There are run, other run", f"hint: rlhf {command} run")
+    assert refusal() == ("There are run, other run", f"hint: rlhf {command} run")
     if command == "run":  # the options that were typed stay
-        assert said("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
+        assert refusal("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
     shutil.move(run, "runs/old")
     if command not in TAKES_THE_ONLY_ONE:
-        assert said() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
+        assert refusal() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
     for number in range(6):
         Path(f"runs/{number}").mkdir()
         Path(f"runs/{number}/sft.yaml").touch()
-    assert said()[0].endswith(" and 2 more (rlhf ls)")
+    assert refusal()[0].endswith(" and 2 more (rlhf ls)")
     shutil.rmtree("runs")
     if command not in TAKES_THE_ONLY_ONE:
-        assert said() == ("There are other run", f"hint: rlhf {command} 'other run'")
+        assert refusal() == ("There are other run", f"hint: rlhf {command} 'other run'")
         monkeypatch.chdir("other run")
-        assert said() == ("This folder is one", f"hint: rlhf {command} .")
+        assert refusal() == ("This folder is one", f"hint: rlhf {command} .")
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
-    assert said() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
+    assert refusal() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
 
 
 # Quick, and without a trace
 
 
-def test_nothing_is_written_and_no_lock_is_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_writes_nothing_and_takes_no_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished(run, "ppo", *metrics(3), saved=2)
     monkeypatch.setattr("filelock.BaseFileLock.acquire", lambda *_, **__: pytest.fail("took a lock"))
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run.rglob("*")}
@@ -417,17 +413,17 @@ def test_nothing_is_written_and_no_lock_is_taken(run: Path, monkeypatch: pytest.
     assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run.rglob("*")} == before
 
 
-def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 0)
     monkeypatch.setattr(stage_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
     monkeypatch.setattr(stage_status, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
         os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # begun after this copy was made
     assert states(run) == ["finished"] * 4
-    assert [stage["unread"] for stage in told(run)["stages"].values()] == [[]] * 4
+    assert [stage["unread"] for stage in status_of(run)["stages"].values()] == [[]] * 4
     for name in ("base", "held-out.jsonl"):  # a file of the model is gone, say; the data were written anew
         os.utime(run / name, (time.time() + 10,) * 2)
-    found = told(run)
+    found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
     assert [stage["unread"] for stage in found["stages"].values()] == [["model.path"], [], [], ["data.prompts"]]
     lines = rlhf("status", run).splitlines()
@@ -440,7 +436,7 @@ def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatc
     assert runs.quick_stage_status(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
-def test_it_answers_at_once_and_imports_no_torch(run: Path) -> None:
+def test_status_is_quick_and_imports_no_torch(run: Path) -> None:
     script = (
         "import sys, time; from rlhf_cli.cli import app\n"
         "try: app(sys.argv[1:])\n"
@@ -471,7 +467,7 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_no_damage_to_any_file_is_too_much(run: Path, damage: str) -> None:
+def test_status_survives_any_damaged_file(run: Path, damage: str) -> None:
     unfinished(run, "ppo", *metrics(3), saved=2)
     write_jsonl(run / "sft/metrics.jsonl", [{"step": 1, "loss": 1.0, "epoch": 0.1, "time_s": 1.0}])
     lock_path(run / "ppo").write_text("{}")
@@ -483,13 +479,13 @@ def test_no_damage_to_any_file_is_too_much(run: Path, damage: str) -> None:
             path.unlink()
         else:
             path.write_bytes(DAMAGES[damage](content))
-        found = told(run)  # exits with 0 and says nothing but JSON
+        found = status_of(run)  # exits with 0 and says nothing but JSON
         assert found["next"]["action"] in ("run", "refused"), path
         path.write_bytes(content)
     rlhf("ls", ".")
 
 
-def test_a_table_of_the_wrong_things_in_a_sealed_manifest_is_no_end(tmp_path: Path) -> None:
+def test_status_survives_wrong_types_in_a_valid_manifest(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     kept = {stage: (tmp_path / f"run/{stage}/manifest.json").read_bytes() for stage in CONFIGS}
     for value in (3, [1], {"a": 1}):
@@ -504,7 +500,7 @@ def test_a_table_of_the_wrong_things_in_a_sealed_manifest_is_no_end(tmp_path: Pa
 # What is no run
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_run_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("sft.yaml").touch()
@@ -517,8 +513,8 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, monkeypatch: pytest
         assert (result.exit_code, result.stdout) == (2, "") and result.stderr.startswith(f"error[C09]: {says}")
 
 
-def test_a_stages_folder_stands_for_its_run(run: Path) -> None:
-    assert told(run / "ppo") == told(run)
+def test_a_stage_folder_selects_its_run(run: Path) -> None:
+    assert status_of(run / "ppo") == status_of(run)
 
 
 # ls
@@ -551,7 +547,7 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert len(status_read.find_runs([Path("runs/1")])) == 1
 
 
-def test_ls_leaves_presets_out_until_one_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_lists_a_preset_only_once_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "configs_folder", lambda: tmp_path / "configs")
     for name in ("configs/tldr", "configs/demo", "mine/configs"):
         (tmp_path / name).mkdir(parents=True)

@@ -36,7 +36,7 @@ def test_no_way_out_lets_control_characters_through(write, capsys: pytest.Captur
     assert "\x1b" not in "".join(capsys.readouterr())
 
 
-def test_a_warning_is_said_once_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_printed_once_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         terminal.warn("T02", "no pad token", where="a.yaml:3", hint="nothing to do")
     terminal.warn("T02", "no pad token", where="b.yaml:3")
@@ -118,10 +118,12 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
     assert screen.getvalue() == shown
 
 
-def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
+def test_no_prompt_is_printed_off_a_terminal() -> None:
     code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
-    said = subprocess.run([sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True)
-    assert said.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
+    output = subprocess.run(
+        [sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True
+    )
+    assert output.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
 
 
 def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +131,12 @@ def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) ->
     assert terminal.ask("> ") is None and not terminal.is_interactive()
 
 
-def test_it_is_known_when_nobody_reads_any_more() -> None:
+def test_a_closed_reader_is_noticed() -> None:
     code = (
         "import os, sys; from rlhf_cli import terminal\n"
-        "said = []\n"
-        "for _ in range(2): terminal.out('x'); said.append(terminal.is_stdout_open())\n"
-        "print(said, file=sys.stderr)"
+        "output = []\n"
+        "for _ in range(2): terminal.out('x'); output.append(terminal.is_stdout_open())\n"
+        "print(output, file=sys.stderr)"
     )
     reader, writer = os.pipe()
     with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE) as process:
@@ -167,6 +169,6 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
         return done.returncode, done.stderr
 
     assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
-    code, said = ended("ls")
-    assert code == 1 and said.startswith("error[E03]: stdout cannot be written: No space left")
-    assert len(said.splitlines()) == 2
+    code, output = ended("ls")
+    assert code == 1 and output.startswith("error[E03]: stdout cannot be written: No space left")
+    assert len(output.splitlines()) == 2

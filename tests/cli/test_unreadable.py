@@ -62,7 +62,7 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
     before = contents(run)
     with taken_away(run / stage / name):
         assert one_error(rlhf("run", run), "E08")
-        assert "damaged" not in (told := rlhf("status", run)).stdout and told.exit_code == 0
+        assert "damaged" not in (status := rlhf("status", run)).stdout and status.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
     assert pipeline.stage_status(_config(run, stage)).state == "finished"
 
@@ -74,7 +74,7 @@ def _config(run: Path, stage: str) -> Any:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])
-def test_only_a_file_that_is_not_there_is_missing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_absent_file_is_missing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
     assert read_json_object(path) is None and read_json_object(path / "below a file") is None
     path.write_text("{}")
@@ -103,7 +103,7 @@ def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None
         runs.start_stage(config, wanted, {}, fresh=False)
 
 
-def test_a_state_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     """Going on from an older one, or from the beginning, would throw away what lies there whole."""
     folder = tmp_path / "state"
     for step in (1, 2, 3):
@@ -116,7 +116,7 @@ def test_a_state_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     assert runs.state_steps(folder) == [2, 4]
 
 
-def test_ls_and_status_and_report_say_it_of_that_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_status_and_report_mark_that_run_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
@@ -177,12 +177,12 @@ def test_every_command_ends_with_a_code(command: tuple[str, ...], run: Path, mon
         for mode in (0o000, 0o400) if (run / place).is_dir() else (0o000,):
             with taken_away(run / place, mode=mode):
                 result = rlhf(*(word.replace("RUN", str(run)) for word in command))
-            told = (command, place, oct(mode), result.output)
-            assert "R00" not in result.output and "Traceback" not in result.output, told
-            assert result.exit_code in (0, 1, 2), told
+            context = (command, place, oct(mode), result.output)
+            assert "R00" not in result.output and "Traceback" not in result.output, context
+            assert result.exit_code in (0, 1, 2), context
             assert (result.exit_code != 0) == any(line.startswith("error[") for line in result.stderr.splitlines()), (
-                told
+                context
             )
             shutil.rmtree("out", ignore_errors=True)
             (run / "eval/report.html").unlink(missing_ok=True)
-            assert contents(run) == before and not (run / ".old").exists(), told
+            assert contents(run) == before and not (run / ".old").exists(), context

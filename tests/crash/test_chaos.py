@@ -147,7 +147,7 @@ for number, point in enumerate(points):
 """
 
 
-def test_a_point_is_hit_where_it_says(tmp_path: Path) -> None:
+def test_a_fail_point_is_hit_at_its_line(tmp_path: Path) -> None:
     left = {
         "write a#.txt|before": {"a1.txt": ""},
         "write a#.txt|half": {"a1.txt": "wh"},

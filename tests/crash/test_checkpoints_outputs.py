@@ -154,7 +154,7 @@ def test_a_finished_stage_with_missing_files_is_refused(tmp_path: Path) -> None:
         begin(FakeConfig(tmp_path))
 
 
-def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
+def test_the_manifest_records_all_origins(tmp_path: Path) -> None:
     write_model(tmp_path / "base")
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")

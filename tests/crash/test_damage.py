@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage_chain import FOUND, STATE_FILES, Chain, damage_told, refusal, rlhf
+from damage_chain import FOUND, STATE_FILES, Chain, refusal, reported_damage, rlhf
 from damages import ALONE, DAMAGES, OTHER, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
 from ppo_folder import untimed
 
@@ -101,7 +101,7 @@ def test_every_file_of_a_checkpoint_and_every_damage(
 
 LOGS = {"sft": ["metrics.jsonl"], "reward": ["metrics.jsonl"], "ppo": ["metrics.jsonl", "samples.jsonl"]}
 LINES = {"a line removed": lambda lines: lines[1:], "last line cut": lambda lines: [*lines[:-1], lines[-1][:-9]]}
-TOLD = "told"
+REPORTED = "reported"
 
 
 def log_cell(chain: Chain, stage: str, run: Path, name: str, how: str) -> str:
@@ -120,7 +120,7 @@ def log_cell(chain: Chain, stage: str, run: Path, name: str, how: str) -> str:
     whole, left = (untimed(folder / stage / name) for folder in (chain.folder, run))
     if not chain.ends_alike(stage, run, logs=False) or left[-1] != whole[-1]:
         return f"{SILENT}, WRONG END"
-    return TOLD if any(name in line for line in damage_told(result)) else f"{SILENT}, log only"
+    return REPORTED if any(name in line for line in reported_damage(result)) else f"{SILENT}, log only"
 
 
 def start_cell(chain: Chain, other: Chain, stage: str, run: Path, name: str, how: str) -> str:
@@ -146,7 +146,7 @@ def both_cell(chain: Chain, stage: str, run: Path, how: str) -> str:
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_not_a_checkpoint(chain: Chain, tmp_path: Path, stage: str) -> None:
     for name in LOGS[stage]:
-        assert log_cell(chain, stage, tmp_path / name, name, "a line removed") == TOLD
+        assert log_cell(chain, stage, tmp_path / name, name, "a line removed") == REPORTED
     assert start_cell(chain, chain, stage, tmp_path / "identity", "identity.json", "half") == "refused, C15"
     assert both_cell(chain, stage, tmp_path / "both", "4 bytes flipped") == FOUND
 
@@ -158,7 +158,7 @@ def test_what_is_not_a_checkpoint_and_every_damage(
 ) -> None:
     matrix = Matrix(
         f"rlhf {stage}: the rest of the same run, damaged",
-        "told: M05 names the log, whose steps from the checkpoint on are made again, and the model is that of the "
+        "reported: M05 names the log, whose steps from the checkpoint on are made again, and the model is that of the "
         "straight run; found: both checkpoints are named, the run starts over and ends in the same bytes",
     )
     for name in LOGS[stage]:
@@ -171,6 +171,6 @@ def test_what_is_not_a_checkpoint_and_every_damage(
         matrix.put("both checkpoints", how, both_cell(chain, stage, tmp_path / how / "both", how))
     record_property(PROPERTY, matrix.as_json())
     assert not matrix.silent()
-    assert set(matrix.damages()) <= {TOLD, FOUND, "made again", "written again", "refused, C15"}
+    assert set(matrix.damages()) <= {REPORTED, FOUND, "made again", "written again", "refused, C15"}
     assert matrix.cells["identity.json"][OTHER_RUN] == "refused, C15"
     assert set(matrix.cells["both checkpoints"].values()) == {FOUND}

@@ -193,10 +193,13 @@ def test_e09_what_bits_need_is_an_extra(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     if stage == "ppo":
         foreign_scorer(folder)
-    told = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
+    expected = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
     for result in (check(f"{stage}.yaml", f"{key}={value}"), rlhf(stage, "-s", f"{key}={value}")):
         assert result.exit_code == 2 and "error[E09]: " in result.stderr, result.output
-        assert f"{told[0]} needs bitsandbytes, which is not installed" in result.stderr and told[1] in result.stderr
+        assert (
+            f"{expected[0]} needs bitsandbytes, which is not installed" in result.stderr
+            and expected[1] in result.stderr
+        )
     assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
 
 
@@ -289,7 +292,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
     assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 
-def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_is_not_reported_as_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOENT, "No such file or directory")
 

@@ -48,9 +48,9 @@ def test_a_page_is_drawn_whatever_a_file_holds(
 ) -> None:
     draws_nothing(monkeypatch)
     folder = shutil.copytree(whole, tmp_path / "run")
-    said = mutate(folder, random.Random(seed))
-    assert "<html" in page.of_run(read_run(folder)), said
-    assert status.stage_rows(status_read.read_run(folder)), said
+    mutation = mutate(folder, random.Random(seed))
+    assert "<html" in page.of_run(read_run(folder)), mutation
+    assert status.stage_rows(status_read.read_run(folder)), mutation
 
 
 def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) -> None:
@@ -59,13 +59,13 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
     written = 0
     for seed in CARDS:
         folder = shutil.copytree(whole, tmp_path / str(seed))
-        said = mutate(folder, random.Random(seed))
+        mutation = mutate(folder, random.Random(seed))
         try:
             found = runs.resolve_model(folder, None, "last")
-            assert str(Card(found, model, tokenizer, dtype="float32", name="name", address="./x")), said
+            assert str(Card(found, model, tokenizer, dtype="float32", name="name", address="./x")), mutation
             written += 1
         except RLHFError as error:
-            assert error.problems[0].code in ("M10", "M05"), said
+            assert error.problems[0].code in ("M10", "M05"), mutation
     assert 0 < written < len(CARDS)
 
 

@@ -65,7 +65,7 @@ def test_m14_what_changed_after_it_was_hashed(change: Callable[[Path], Any], par
     assert caught.value.exit_code == 1
 
 
-def test_other_dates_and_a_folder_that_is_gone_are_no_change(parent: tuple[Path, Path]) -> None:
+def test_other_dates_and_a_deleted_folder_are_no_change(parent: tuple[Path, Path]) -> None:
     """A copy over itself, and a cache that was cleared after all was read."""
     parents = opened(parent[0])
     (parent[1] / "notes.json").write_text("{}")  # all was loaded before

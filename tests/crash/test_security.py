@@ -17,7 +17,7 @@ Tests without a file are below, under the number of their clause.
      -> test_security_runs.py::test_no_token_stays_however_a_training_ends
      -> test_export_push.py::test_the_best_policy_is_pushed_each_time_it_is_beaten
      -> test_export_push.py::test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code
-     -> test_export_push.py::test_what_is_no_part_of_a_model_is_not_sent
+     -> test_export_push.py::test_only_files_of_a_model_are_pushed
      -> test_config_files.py::test_a_secret_is_refused_and_never_repeated
      -> test_security.py::test_c16_secrets_in_a_config
 4   YAML is plain values of a bounded size; a bad one is refused in under a second
@@ -40,7 +40,7 @@ Tests without a file are below, under the number of their clause.
 9   a chat template runs in a sandbox, and its hash is compared
      -> test_checkpoints.py::test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
 10  tests use no network; the inputs of a run are pinned by hash
-     -> test_checkpoints_outputs.py::test_the_manifest_tells_where_everything_came_from
+     -> test_checkpoints_outputs.py::test_the_manifest_records_all_origins
      -> test_checkpoints.py::test_a_cached_hub_id_is_a_foreign_parent_at_its_revision
 """
 

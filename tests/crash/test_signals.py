@@ -61,7 +61,7 @@ def test_one_blow_that_comes_twice_is_one_wish() -> None:
     assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)
 
 
-def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
+def test_a_hang_up_saves_unless_nohup_ignores_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     try:
         with GracefulStop() as stop:
@@ -77,7 +77,7 @@ def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_is_noted_although_nobody_reads_any_more() -> None:
+def test_a_signal_is_handled_although_stderr_is_closed() -> None:
     """Ctrl-C on `rlhf ppo ... 2>&1 | tee log` ends tee first."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -91,8 +91,8 @@ def test_the_cases_do_what_their_names_say(both) -> None:
 def test_an_error_of_one_process_is_raised_by_all(both, name: str, code: str) -> None:
     one, first, second = (each[f"error in the {name}"] for each in both)
     assert first == second == one
-    assert one["said"].startswith(f"error[{code}]") and not one["changed"] and "hint: " in one["said"]
-    assert "row 5" in one["said"] or name == "reward"
+    assert one["output"].startswith(f"error[{code}]") and not one["changed"] and "hint: " in one["output"]
+    assert "row 5" in one["output"] or name == "reward"
 
 
 # The command
@@ -132,9 +132,9 @@ def output(folder: Path) -> tuple[object, ...]:
 def test_the_stage_in_two_processes(group_folder: Path) -> None:
     result = child(*stage(group_folder))
     assert result.returncode == 0, result.stderr
-    said = result.stderr.splitlines()
-    assert said[0] == "ppo      2 processes" and "2 x 2 x 2 processes = 8 episodes" in result.stderr
-    assert len([line for line in said if "checkpoints took" in line]) == 1  # one process logs
+    output = result.stderr.splitlines()
+    assert output[0] == "ppo      2 processes" and "2 x 2 x 2 processes = 8 episodes" in result.stderr
+    assert len([line for line in output if "checkpoints took" in line]) == 1  # one process logs
     assert result.stdout.count("samples at step 2") == 1
     two = lines(group_folder / "ppo/metrics.jsonl")
     assert json.loads((group_folder / "ppo/identity.json").read_text())["environment"]["processes"] == 2
@@ -174,9 +174,9 @@ def test_stopped_by_a_signal_all_save_once_and_resume_to_the_same_bytes(
     process = started(group_folder)
     when(group_folder, 5, process)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
-    assert said.count("saved; the same command resumes") == 1
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, output
+    assert output.count("saved; the same command resumes") == 1
     again = child(*stage(group_folder))
     assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
     assert output(group_folder) == straight
@@ -193,9 +193,9 @@ def test_if_one_process_is_killed_the_other_ends(group_folder: Path, straight: t
     (victim,) = [pid for pid, variables in environments.items() if f"RANK={which}" in variables]
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
-    assert time.monotonic() - began < 60 and process.returncode == 1, said
-    assert f"error[R14]: process {which} of 2 was killed by SIGKILL" in said and "Traceback" not in said
+    _, output = process.communicate(timeout=60)
+    assert time.monotonic() - began < 60 and process.returncode == 1, output
+    assert f"error[R14]: process {which} of 2 was killed by SIGKILL" in output and "Traceback" not in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(group_folder))
     assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
@@ -231,8 +231,8 @@ def test_a_wrong_config_is_reported_once_and_starts_no_process(group_folder: Pat
 
 
 def test_processes_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in told.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(parallel, "RENDEZVOUS_TIMEOUT_S", 1.0)
     with pytest.raises(RLHFError, match="2 processes were requested, 1 started") as error:

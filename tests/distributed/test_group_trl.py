@@ -201,8 +201,8 @@ def test_a_signal_to_one_process_stops_both_and_resume_equals_a_straight_run(
     process = started(path)
     when(path, 6, process)
     os.kill(workers(process)[1], signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143 and said.count("saved; the same command resumes") == 1, said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 143 and output.count("saved; the same command resumes") == 1, output
     alone = rlhf("sft", "-c", path)
     assert is_one_error(alone, "E04") and "was started with 2 processes and cannot resume with 1" in alone.stderr
     again = child(*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path)
@@ -222,10 +222,10 @@ def test_after_a_kill_of_one_process_both_end_and_resume_equals_a_straight_run(
     pids = workers(process)
     began = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
-    assert time.monotonic() - began < 60 and process.returncode == 1, said
-    assert "error[R14]: process 1 of 2 was killed by SIGKILL" in said, said
-    assert "Traceback" not in said and "error[R00]" not in said, said
+    _, output = process.communicate(timeout=60)
+    assert time.monotonic() - began < 60 and process.returncode == 1, output
+    assert "error[R14]: process 1 of 2 was killed by SIGKILL" in output, output
+    assert "Traceback" not in output and "error[R00]" not in output, output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(path))
     assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
@@ -312,8 +312,8 @@ def test_which_rank_prints_an_error(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(time, "sleep", sleep)
     assert errors._report_error(RLHFError(code, "so it is")) in (1, 2)
-    said = capsys.readouterr().err
-    assert said.startswith(message) if message else not said
+    output = capsys.readouterr().err
+    assert output.startswith(message) if message else not output
     assert bool(waited) == ((rank, code) != ("0", "D05"))
 
 

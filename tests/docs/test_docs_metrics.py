@@ -156,5 +156,7 @@ def test_the_recipes_are_the_table_of_ppo_md() -> None:
     rows = {row[0].strip("`"): row[1:] for row in cells(section(ALGORITHM, "Recipes"))}
     assert rows.keys() == RECIPES["reasoning"].keys()
     for key, (value, _) in RECIPES["reasoning"].items():
-        for said, meant in zip(rows[key], (PPOSettings.model_fields[key].default, value), strict=True):
-            assert said == ("none" if meant is None else f"{meant:g}" if isinstance(meant, float) else str(meant)), key
+        for documented, meant in zip(rows[key], (PPOSettings.model_fields[key].default, value), strict=True):
+            assert documented == (
+                "none" if meant is None else f"{meant:g}" if isinstance(meant, float) else str(meant)
+            ), key

@@ -39,7 +39,7 @@ def test_every_kind_and_every_option_has_an_example(tmp_path: Path) -> None:
     assert set(KINDS) <= keys
 
 
-def test_every_parameter_of_a_builtin_is_told() -> None:
+def test_every_parameter_of_a_builtin_is_documented() -> None:
     written = {s["builtin"]: s["parameters"] for text in EXAMPLES for s in yaml.safe_load(text)["rewards"].values()
                if s and len(yaml.safe_load(text)["rewards"]) == len(BUILTIN_REWARDS) and "builtin" in s}  # fmt: skip
     assert written.keys() == BUILTIN_REWARDS.keys()

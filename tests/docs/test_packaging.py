@@ -160,5 +160,5 @@ def test_make_demo_prints_only_the_output_of_rlhf(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     os.utime(tmp_path / "venv/.installed", (time.time() + 60,) * 2)
-    said = make("-C", str(tmp_path), "demo", "VENV=venv").splitlines()
-    assert said == ["rlhf init demo runs/demo", "rlhf run runs/demo/base", "rlhf run runs/demo"]
+    commands = make("-C", str(tmp_path), "demo", "VENV=venv").splitlines()
+    assert commands == ["rlhf init demo runs/demo", "rlhf run runs/demo/base", "rlhf run runs/demo"]

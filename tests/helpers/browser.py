@@ -70,7 +70,7 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         found = []
         for event in self._events:
             if event["method"] == "Runtime.exceptionThrown":

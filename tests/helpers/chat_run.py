@@ -43,8 +43,8 @@ def make(folder: Path, *, template: str | None = None) -> Path:
     """The SFT and the reward stage of a run, of fresh weights; with a template its data are conversations."""
     asked = [[{"role": "user", "content": prompt}] if template else prompt for prompt in PROMPTS]
     answers = [[{"role": "assistant", "content": "ok"}] if template else " ok" for _ in PROMPTS]
-    told = zip(asked, answers, strict=True)
-    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in told])
+    pairs = zip(asked, answers, strict=True)
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in pairs])
     jsonl.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
     jsonl.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdef"])
     jsonl.write_jsonl(folder / "texts.jsonl", [{"text": prompt} for prompt in PROMPTS])

@@ -72,7 +72,7 @@ class Chain:
             return refusal(result)
         right = "right" if self.ends_alike(stage, run) else "WRONG END"
         start = f"resuming from {before.name}" if before else "starting from the beginning"
-        if not any(harmed.name in line and name in line and start in line for line in damage_told(result)):
+        if not any(harmed.name in line and name in line and start in line for line in reported_damage(result)):
             return f"{SILENT}, {right}"
         step = re.search(r"resumes at step (\d+) ", result.stderr)
         if (step and int(step[1])) != (before and int(re.findall(r"\d+", before.name)[0])):
@@ -95,7 +95,7 @@ def refusal(result: Any) -> str:
     return f"refused, {' '.join(codes)}" if codes else f"CRASH: {result.exception!r}"
 
 
-def damage_told(result: Any) -> list[str]:
+def reported_damage(result: Any) -> list[str]:
     """The warnings of damage that a command gave."""
     return [line for line in result.stderr.splitlines() if line.startswith("warning[M05]")]
 

@@ -90,7 +90,7 @@ def mutated(text: str, steps: Sequence[tuple[str, int, Any]]) -> bytes:
     return raw
 
 
-def said(path: Path) -> Iterator[tuple[tuple[str | int, ...], str | None]]:
+def leaves(path: Path) -> Iterator[tuple[tuple[str | int, ...], str | None]]:
     """(key path, scalar as written) of all that a YAML file says; None for an empty list or mapping.
 
     PyYAML's nodes, without a line of ours: the scalars are texts, and a key that stands twice comes twice.

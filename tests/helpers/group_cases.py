@@ -122,8 +122,8 @@ def error(ours: PPOTrainer) -> dict[str, Any]:
     try:
         ours.step(tiny.prompts(8))
     except RLHFError as problem:
-        return {"said": str(problem), "changed": not torch.equal(before, weights(ours.policy))}
-    return {"said": "nothing"}
+        return {"output": str(problem), "changed": not torch.equal(before, weights(ours.policy))}
+    return {"output": "nothing"}
 
 
 def spoil_loss(ours: PPOTrainer) -> PPOTrainer:

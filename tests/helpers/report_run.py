@@ -89,8 +89,8 @@ def model(reward: float, gold: float, kl: float) -> dict[str, Any]:
     judges = {
         name: {"mean": mean, "ci95": [mean - 0.1, mean + 0.1]} for name, mean in (("reward", reward), ("gold", gold))
     }
-    told = {"reward_mean": reward, "kl": kl, "kl_ci95": [kl, kl], "response_length_mean": 21.5, "eos_fraction": 0.97}
-    return {**told, "judges": judges}
+    content = {"reward_mean": reward, "kl": kl, "kl_ci95": [kl, kl], "response_length_mean": 21.5, "eos_fraction": 0.97}
+    return {**content, "judges": judges}
 
 
 def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def begin(folder: Path, config: Mapping[str, Any]) -> None:
 
 def finish(folder: Path, *, parents: tuple[str, ...] = (), **fields: Any) -> None:
     """The manifest of a stage's folder as it is."""
-    told = {
+    content = {
         f"models.{name}": {"path": f"../{name}", "stage": name, "sha256": sha_of(folder.parent / name)}
         for name in parents
     }
     manifest = {
         "schema": 2,
         "stage": folder.name,
-        "parents": told,
+        "parents": content,
         "seed": 0,
         "versions": {"rlhf": "0.1.0", "torch": "2.13.0"},
         "files": hash_files(folder, [name for name in list_files(folder) if name != "manifest.json"]),
@@ -182,12 +182,12 @@ def sha_of(folder: Path) -> str:
 
 def change(path: Path, **fields: Any) -> None:
     """Change keys of a JSON file; in a manifest, its own hash as well."""
-    told = json.loads(path.read_text()) | fields
+    content = json.loads(path.read_text()) | fields
     if path.name == "manifest.json":
-        told.pop("sha256", None)
-        write_checked_json(path, told)
+        content.pop("sha256", None)
+        write_checked_json(path, content)
     else:
-        path.write_text(json.dumps(told))
+        path.write_text(json.dumps(content))
 
 
 def draws_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def evaluate_snapshot(run: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "eval/report.json").read_text())
 
 
-def test_a_point_is_its_snapshot_alone_and_nothing_is_picked_unasked(run: Path) -> None:
+def test_a_point_is_its_snapshot_alone_and_nothing_is_selected_by_default(run: Path) -> None:
     """Bit for bit: every policy has the same noise."""
     report, result = evaluate(run)
     steps = [point["step"] for point in report["frontier"]]

@@ -66,7 +66,7 @@ def test_no_code_asks_linux_alone() -> None:
             assert word not in text, f"{path.name}: {word}"
 
 
-def test_memory_is_what_the_system_says() -> None:
+def test_memory_is_the_systems_number() -> None:
     pages = Path("/proc/self/statm")
     if not pages.exists():
         pytest.skip("no Linux, which says it in another way to compare with")

@@ -67,7 +67,7 @@ def decay(name: str, k: int, warm: int) -> float:
 
 
 @pytest.mark.parametrize("name", get_args(SCHEDULERS))
-def test_every_lr_scheduler_type_with_a_value_warmup_of_its_own(name):
+def test_every_lr_scheduler_type_with_a_separate_value_warmup(name):
     warm = {} if name == "constant" else {"warmup_steps": WARM, "value_warmup_steps": VALUE_WARM}
     trainer = tiny.trainer(total_episodes=80, learning_rate=PEAK, lr_scheduler_type=name, num_ppo_epochs=1, **warm)
     judged = trainer.make_experience(tiny.rollout())
@@ -121,7 +121,7 @@ def test_value_only_updates_leave_ptx_for_later():
 # A value head on the policy
 
 
-def test_a_value_head_costs_no_forward_pass_of_its_own():
+def test_a_value_head_needs_no_extra_forward_pass():
     trainer, rows = tiny.trainer(head=True, num_ppo_epochs=3, micro_batch_tokens=12), tiny.rollout()
     parts, calls = len(trainer._make_minibatches(rows, 0)[0]), Counter()
     for name in ("policy", "ref", "value"):

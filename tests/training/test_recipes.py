@@ -175,14 +175,14 @@ def rlhf(*arguments: object) -> Any:
 def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
     """`rlhf init`, then every stage that the recipe has; returns their manifests, and what was said as `said`."""
     rlhf("init", name, folder)
-    manifests, said = {}, ""
+    manifests, stderr = {}, ""
     for stage in ("sft", "reward", "ppo", "eval"):
         path = folder / f"{stage}.yaml"
         if path.exists():
             given = [part for line in SIZES[stage] + overrides.get(stage, []) for part in ("-s", line)]
-            said += rlhf(stage, "-c", path, *given).stderr
+            stderr += rlhf(stage, "-c", path, *given).stderr
             manifests[stage] = json.loads((folder / stage / "manifest.json").read_text())
-    return {**manifests, "said": {"text": said}}
+    return {**manifests, "stderr": {"text": stderr}}
 
 
 def lines(path: Path) -> Rows:
@@ -201,7 +201,7 @@ def check_ppo(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_file_of_a_recipe_is_a_config_and_says_what_it_needs(name: str, tmp_path: Path) -> None:
+def test_every_file_of_a_recipe_is_a_config_that_names_its_requirements(name: str, tmp_path: Path) -> None:
     result = rlhf("init", name, tmp_path / "run", "--seed", "7")
     assert "hf download" in result.stdout
     stages = [stage for stage in config.CONFIGS if (tmp_path / f"run/{stage}.yaml").exists()]
@@ -218,8 +218,8 @@ def test_every_file_of_a_recipe_is_a_config_and_says_what_it_needs(name: str, tm
 def test_a_recipe_finds_all_that_it_names(name: str, hub: Hub, tmp_path: Path) -> None:
     PUT[name](hub)
     rlhf("init", name, tmp_path / "run")
-    told = rlhf("run", tmp_path / "run", "--dry-run").stdout.splitlines()
-    assert told[0].split()[1] == "new" and len(told) == len(list((tmp_path / "run").glob("*.yaml")))
+    plan = rlhf("run", tmp_path / "run", "--dry-run").stdout.splitlines()
+    assert plan[0].split()[1] == "new" and len(plan) == len(list((tmp_path / "run").glob("*.yaml")))
 
 
 @pytest.mark.training
@@ -227,8 +227,8 @@ def test_tldr_on_a_model_like_pythia(hub: Hub, tmp_path: Path) -> None:
     put_tldr(hub)
     run = tmp_path / "run"
     found = run_all("tldr", run, {"ppo": SHORT})
-    said = found["said"]["text"]
-    assert "warning[T02]" in said and "chosen" in said, "a pad token is added; bad and identical pairs are counted"
+    stderr = found["stderr"]["text"]
+    assert "warning[T02]" in stderr and "chosen" in stderr, "a pad token is added; bad and identical pairs are counted"
     assert found["reward"]["special_tokens"] == found["ppo"]["special_tokens"]
     stop = found["ppo"]["special_tokens"]
     assert stop["stop"] == stop["eos"] != stop["pad"]

@@ -126,7 +126,7 @@ def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
     assert "warning[R04]: step 1: KL to the SFT policy is -" in stderr and "below 0 by more than noise" in stderr
 
 
-def test_r05_a_reward_function_that_raises_leaves_a_state_to_go_on_from(run_folder):
+def test_r05_a_reward_function_that_raises_leaves_a_checkpoint(run_folder):
     by_function(run_folder, "breaks")
     fails(ppo(run_folder, "output.save_steps=4"), "R05", "reward `mine` raised KeyError: 'no such word'", exit_code=1)
     assert steps(run_folder / "ppo/state") == {3}

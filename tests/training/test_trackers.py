@@ -75,7 +75,7 @@ def chain(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(line: Mapping[str, Any]) -> dict[str, Any]:
+def sent_values(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "step"}
 
 
@@ -84,9 +84,11 @@ def told(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.training
 @pytest.mark.parametrize("stage", TRAINED)
-def test_every_line_of_the_log_is_told_with_its_step(chain: Path, stage: str) -> None:
+def test_every_line_of_the_log_is_sent_with_its_step(chain: Path, stage: str) -> None:
     logged = lines(chain / stage / "metrics.jsonl")
-    by_step = {step: [told(line) for line in some] for step, some in itertools.groupby(logged, lambda x: x["step"])}
+    by_step = {
+        step: [sent_values(line) for line in some] for step, some in itertools.groupby(logged, lambda x: x["step"])
+    }
     assert len(by_step) == (4 if stage == "ppo" else 2) and (stage != "sft" or len(logged) == 4)
 
     in_tensorboard = tensorboard_steps(chain / stage)
@@ -106,7 +108,7 @@ def test_every_line_of_the_log_is_told_with_its_step(chain: Path, stage: str) ->
 
     name = "mine" if stage == "ppo" else f"demo-{stage}"
     numbers = [(step, values) for step, values in trackio_rows("chain", name) if "time_s" in values]
-    assert numbers == [(line["step"], told(line)) for line in logged]
+    assert numbers == [(line["step"], sent_values(line)) for line in logged]
 
 
 @pytest.mark.training
@@ -154,7 +156,7 @@ def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
 
 
 @pytest.mark.training
-def test_an_evaluation_is_told_in_the_reports_numbers(chain: Path) -> None:
+def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     report = json.loads((chain / "eval/report.json").read_text())
     won, reward = report["win_rate"]["ppo_vs_sft"]["short"], report["models"]["ppo"]["reward_mean"]
     wanted = {
@@ -181,7 +183,7 @@ def test_an_evaluation_is_told_in_the_reports_numbers(chain: Path) -> None:
 
 
 @pytest.mark.training
-def test_the_config_is_told_under_names_and_projects(chain: Path) -> None:
+def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     names = {"sft": "demo-sft", "reward": "demo-reward", "ppo": "mine", "eval": "demo-eval"}
     for stage, name in names.items():
         (begun,) = wandb_runs(chain / stage)
@@ -236,7 +238,7 @@ app()
 
 
 @pytest.mark.training
-def test_a_killed_run_goes_on_as_the_same_run_and_tells_nothing_twice(run_folder: Path) -> None:
+def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "output": outputs(project="killed", run_name="one")})
     command = [sys.executable, "-P", "-c", KILLED, "ppo", "-c", str(run_folder / "ppo.yaml")]
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}  # of this process
@@ -247,7 +249,7 @@ def test_a_killed_run_goes_on_as_the_same_run_and_tells_nothing_twice(run_folder
     assert [line["step"] for line in lines(stage / "metrics.jsonl")] == [1, 2, 3]
     done = rlhf("ppo", "-c", run_folder / "ppo.yaml")
     assert done.exit_code == 0 and "resumes at step 2 of 4" in done.stderr and "R16" not in done.stderr, done.output
-    logged = {line["step"]: told(line) for line in untimed(stage / "metrics.jsonl")}
+    logged = {line["step"]: sent_values(line) for line in untimed(stage / "metrics.jsonl")}
     assert list(logged) == [1, 2, 3, 4]
 
     in_tensorboard = tensorboard_steps(stage)
@@ -269,7 +271,7 @@ def test_a_killed_run_goes_on_as_the_same_run_and_tells_nothing_twice(run_folder
 
 
 @pytest.mark.training
-def test_no_secret_is_told_to_anybody(origin: Path, tmp_path: Path) -> None:
+def test_no_secret_is_sent(origin: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(origin, folder)
     write_chain(folder)

@@ -25,25 +25,25 @@ class Listener:
     """Notes what it is told; of an earlier start it holds the steps up to `held`."""
 
     place, held = "here", -1
-    said: list[tuple[str, int]]
+    calls: list[tuple[str, int]]
 
     def __init__(self, run: TrackerRun) -> None:
         self.last, self.run = self.held, run
-        type(self).said = []
+        type(self).calls = []
         type(self).begun = run
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.said.append(("eval" if "eval_loss" in values else "line", step))
+        self.calls.append(("eval" if "eval_loss" in values else "line", step))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.said.append((name, step))
+        self.calls.append((name, step))
         type(self).rows = rows
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        self.said += [(name, step) for name in values]
+        self.calls += [(name, step) for name in values]
 
     def close(self, exit_code: int) -> None:
-        self.said.append(("closed", exit_code))
+        self.calls.append(("closed", exit_code))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def began(config: Config) -> tuple[Path, Any]:
         (4, [5]),
     ],
 )
-def test_a_tracker_is_told_what_it_does_not_hold(
+def test_a_tracker_gets_only_what_it_lacks(
     config: Config, held: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, mark = began(config)
@@ -88,12 +88,12 @@ def test_a_tracker_is_told_what_it_does_not_hold(
             for step in (3, 4, 5):
                 log.log(step, {"loss": 1.0})
                 tracked.table(step, "samples", [{"a": 1}])
-    assert [step for what, step in Listener.said if what == "line"] == expected
-    assert [step for what, step in Listener.said if what == "samples"] == [step for step in (3, 4, 5) if step > held]
-    assert Listener.said[-1] == ("closed", 0)
+    assert [step for what, step in Listener.calls if what == "line"] == expected
+    assert [step for what, step in Listener.calls if what == "samples"] == [step for step in (3, 4, 5) if step > held]
+    assert Listener.calls[-1] == ("closed", 0)
 
 
-def test_a_line_of_a_step_that_was_cut_short_is_told(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_an_interrupted_step_is_sent(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in an evaluation: the step's own line was told, the evaluation's was not."""
     path, mark = began(config)
     monkeypatch.setattr(Listener, "held", 4)
@@ -102,24 +102,24 @@ def test_a_line_of_a_step_that_was_cut_short_is_told(config: Config, monkeypatch
         for step in (3, 4):
             log.log(step, {"loss": 1.0})
         log.log(4, {"eval_loss": 1.0})
-    assert Listener.said == [("eval", 4), ("closed", 0)]
+    assert Listener.calls == [("eval", 4), ("closed", 0)]
 
 
-def test_a_run_that_ends_badly_is_told_to_have(config: Config) -> None:
+def test_a_failed_run_is_marked_as_failed(config: Config) -> None:
     for error, code in ((ValueError("no"), 1), (SystemExit(143), 143)):
         with pytest.raises(type(error)), Trackers(config):
             raise error
-        assert Listener.said == [("closed", code)]
+        assert Listener.calls == [("closed", code)]
 
 
 def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    Listener.said = []
+    Listener.calls = []
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with Trackers(config) as tracked:
         assert not tracked
         MetricsLog(config.folder / "metrics.jsonl", None, tracked).log(1, {"loss": 1.0})
-    assert Listener.said == []
+    assert Listener.calls == []
 
 
 def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatc
         tracked.table(1, "none", [])
         tracked.histograms(1, {"some": [1.0], "none": []})
     assert Listener.rows == [{"response": "it is [secret]", "scores/a": 1.5, "ended": True}]
-    assert Listener.said == [("samples", 1), ("some", 1), ("closed", 0)]
+    assert Listener.calls == [("samples", 1), ("some", 1), ("closed", 0)]
 
 
 @pytest.mark.parametrize("moment", ["__init__", "metrics", "table", "histograms", "close"])
@@ -223,7 +223,7 @@ def online(folder: Path, url: str, *steps: int, **variables: str) -> subprocess.
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
 
 
-def test_an_online_run_goes_on_from_what_the_server_has(tmp_path: Path) -> None:
+def test_an_online_run_continues_from_what_the_server_has(tmp_path: Path) -> None:
     with stand_in() as server:
         for steps in ((1, 2, 3), (1, 2, 3, 4, 5)):
             out, err = online(tmp_path, server.url, *steps, WANDB_API_KEY="ab" * 20).communicate("\n", timeout=60)

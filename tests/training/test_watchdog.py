@@ -165,7 +165,7 @@ def test_repetition_is_the_share_of_repeated_3_grams():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"watchdog": {"actions": {"kl": "stop"}, "kl": None}}, "actions.kl has no effect: watchdog.kl is null"),
         ({"watchdog": {"kl_factor": 2.0}}, "kl_factor has no effect: no action is raise_kl_coef"),
@@ -173,11 +173,11 @@ def test_repetition_is_the_share_of_repeated_3_grams():
         ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "which is 0"),
     ],
 )
-def test_settings_without_effect_are_rejected(keys, said):
+def test_settings_without_effect_are_rejected(keys, message):
     with pytest.raises(ValidationError) as caught:
         PPOSettings(total_episodes=64, **keys)
     (error,) = caught.value.errors()
-    assert error["type"] == "C17" and said in error["msg"]
+    assert error["type"] == "C17" and message in error["msg"]
 
 
 def test_kl_factor_needs_one_signal_that_raises():
@@ -290,7 +290,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
 
 
 @pytest.mark.parametrize(
-    ("rewards", "keys", "said"),
+    ("rewards", "keys", "message"),
     [
         ({"a": {"builtin": "length", "parameters": {"most": 3}, "weight": 0}}, {}, "all rewards have weight 0"),
         (None, {"actions": {"judge": "stop"}}, "ppo.watchdog.actions.judge has no effect without a source of weight 0"),
@@ -303,7 +303,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
         ),
     ],
 )
-def test_c17_keys_that_need_a_judge_or_an_ensemble(run_folder, rewards, keys, said):
+def test_c17_keys_that_need_a_judge_or_an_ensemble(run_folder, rewards, keys, message):
     sources = {"rewards": rewards} if rewards else {}
     write(run_folder, "ppo", {**PPO, **sources, "ppo": {**PPO["ppo"], "watchdog": keys}})
-    fails(rlhf("check", run_folder / "ppo.yaml"), "C17", said)
+    fails(rlhf("check", run_folder / "ppo.yaml"), "C17", message)

@@ -15,7 +15,7 @@ def data_config(folder: Path, **data: Any) -> Any:
     return loaded(folder, "sft", yaml.safe_dump({"model": {"path": "base"}, "data": data}))
 
 
-def test_every_key_that_says_how_to_read_reaches_the_source(tmp_path: Path) -> None:
+def test_every_reading_option_reaches_the_source(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"columns": {"prompt": "question"}, "format": "plain", "subset": "small"}
     keys |= {"revision": "v2", "max_rows": 7, "on_bad": "drop"}
     sources = data_config(tmp_path, train="lab/tables", eval="b.csv[test]", **keys).sources()
@@ -73,7 +73,7 @@ def test_a_name_is_a_path_unless_it_can_only_be_a_dataset_of_the_hub(tmp_path: P
     assert loaded(again, "sft", yaml.safe_dump(config.dump(relative_to=again))).data.train == config.data.train
 
 
-def test_a_folder_of_data_stays_a_path_where_it_is_gone(tmp_path: Path) -> None:
+def test_a_deleted_data_folder_stays_a_path(tmp_path: Path) -> None:
     (tmp_path / "mine" / "rows").mkdir(parents=True)
     dumped = data_config(tmp_path, train="mine/rows").dump(relative_to=tmp_path)
     other = data_config(tmp_path / "elsewhere", train=dumped["data"]["train"])

@@ -117,7 +117,7 @@ def test_a_detail_belongs_to_one_topic() -> None:
     assert len(details) == len(set(details)) == 36
 
 
-def test_no_training_text_asks_for_a_held_out_triple_though_for_each_of_its_pairs(folder: Path) -> None:
+def test_training_texts_have_no_held_out_triple_but_each_of_its_pairs(folder: Path) -> None:
     train, held_out = world.split(3)
     assert len(held_out) == round(0.2 * (len(train) + len(held_out))) and not set(train) & set(held_out)
     for one, other in itertools.combinations(("kind", "topic", "who"), 2):

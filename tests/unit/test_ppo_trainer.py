@@ -177,7 +177,7 @@ def test_a_state_of_another_seed_is_rejected():
         tiny.trainer(seed=0).load_state_dict(tiny.trainer(seed=1).state_dict())
 
 
-def test_minibatches_are_shuffled_anew_for_each_epoch_and_update():
+def test_minibatches_are_shuffled_for_each_epoch_and_update():
     trainer = tiny.trainer(num_mini_batches=4)
     rollout = trainer.generate(tiny.prompts())
 

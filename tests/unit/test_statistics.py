@@ -190,13 +190,13 @@ def test_few_rows_give_a_wide_interval(rows: int) -> None:
 
 def test_the_best_of_many_flatters_itself() -> None:
     """Ten candidates of the same worth, in truth: the best mean is above it by 1.54 standard errors on the mean."""
-    errors, told = [], []
+    errors, reported = [], []
     for seed in range(20):
         draw = random.Random(seed)
         scores = {k: [draw.gauss(0.0, 1.0) for _ in range(100)] for k in range(10)}
         errors.append(max(sum(row) / 100 for row in scores.values()))
-        told.append(selection_bias(scores))
-    assert sum(told) / 20 == pytest.approx(0.154, abs=0.05) and sum(errors) / 20 == pytest.approx(0.154, abs=0.04)
+        reported.append(selection_bias(scores))
+    assert sum(reported) / 20 == pytest.approx(0.154, abs=0.05) and sum(errors) / 20 == pytest.approx(0.154, abs=0.04)
     assert selection_bias({1: [0.3, 0.9, 0.1]}) == 0.0
     assert selection_bias({1: [0.3, 0.9, 0.1], 2: [5.3, 5.9, 5.1]}) == 0.0, "no doubt, no flattery"
 
@@ -211,5 +211,5 @@ def test_those_that_may_be_as_good_as_the_best_are_named() -> None:
     assert within_noise({"alone": [0.5]}) == ["alone"]
 
 
-def test_of_one_row_nothing_is_told_apart():
+def test_one_row_distinguishes_nothing():
     assert within_noise({1: [0.1], 2: [0.9]}) == [1, 2]

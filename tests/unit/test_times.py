@@ -6,7 +6,7 @@ from rlhf_cli import terminal
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0, "0 s"),
         (0.0123, "0.012 s"),
@@ -21,13 +21,13 @@ from rlhf_cli import terminal
         (190_000, "2 d 4 h"),
     ],
 )
-def test_a_span_has_two_units_at_most_and_none_that_is_nothing(seconds: float, said: str) -> None:
-    assert terminal.duration(seconds) == said
+def test_a_span_has_two_units_at_most_and_none_that_is_nothing(seconds: float, expected: str) -> None:
+    assert terminal.duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(-5, "just now"), (59, "just now"), (60, "1 min ago"), (7_199, "1 h ago"), (86_400 * 40, "40 d ago")],
 )
-def test_how_long_ago_is_told_in_one_unit(seconds: float, said: str) -> None:
-    assert terminal.ago(seconds) == said
+def test_ages_have_one_unit(seconds: float, expected: str) -> None:
+    assert terminal.ago(seconds) == expected

@@ -24,7 +24,7 @@ def test_metrics_are_there_at_once_with_step_and_time(tmp_path: Path) -> None:
     assert line["time_s"] >= 0
 
 
-def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_log_drops_all_after_its_position(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.log(1, {"loss": 1.0})
@@ -55,7 +55,7 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
     ],
     ids=["a line less", "another number", "cut off", "deleted", "infinite", "no time"],
 )
-def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
+def test_a_changed_log_is_reported_and_kept(
     tmp_path: Path, harm: Callable[[Path], None], left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal.reset()
@@ -67,15 +67,15 @@ def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
     log.log(3, {"loss": 3.0})
     harm(path)
     again = MetricsLog(path, mark)
-    assert "warning[M05]: " in (said := capsys.readouterr().err)
-    assert "metrics.jsonl was changed or cut after step 2 was saved" in said
+    assert "warning[M05]: " in (stderr := capsys.readouterr().err)
+    assert "metrics.jsonl was changed or cut after step 2 was saved" in stderr
     assert [line["step"] for line in read_log(path)] == left
     again.log(3, {"loss": 4.0})
     assert [line["step"] for line in read_log(path)] == [*left, 3]
 
 
 @pytest.mark.parametrize("bits", [1, 128], ids=["other text", "no text"])
-def test_whatever_byte_of_a_log_is_damaged_the_run_goes_on(
+def test_a_run_resumes_with_any_byte_of_a_log_damaged(
     tmp_path: Path, bits: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A key that is lost, a row that is none, bytes that are no text: told, and the other rows stay."""
@@ -111,6 +111,6 @@ def test_a_new_log_starts_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_finite_number_ends_the_run(tmp_path: Path, value: float) -> None:
+def test_a_number_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) -> None:
     with pytest.raises(RLHFError, match="step 7"):
         MetricsLog(tmp_path / "metrics.jsonl").log(7, {"loss": value})

@@ -20,7 +20,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
         if path.is_file() and not name.startswith("state/"):
             found[name] = _sha(_plain(path))
     for state in sorted((folder / "state").glob("*")):
-        found |= {f"state/{state.name}/{name}": told for name, told in _of_state(state).items()}
+        found |= {f"state/{state.name}/{name}": content for name, content in _of_state(state).items()}
     return found
 
 
@@ -59,8 +59,8 @@ def _timeless(value: Any) -> Any:
 
 def _unhashed(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest without its own hash, and those of files that hold times: those files are compared themselves."""
-    told = manifest["files"].items()
-    files = {name: None if name.endswith(TIMED) else entry for name, entry in told}
+    content = manifest["files"].items()
+    files = {name: None if name.endswith(TIMED) else entry for name, entry in content}
     return {key: value for key, value in manifest.items() if key != "sha256"} | {"files": files}
 
 
@@ -72,9 +72,9 @@ def _of_state(state: Path) -> dict[str, str]:
         if path.suffix in (".pt", ".pth"):
             found[name] = _sha(_canonical(torch.load(path, map_location="cpu", weights_only=False)))
         elif name == "trainer_state.json":
-            told = json.loads(path.read_text(encoding="utf-8"))
-            told["stateful_callbacks"]["Follower"]["attributes"].pop("log")
-            found[name] = _sha(json.dumps(_timeless(told)))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            content["stateful_callbacks"]["Follower"]["attributes"].pop("log")
+            found[name] = _sha(json.dumps(_timeless(content)))
         elif name == "structure.json":
             tree = json.loads(path.read_text(encoding="utf-8"))
             tree["dict"] = [pair for pair in tree["dict"] if pair[0] != "logs"]

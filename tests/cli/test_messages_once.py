@@ -20,7 +20,7 @@ def child(code: str = WARN, **environment: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def test_what_a_child_told_no_other_tells_again() -> None:
+def test_a_message_of_one_process_is_not_repeated_by_another() -> None:
     with terminal.share_seen_messages():
         assert (child(), child()) == (LINE, "")
         assert child(WARN.replace("long", "short")) == LINE.replace("long", "short")
@@ -31,34 +31,34 @@ def test_what_a_child_told_no_other_tells_again() -> None:
 
 
 def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(run, "run", lambda *_: said.extend(child() for _ in range(2)) or 0)
+    outputs: list[str] = []
+    monkeypatch.setattr(run, "run", lambda *_: outputs.extend(child() for _ in range(2)) or 0)
     assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
-    assert said == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
+    assert outputs == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
 
 
-def test_a_warning_that_was_told_is_kept_for_the_report() -> None:
+def test_a_printed_warning_is_kept_for_the_report() -> None:
     with terminal.share_seen_messages():
         child()
         kept = "; import sys; print(terminal.emitted_warnings(), file=sys.stderr)"
         assert child(WARN + kept) == f"{[LINE.partition(chr(10))[0]]}\n"
 
 
-def test_only_the_process_that_speaks_marks_what_is_told() -> None:
+def test_only_the_first_rank_marks_messages_as_printed() -> None:
     """The others of a group say nothing: what they find first the first one must still tell."""
     with terminal.share_seen_messages():
         assert child(RANK="1", WORLD_SIZE="2") == ""
         assert child(RANK="0", WORLD_SIZE="2") == LINE
 
 
-def test_a_muted_warning_is_not_told() -> None:
+def test_a_muted_warning_is_not_marked_as_printed() -> None:
     with terminal.share_seen_messages():
         with terminal.muted_warnings():
             terminal.warn("R10", "too long", where="run/reward", hint="shorter")
         assert child() == LINE
 
 
-def test_where_nothing_can_be_noted_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_repeat_if_their_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal.share_seen_messages():
         monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/told")
         assert (child(), child()) == (LINE, LINE)
