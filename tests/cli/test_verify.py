@@ -486,7 +486,7 @@ def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monke
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "verify    update 3 differs: advantages is the first of" in result.stdout
-    assert "are not the run's own, first val/explained_variance" in result.stdout
+    assert "differ from the run's, first val/explained_variance" in result.stdout
 
 
 @pytest.mark.training

@@ -119,7 +119,7 @@ def test_verify_repeats_an_update_and_changes_no_file(folder: Path, monkeypatch:
     result = here("verify", "run", "--step", "3")
     assert result.exit_code == 0, result.stderr
     assert "verify    update 3 agrees to 1e-06" in result.stdout
-    assert "recorded  the run's own numbers came again to the last bit" in result.stdout
+    assert "quantities equal the run's to the last bit" in result.stdout
     assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
 
 

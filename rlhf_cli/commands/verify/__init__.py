@@ -340,10 +340,10 @@ def _recorded_line(report: Report) -> str:
     recorded = [quantity for quantity in report.quantities if quantity.recorded is not None]
     changed = [quantity for quantity in recorded if quantity.recorded]
     if not changed:
-        return f"recorded  the run's own numbers came again to the last bit: {len(recorded)} quantities"
+        return f"recorded  all {len(recorded)} quantities equal the run's to the last bit"
     reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
     first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
-    return f"recorded  {len(changed)} of {len(recorded)} quantities are not the run's own, {first}: {reason}"
+    return f"recorded  {len(changed)} of {len(recorded)} quantities differ from the run's, {first}: {reason}"
 
 
 def _rounding_line(report: Report) -> str:
@@ -352,12 +352,12 @@ def _rounding_line(report: Report) -> str:
         quantity.name: quantity.relative(quantity.rounding) for quantity in report.quantities if quantity.rounding
     }
     if not errors:
-        return f"{report.dtype_name:9} moved nothing"
+        return f"{report.dtype_name:9} no rounding error"
     if large := [name for name, error in errors.items() if error > bound]:
-        moved = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than rounding should"
-        return f"{report.dtype_name:9} moved {moved}"
+        change = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than expected"
+        return f"{report.dtype_name:9} rounding changes {change}"
     name, error = max(errors.items(), key=lambda item: item[1])
-    return f"{report.dtype_name:9} moved a quantity by at most {error:.1e} of its size ({name})"
+    return f"{report.dtype_name:9} rounding changes a quantity by at most {error:.1e} of its size ({name})"
 
 
 def _as_json(report: Report) -> dict[str, Any]:
