@@ -17,15 +17,15 @@ from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.evaluation.responses import (
+from rlhf_cli.evaluation.summary import (
     EvalResponses,
     SamplingParams,
     SnapshotSeries,
+    build_report,
     concat_responses,
     sample_rows,
     select_best_of_n,
 )
-from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.models import devices, forward, load
 from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import ProcessGroup

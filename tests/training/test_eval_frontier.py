@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.commands.report import charts
-from rlhf_cli.evaluation.responses import EvalResponses
-from rlhf_cli.evaluation.summary import win_rates
+from rlhf_cli.evaluation.summary import EvalResponses, win_rates
 from rlhf_cli.models import tokenizers
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
