@@ -67,7 +67,7 @@ CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
 	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/cli/test_fuzz.py tests/cli/test_fuzz_models.py
 
-damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint: a matrix, minutes
+damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint: minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)
 
 N ?= 200

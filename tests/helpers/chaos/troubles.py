@@ -1,14 +1,11 @@
-"""Full disks, little memory, data that vanishes, signals; and faults planted into the product, which must be found.
+"""Files that may not grow, little memory, data that vanishes, signals; and faults planted into the product.
 
-Each trouble ends the process in a clean line, or the run continues; afterwards it must equal the straight run.
+Each trouble ends the process with one error line, or the run continues; afterwards it must equal the straight run.
 """
 
-import os
 import random
 import resource
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,38 +17,13 @@ import pytest
 
 from chaos import faults
 from chaos.faults import Point
-from chaos.trials import Outcome, finish, unclean
+from chaos.kills import Outcome, finish, unclean
 from chaos.world import STEPS, Run, World
 from rlhf_cli import runs, terminal
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs import checkpoints, stage_folder
 from rlhf_cli.stages import trl_common
 from rlhf_cli.tracking import metrics_log
-
-
-def full_disk(world: World, stage: str, seed: int) -> Outcome:
-    """A disk that holds three checkpoints and little more, so that the check before the run passes; then a larger one.
-
-    Only root may mount one.
-    """
-    outcome, folder = Outcome(f"{stage}: a full disk"), world.trial(stage, f"tmpfs-{seed}")
-    size = max(_size(state) for state in (world.origin / stage / "state").iterdir())
-    place = folder / stage
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={3 * size + 8192}", "tmpfs", str(place)], check=True)
-    try:
-        run = Run(stage, folder)
-        outcome.wrong += unclean(run, run.wait())
-        outcome.end = run.end()
-        subprocess.run(["mount", "-o", f"remount,size={4 * _size(world.origin / stage)}", str(place)], check=True)
-        outcome.wrong += finish(world, stage, folder, keep=True)
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-    return outcome
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def full_quota(world: World, stage: str, seed: int) -> Outcome:
@@ -65,9 +37,8 @@ def full_quota(world: World, stage: str, seed: int) -> Outcome:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     run = Run(stage, folder, before=limit_files)
-    outcome.wrong += unclean(run, run.wait())
-    outcome.end = run.end()
-    outcome.wrong += finish(world, stage, folder)
+    run.wait()
+    outcome.wrong = [*unclean(run), *finish(world, stage, folder)]
     return outcome
 
 
@@ -80,9 +51,8 @@ def little_memory(world: World, stage: str, seed: int) -> Outcome:
         threading.Thread(target=partial(_limit_memory, place / "metrics.jsonl", step), daemon=True).start()
 
     run = Run(stage, folder, before=starve)
-    if code := run.wait():
-        outcome.wrong += unclean(run, code)
-    outcome.end = run.end()
+    if run.wait():
+        outcome.wrong += unclean(run)
     outcome.wrong += finish(world, stage, folder)
     return outcome
 
@@ -96,16 +66,15 @@ def _limit_memory(metrics: Path, step: int) -> None:
 
 def vanished_data(world: World, stage: str, seed: int) -> Outcome:
     """Data that vanish after they were read do not end a run; a start without them is refused."""
-    outcome, folder = Outcome(f"{stage}: data vanishes"), world.trial(stage, f"data-{seed}", copy_data=True)
+    outcome, folder = Outcome(f"{stage}: data vanishes"), world.trial(stage, f"data-{seed}")
     run = Run(stage, folder)
     run.wait_for_step(random.Random(seed).randint(2, STEPS - 3))
-    (folder / "data").rename(folder / "gone")
     run.signal(signal.SIGKILL)
     run.wait()
+    (folder / "data").rename(folder / "gone")
     run = Run(stage, folder)
     if run.wait() != 2 or "error[D01]" not in run.output() or "Traceback" in run.output():
         outcome.wrong.append(f"without its data it ended with {run.code}: {run.output()[-300:]}")
-    outcome.end = run.end()
     (folder / "gone").rename(folder / "data")
     run = Run(stage, folder)
     run.wait_for_step(STEPS // 2)
@@ -119,8 +88,8 @@ def vanished_data(world: World, stage: str, seed: int) -> Outcome:
 
 def stopped(world: World, stage: str, seed: int, *, number: int, twice: bool) -> Outcome:
     """SIGTERM or SIGINT at a random step: the run saves and exits with 143 or 130. A second one ends it at once."""
-    how = f"{signal.Signals(number).name}{' twice' if twice else ''}"
-    outcome, folder = Outcome(f"{stage}: {how}"), world.trial(stage, f"{how.replace(' ', '-')}-{seed}")
+    how = f"{signal.Signals(number).name}{'-twice' if twice else ''}"
+    outcome, folder = Outcome(f"{stage}: {how}"), world.trial(stage, f"{how}-{seed}")
     draw = random.Random(f"{seed}{how}")
     run = Run(stage, folder)
     run.wait_for_step(draw.randint(1, STEPS - 3))
@@ -129,85 +98,65 @@ def stopped(world: World, stage: str, seed: int, *, number: int, twice: bool) ->
         time.sleep(draw.uniform(0, 0.4))  # soon after the first one, it counts as the same signal
         run.signal(number)
     code, expected = run.wait(), 128 + number
-    outcome.end = run.end()
-    if code not in ({expected, -number} if twice else {expected}):
+    if code not in ({expected, -number} if twice else {expected}) or "Traceback" in run.output():
         outcome.wrong.append(f"exit code {code}, not {expected}: {run.output()[-300:]}")
     with terminal.muted_warnings():
         state = runs.latest_state(run.folder / "state")
     if not twice and (state is None or int(state.name.replace("-", "_").rpartition("_")[2]) != run.step()):
         outcome.wrong.append(f"stopped at step {run.step()}, the newest checkpoint is {state}")
-    if "Traceback" in run.output():
-        outcome.wrong.append(f"a traceback: {run.output()[-300:]}")
     outcome.wrong += finish(world, stage, folder)
     return outcome
 
 
-def kinds() -> list[Callable[[World, str, int], Outcome]]:
-    """Return all troubles; the small disk only for users who may mount one."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    stops = [partial(stopped, number=number, twice=twice) for number in numbers for twice in (False, True)]
-    may_mount = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
-    return [*([full_disk] if may_mount else []), full_quota, little_memory, vanished_data, *stops]
+SIGNALS = [
+    partial(stopped, number=number, twice=twice)
+    for number in (signal.SIGTERM, signal.SIGINT)
+    for twice in (False, True)
+]
+TROUBLES: list[Callable[[World, str, int], Outcome]] = [full_quota, little_memory, vanished_data, *SIGNALS]
 
 
 # Planted faults
 
 
-def _load_state(change: Callable[[PPOTrainer], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Plant a `load_state_dict` that keeps a part of the trainer's own state."""
-    plain = PPOTrainer.load_state_dict
-    load = lambda self, state: plain(self, state | change(self))  # noqa: E731
-    return lambda patch: patch.setattr(PPOTrainer, "load_state_dict", load)
+def _keep_coefficient(self: PPOTrainer, state: dict[str, Any], plain: Any = PPOTrainer.load_state_dict) -> None:
+    plain(self, state | {"kl_coef": self.settings.kl_coef})
 
 
-def _replace(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(owner, name, value, raising=False)
-
-
-def _keep_log(path: Path, position: Any) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
-LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run with few steps left, for several faults
-# name -> (stage, where its run is killed, fault planted before it resumes)
-FAULTS: dict[str, tuple[str, Point, Callable[[pytest.MonkeyPatch], None]]] = {
-    "scheduler forgotten": ("ppo", LATE, _load_state(lambda trainer: {"scheduler": trainer.scheduler.state_dict()})),
-    "coefficient forgotten": ("ppo", LATE, _load_state(lambda trainer: {"kl_coef": trainer.settings.kl_coef})),
-    "log not cut": ("ppo", LATE, _replace(metrics_log, "_truncate", _keep_log)),
+LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run with few steps left
+# name -> (stage, where its run is killed, what is replaced before it resumes: owner, name and value)
+PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
+    "coefficient forgotten": ("ppo", LATE, (PPOTrainer, "load_state_dict", _keep_coefficient)),
+    "log not cut": (
+        "ppo",
+        LATE,
+        (metrics_log, "_truncate", lambda path, position: path.read_bytes() if path.exists() else b""),
+    ),
     "litter left": (
         "ppo",
         Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2),
-        _replace(stage_folder, "clear_leftovers", lambda folder: None),
+        (stage_folder, "clear_leftovers", lambda folder: None),
     ),
-    "state believed": (
+    "checkpoint not verified": (
         "sft",
         Point("save state/checkpoint-#/model.safetensors", "half", STEPS // 3),
-        _replace(checkpoints, "_problem", lambda state, content=True: None),
+        (checkpoints, "_problem", lambda state, content=True: None),
     ),
     "random numbers forgotten": (
         "sft",
         Point("write metrics.jsonl", "after", STEPS),
-        _replace(trl_common.TrainerMixin, "_load_rng_state", lambda self, checkpoint: None),
+        (trl_common.TrainerMixin, "_load_rng_state", lambda self, checkpoint: None),
     ),
 }
 
 
-def all_seen(world: World) -> dict[str, list[str]]:
-    """Return the differences of runs that were killed once and resumed with each fault, by its name, and with none."""
-    found: dict[str, list[str]] = {"none": []}
-    for number, (stage, point) in enumerate(dict.fromkeys((stage, point) for stage, point, _ in FAULTS.values())):
-        killed = world.trial(stage, f"planted-{number}")
-        run = Run(stage, killed, before=partial(_install, point))
-        assert run.wait() == -signal.SIGKILL, run.output()
-        for name, (*where, plant) in FAULTS.items():
-            if where == [stage, point]:
-                copy = shutil.copytree(killed, killed.with_name(f"{stage}-{name.replace(' ', '-')}"), symlinks=True)
-                with pytest.MonkeyPatch.context() as patch:
-                    plant(patch)
-                    found[name] = finish(world, stage, copy)
-        found["none"] += finish(world, stage, killed)
-    return found
-
-
-def _install(point: Point, folder: Path) -> None:
-    faults.install(folder, point)
+def planted(world: World, name: str) -> Outcome:
+    """Kill a run and resume it with a planted fault: it must differ from the straight run."""
+    stage, point, replacement = PLANTED[name]
+    folder = world.trial(stage, f"planted-{name.replace(' ', '-')}")
+    run = Run(stage, folder, before=partial(faults.install, point=point))
+    assert run.wait() == -signal.SIGKILL, run.output()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*replacement, raising=False)
+        different = finish(world, stage, folder)
+    return Outcome(name, wrong=[] if different else ["the planted fault was not found"])

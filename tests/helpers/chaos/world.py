@@ -59,17 +59,13 @@ class World:
     def origin(self) -> Path:
         return self.folder / "origin"
 
-    def trial(self, stage: str, name: str, *, copy_data: bool = False) -> Path:
-        """Make a run folder for one stage: its config, links to its finished parents, and its data."""
+    def trial(self, stage: str, name: str) -> Path:
+        """Make a run folder for one stage: its config and data, and links to its finished parents."""
         folder = self.folder / "trials" / f"{stage}-{name}"
-        folder.mkdir(parents=True)
+        shutil.copytree(self.origin / "data", folder / "data")
         shutil.copy(self.origin / f"{stage}.yaml", folder)
         for parent in STAGES[: STAGES.index(stage)]:
             (folder / parent).symlink_to(self.origin / parent)
-        if copy_data:
-            shutil.copytree(self.origin / "data", folder / "data")
-        else:
-            (folder / "data").symlink_to(self.origin / "data")
         return folder
 
 
@@ -88,7 +84,7 @@ def make_world(folder: Path) -> World:
     for stage in STAGES:
         _import(f"rlhf_cli.stages.{stage}")
         record(stage, world.origin)
-        for name in _seen(stage, world.origin)["modules"]:
+        for name in recorded(stage, world.origin, "modules"):
             _import(name)
     from transformers import conversion_mapping
 
@@ -110,12 +106,8 @@ def record(stage: str, folder: Path) -> dict[str, int]:
     return recorded(stage, folder)
 
 
-def recorded(stage: str, folder: Path) -> dict[str, int]:
-    return _seen(stage, folder)["calls"]
-
-
-def _seen(stage: str, folder: Path) -> dict[str, Any]:
-    return json.loads((folder / f"{stage}.seen.json").read_text())
+def recorded(stage: str, folder: Path, what: str = "calls") -> Any:
+    return json.loads((folder / f"{stage}.seen.json").read_text())[what]
 
 
 def _import(name: str) -> None:
@@ -207,11 +199,6 @@ class Run:
 
     def step(self) -> int:
         return last_step(self.folder)
-
-    def end(self) -> str:
-        """Describe its end: exit code, last step, code of its error."""
-        error = next((f", {line[:10]}" for line in self.output().splitlines() if line.startswith("error[")), "")
-        return f"{self.code} at step {self.step()}{error}"
 
 
 def last_step(folder: Path) -> int:
