@@ -20,8 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one th
 
 from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
-from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
-from damages import summary
 from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     no_page,
     origin,
@@ -165,11 +163,3 @@ def _make_base(world: World) -> None:
 def pytest_collection_finish() -> None:
     """Exclude imported modules from the garbage collections of trainings."""
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the tables of `pytest -m damage`, also those of workers."""
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    calls = [report for report in reports if getattr(report, "when", None) == "call"]  # no set-up, no warning
-    for line in summary(report.user_properties for report in calls):
-        terminalreporter.write_line(line)

@@ -1,176 +1,275 @@
-"""Checkpoints that came to harm: all of it is found, none trained on, and the checkpoint before is used.
+"""Corrupt files of checkpoints and finished stages: all are found, and none is trained on.
 
-`pytest -m damage` does every damage to every file and prints the matrix; a few cells are in every run of the tests.
+`pytest -m damage` does every damage to every file; a few are in every run of the tests.
 """
 
+import json
+import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damage_chain import FOUND, STATE_FILES, Chain, refusal, reported_damage, rlhf
-from damages import ALONE, DAMAGES, OTHER, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
+import yaml
+from chaos.fingerprint import differences, fingerprint
+from damages import ALL, DAMAGES, OTHER, damage
 from ppo_folder import untimed
+from typer.testing import CliRunner
 
+from rlhf_cli import runs, terminal
+from rlhf_cli.cli import app
+from rlhf_cli.files import MODEL_CARDS
 from rlhf_cli.runs import checkpoints
 
 pytestmark = pytest.mark.training
 
-EARLIER = "as if stopped before"
 STAGES = ("sft", "reward", "ppo")
+READER = {"sft": "reward", "reward": "ppo", "ppo": "eval"}
+FULL = [False, pytest.param(True, marks=pytest.mark.damage)]  # a few damages, or every damage to every file
 
 
-def files_of(state: Path) -> list[str]:
-    return sorted(path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file())
+@dataclass(frozen=True)
+class Chain:
+    """`folder` holds the configs and the finished stages; every run of a test is a copy of one of them."""
+
+    folder: Path
+
+    def killed(self, stage: str, run: Path) -> tuple[Path, Path]:
+        """Make a copy as if killed after the checkpoint of step 4; return that checkpoint and the one before."""
+        whole = self.finished(stage, run)
+        (whole / "manifest.json").unlink()
+        for path in (whole / "model", whole / "value", *whole.glob("state/*6"), *whole.glob("snapshots/*6")):
+            shutil.rmtree(path, ignore_errors=True)
+        before, newest = sorted((whole / "state").iterdir())
+        assert newest.name in ("checkpoint-4", "step_000004")
+        return newest, before
+
+    def finished(self, stage: str, run: Path) -> Path:
+        """Make a copy of a finished stage with its config; return its folder."""
+        run.mkdir(parents=True)
+        shutil.copy(self.folder / f"{stage}.yaml", run)
+        return Path(shutil.copytree(self.folder / stage, run / stage))
+
+    def same_end(self, stage: str, run: Path, *, logs: bool = True) -> bool:
+        """Return whether a run left what the straight run did: models, snapshots, metrics and logs without times."""
+        one, other = self.folder / stage, run / stage
+        headlines = [json.loads((folder / "manifest.json").read_text())["metrics"] for folder in (one, other)]
+        parts = ("model/", "value/", "snapshots/", *(["metrics.", "samples."] if logs else []))
+        different = differences(fingerprint(one), fingerprint(other))
+        return headlines[0] == headlines[1] and not any(name.startswith(parts) for name in different)
 
 
-def cell(chain: Chain, stage: str, run: Path, name: str, how: str) -> str:
-    """What a run that was killed after step 4 makes of a damage to one file of its newest checkpoint."""
-    newest = chain.killed(stage, run)
-    before = min((run / stage / "state").iterdir())
-    if not harm(newest / name, how, before / name):
-        return SAME
-    return chain.verdict(stage, run, newest, name, before=before)
+def rlhf(stage: str, run: Path) -> Any:
+    """Run `rlhf STAGE` like in a new process."""
+    terminal.reset()
+    try:
+        return CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml")])
+    finally:
+        runs.release()
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+def reported(result: Any, *texts: str) -> bool:
+    """Return whether a warning of damage contains the texts."""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("warning[M05]")]
+    return any(all(text in line for text in texts) for line in lines)
+
+
+def refused(result: Any, *codes: str) -> bool:
+    return re.findall(r"(?m)^error\[(\w+)\]", result.stderr) in [[code] for code in codes]
+
+
+def write_configs(folder: Path, world: Any, **changes: Any) -> None:
+    """Write the configs of a chain in `folder`; `changes` go into each."""
+    shutil.copytree(world.base, base := folder / "base")
+    body = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(body | {"attention_dropout": 0.1}))  # the RNG's state must matter
+    parents = {"sft": str(folder / "sft"), "reward": str(folder / "reward")}
+    training = {"max_length": 64, "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    training |= {"logging_steps": 1}
+    ppo = {"total_episodes": 48, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ppo |= {"response_length": 8, "num_sample_generations": 3, "learning_rate": 1e-3}
+    output = {"save_steps": 2, "keep": 3}
+    prompts = {"prompts": str(world.sft)}
+    configs: dict[str, dict[str, Any]] = {
+        "sft": {"model": {"path": str(base)}, "data": {"train": str(world.sft)}, "sft": training, "output": output},
+        "reward": {
+            "model": {"path": parents["sft"]},
+            "data": {"train": str(world.pairs), "eval": str(world.pairs)},
+            "reward": training | {"normalize_samples": 8},
+            "output": output,
+        },
+        "ppo": {"models": parents, "data": prompts, "ppo": ppo, "output": output | {"snapshots": 3}},
+        "eval": {"models": parents | {"ppo": str(folder / "ppo")}, "data": prompts, "eval": {"n": 4}},
+    }
+    for stage, config in configs.items():
+        (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config | changes))
+
+
+@pytest.fixture(scope="module")
+def make_chain(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Chain]:
+    def make(**changes: Any) -> Chain:
+        folder = tmp_path_factory.mktemp("chain")
+        write_configs(folder, world, **changes)
+        for stage in STAGES:
+            result = rlhf(stage, folder)
+            assert result.exit_code == 0, result.stderr
+        return Chain(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def chain(make_chain: Callable[..., Chain]) -> Chain:
+    """A finished chain of tiny stages, three checkpoints each."""
+    return make_chain()
+
+
+@pytest.fixture(scope="module")
+def other_chain(make_chain: Callable[..., Chain]) -> Chain:
+    """The same from another seed: files of the same names, and mostly of the same sizes."""
+    return make_chain(seed=1)
+
+
+# Checkpoints
+
+
+def resumes(chain: Chain, stage: str, run: Path, newest: Path, name: str, before: Path | None) -> None:
+    """Assert that a run names the damaged file, starts from the checkpoint before, and ends like the straight run."""
+    result = rlhf(stage, run)
+    assert result.exit_code == 0, result.stderr
+    start = f"resuming from {before.name}" if before else "starting from the beginning"
+    assert reported(result, newest.name, name, start), result.stderr
+    assert re.findall(r"resumes at step (\d+) ", result.stderr) == (["2"] if before else [])
+    assert chain.same_end(stage, run)
+
+
+@pytest.mark.parametrize("how", ALL)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("full", FULL)
 def test_a_damage_is_found_and_the_checkpoint_before_is_used(
-    chain: Chain, tmp_path: Path, stage: str, how: str
+    chain: Chain, tmp_path: Path, stage: str, how: str, full: bool
 ) -> None:
-    names = STATE_FILES[stage]
-    first = DAMAGES.index(how) + STAGES.index(stage)  # another file for each
-    for number in range(len(names)):
-        name = names[(first + number) % len(names)]
-        if (what := cell(chain, stage, tmp_path / name, name, how)) != SAME:
-            break
-    assert what == FOUND
+    state = max((chain.folder / stage / "state").iterdir())
+    names = sorted(path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file())
+    assert {"state.json", "tensors.safetensors" if stage == "ppo" else "optimizer.pt"} <= set(names)
+    first, found = ALL.index(how) + STAGES.index(stage), 0  # another file for each
+    for name in [*names[first:], *names[:first]]:
+        newest, before = chain.killed(stage, run := tmp_path / name)
+        if damage(newest / name, how, before / name):
+            found += 1
+            resumes(chain, stage, run, newest, name, before)
+            if not full:
+                break
+    assert found
 
 
-def test_the_matrix_can_fail(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the verification of checkpoints switched off, damages are trained on, and the cells say so."""
+def test_unverified_checkpoints_are_trained_on(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the verification of checkpoints no damage is reported, and each ends in other bytes."""
     monkeypatch.setattr(checkpoints, "_problem", lambda state, content=True: None)
-    matrix = Matrix("unverified")
-    harms = [("model.safetensors", "4 bytes flipped"), ("scheduler.pt", "missing"), ("rng_state.pth", OTHER)]
-    for name, how in harms:
-        matrix.put(name, how, cell(chain, "sft", tmp_path / name, name, how))
-    matrix.put("tensors.safetensors", OTHER, cell(chain, "ppo", tmp_path / "ppo", "tensors.safetensors", OTHER))
-    assert len(matrix.silent()) == 4 and all(what == f"{SILENT}, WRONG END" for what in matrix.damages())
+    for name, how in (("model.safetensors", "4 bytes flipped"), ("scheduler.pt", "missing"), ("rng_state.pth", OTHER)):
+        newest, before = chain.killed("sft", tmp_path / name)
+        damage(newest / name, how, before / name)
+        assert not reported(rlhf("sft", tmp_path / name)) and not chain.same_end("sft", tmp_path / name)
 
 
-def folder_cell(chain: Chain, stage: str, run: Path, how: str) -> str:
-    """The same of a damage to the whole checkpoint."""
-    newest = chain.killed(stage, run)
-    before = min((run / stage / "state").iterdir())
-    files = [newest / name for name in files_of(newest)]
+@pytest.mark.damage
+@pytest.mark.parametrize("how", ["missing", "empty", "half", OTHER])
+@pytest.mark.parametrize("stage", STAGES)
+def test_damages_to_a_whole_checkpoint(chain: Chain, tmp_path: Path, stage: str, how: str) -> None:
+    newest, before = chain.killed(stage, tmp_path / "run")
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
     if how in ("missing", OTHER):
         shutil.rmtree(newest)
     if how == OTHER:
         shutil.copytree(before, newest)
     for path in {"empty": files, "half": files[::2]}.get(how, []):
         path.unlink()
-    if how == "missing":  # no damage that could be told, the run was stopped earlier
-        result = rlhf(stage, run)
-        stopped = result.exit_code == 0 and "resumes at step 2 " in result.stderr and chain.ends_alike(stage, run)
-        return EARLIER if stopped else f"{SILENT}, WRONG END"
-    return chain.verdict(stage, run, newest, "", before=before)
-
-
-@pytest.mark.damage
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_file_of_a_checkpoint_and_every_damage(
-    chain: Chain, tmp_path: Path, stage: str, record_property: Any
-) -> None:
-    newest = chain.killed(stage, tmp_path / "undamaged")
-    assert chain.verdict(stage, tmp_path / "undamaged", newest, "", before=None) == f"{SILENT}, right"
-    matrix = Matrix(
-        f"rlhf {stage}: killed after step 4 of 6, its newest checkpoint damaged",
-        "found: M05 names the file, the checkpoint before is used, the end is byte for byte that of the straight run",
-    )
-    for name in files_of(newest):
-        for how in DAMAGES:
-            matrix.put(name, how, cell(chain, stage, tmp_path / how / name, name, how))
-            shutil.rmtree(tmp_path / how / name)
-    for how in ("missing", "empty", "half", OTHER):
-        matrix.put("the whole folder", how, folder_cell(chain, stage, tmp_path / how / "folder", how))
-    record_property(PROPERTY, matrix.as_json())
-    assert set(matrix.cells) >= {*STATE_FILES[stage]}
-    assert not matrix.silent()
-    assert set(matrix.damages()) == {FOUND, EARLIER}
-
-
-LOGS = {"sft": ["metrics.jsonl"], "reward": ["metrics.jsonl"], "ppo": ["metrics.jsonl", "samples.jsonl"]}
-LINES = {"a line removed": lambda lines: lines[1:], "last line cut": lambda lines: [*lines[:-1], lines[-1][:-9]]}
-REPORTED = "reported"
-
-
-def log_cell(chain: Chain, stage: str, run: Path, name: str, how: str) -> str:
-    """What a resumed run makes of a damage to its log, which has lines of steps after the checkpoint too."""
-    chain.killed(stage, run)
-    path = run / stage / name
-    if how in LINES:
-        path.write_bytes(b"".join(LINES[how](path.read_bytes().splitlines(keepends=True))))
+    if how == "missing":  # nothing shows the damage: it is a run that was stopped earlier
+        result = rlhf(stage, tmp_path / "run")
+        assert "resumes at step 2 " in result.stderr and chain.same_end(stage, tmp_path / "run")
     else:
-        harm(path, how, path)
-    result = rlhf(stage, run)
-    if result.exit_code:
-        return refusal(result)
-    if chain.ends_alike(stage, run):
-        return "made again"
-    whole, left = (untimed(folder / stage / name) for folder in (chain.folder, run))
-    if not chain.ends_alike(stage, run, logs=False) or left[-1] != whole[-1]:
-        return f"{SILENT}, WRONG END"
-    return REPORTED if any(name in line for line in reported_damage(result)) else f"{SILENT}, log only"
-
-
-def start_cell(chain: Chain, other: Chain, stage: str, run: Path, name: str, how: str) -> str:
-    """What a run makes of a damage to what it wrote at its very start."""
-    chain.killed(stage, run)
-    if not harm(run / stage / name, how, other.folder / stage / name):
-        return SAME
-    result = rlhf(stage, run)
-    if result.exit_code:
-        return refusal(result)
-    return "written again" if chain.ends_alike(stage, run) else f"{SILENT}, WRONG END"
-
-
-def both_cell(chain: Chain, stage: str, run: Path, how: str) -> str:
-    """What becomes of a run whose checkpoints are all damaged."""
-    newest = chain.killed(stage, run)
-    name = {"ppo": "tensors.safetensors"}.get(stage, "model.safetensors")
-    for state in (run / stage / "state").iterdir():
-        harm(state / name, how, chain.folder / stage / "state" / newest.name.replace("4", "6") / name)
-    return chain.verdict(stage, run, newest, name, before=None)
+        resumes(chain, stage, tmp_path / "run", newest, "", before)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_a_checkpoint(chain: Chain, tmp_path: Path, stage: str) -> None:
-    for name in LOGS[stage]:
-        assert log_cell(chain, stage, tmp_path / name, name, "a line removed") == REPORTED
-    assert start_cell(chain, chain, stage, tmp_path / "identity", "identity.json", "half") == "refused, C15"
-    assert both_cell(chain, stage, tmp_path / "both", "4 bytes flipped") == FOUND
-
-
-@pytest.mark.damage
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_a_checkpoint_and_every_damage(
-    chain: Chain, other_chain: Chain, tmp_path: Path, stage: str, record_property: Any
+@pytest.mark.parametrize("full", FULL)
+def test_if_both_checkpoints_are_damaged_the_run_starts_over(
+    chain: Chain, tmp_path: Path, stage: str, full: bool
 ) -> None:
-    matrix = Matrix(
-        f"rlhf {stage}: the rest of the same run, damaged",
-        "reported: M05 names the log, whose steps from the checkpoint on are made again, and the model is that of the "
-        "straight run; found: both checkpoints are named, the run starts over and ends in the same bytes",
-    )
-    for name in LOGS[stage]:
-        for how in (*ALONE, *LINES):
-            matrix.put(name, how, log_cell(chain, stage, tmp_path / how / name, name, how))
-    for name in ("identity.json", "config.yaml"):
-        for how in (*ALONE, OTHER_RUN):
-            matrix.put(name, how, start_cell(chain, other_chain, stage, tmp_path / how / name, name, how))
-    for how in DAMAGES:
-        matrix.put("both checkpoints", how, both_cell(chain, stage, tmp_path / how / "both", how))
-    record_property(PROPERTY, matrix.as_json())
-    assert not matrix.silent()
-    assert set(matrix.damages()) <= {REPORTED, FOUND, "made again", "written again", "refused, C15"}
-    assert matrix.cells["identity.json"][OTHER_RUN] == "refused, C15"
-    assert set(matrix.cells["both checkpoints"].values()) == {FOUND}
+    name = "tensors.safetensors" if stage == "ppo" else "model.safetensors"
+    for how in ALL if full else ["4 bytes flipped"]:
+        newest, before = chain.killed(stage, tmp_path / how)
+        other = chain.folder / stage / "state" / newest.name.replace("4", "6") / name
+        damage(before / name, how, other)
+        damage(newest / name, how, other)
+        resumes(chain, stage, tmp_path / how, newest, name, None)
+
+
+# The rest of an unfinished run
+
+LINES = {"a line removed": lambda lines: lines[1:], "last line cut": lambda lines: [*lines[:-1], lines[-1][:-9]]}
+
+
+@pytest.mark.parametrize(("stage", "name"), [*((stage, "metrics.jsonl") for stage in STAGES), ("ppo", "samples.jsonl")])
+@pytest.mark.parametrize("full", FULL)
+def test_a_damaged_log_is_reported_and_the_model_is_that_of_the_straight_run(
+    chain: Chain, tmp_path: Path, stage: str, name: str, full: bool
+) -> None:
+    """The log has lines of steps after the checkpoint, too. Those from the checkpoint on are written again."""
+    for how in (*LINES, *DAMAGES) if full else ["a line removed"]:
+        chain.killed(stage, run := tmp_path / how)
+        path = run / stage / name
+        if how in LINES:
+            path.write_bytes(b"".join(LINES[how](path.read_bytes().splitlines(keepends=True))))
+        else:
+            damage(path, how, path)
+        result = rlhf(stage, run)
+        assert result.exit_code == 0, result.stderr
+        if not chain.same_end(stage, run) or how == "a line removed":
+            assert reported(result, name) and chain.same_end(stage, run, logs=False), how
+            assert untimed(path)[-1] == untimed(chain.folder / stage / name)[-1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("full", FULL)
+def test_a_damaged_identity_or_config_is_refused_or_written_again(
+    chain: Chain, other_chain: Chain, tmp_path: Path, stage: str, full: bool
+) -> None:
+    cases = [(name, how) for name in ("identity.json", "config.yaml") for how in ALL] if full else []
+    for name, how in [*cases, ("identity.json", "half")]:
+        shutil.rmtree(run := tmp_path / "run", ignore_errors=True)
+        chain.killed(stage, run)
+        if damage(run / stage / name, how, other_chain.folder / stage / name):
+            result = rlhf(stage, run)
+            must_refuse = name == "identity.json" and how in ("half", OTHER)
+            again = not must_refuse and result.exit_code == 0 and chain.same_end(stage, run)
+            assert again or refused(result, "C15"), (name, how, result.stderr)
+
+
+# Finished stages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("full", FULL)
+def test_a_damaged_model_is_not_loaded_and_its_stage_is_not_called_finished(
+    chain: Chain, other_chain: Chain, tmp_path: Path, stage: str, full: bool
+) -> None:
+    """The next stage refuses it (M10). The stage itself refuses (M05), or writes the same bytes again."""
+    whole = chain.folder / stage
+    names = [path.relative_to(whole).as_posix() for part in ("model", "value") for path in (whole / part).rglob("*")]
+    names = [name for name in names if (not name.endswith(MODEL_CARDS) if full else name.endswith(".safetensors"))]
+    for name in [*names, "manifest.json"]:
+        for how in ALL if full else ["4 bytes flipped"]:
+            shutil.rmtree(run := tmp_path / "run", ignore_errors=True)
+            folder, reader = chain.finished(stage, run), READER[stage]
+            if not damage(folder / name, how, other_chain.folder / stage / name):
+                continue
+            text = (chain.folder / f"{reader}.yaml").read_text()
+            (run / f"{reader}.yaml").write_text(text.replace(f"{whole}\n", f"{folder}\n"))
+            assert name.startswith("value/") or refused(rlhf(reader, run), "M10"), (name, how)
+            result = rlhf(stage, run)
+            again = (name, how) == ("manifest.json", "missing")
+            ended = "finished already" not in result.stderr and result.exit_code == 0 and chain.same_end(stage, run)
+            assert ended if again else refused(result, "M05") or ended, (name, how, result.stderr)

@@ -1,11 +1,8 @@
 """SFT, reward and eval in two processes: the numbers of one process, checkpoints, signals, kills and resumes."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,24 +12,20 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from conftest import SIZES, World
+from group import HELPERS, TORCHRUN, child, command, stop_and_resume
 from ppo_folder import EVAL, lines, rlhf, write
-from run_cli import is_one_error
 from safetensors.torch import load_file
-from test_group_ppo import child, environment
 
 from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.cli import errors
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
-from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.stages import sft
 
 pytestmark = pytest.mark.distributed
 
-HELPERS = Path(__file__).parents[1] / "helpers"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # 96 rows, 8 in each optimizer step: with two processes each reads 4.
 QUICK = {"max_length": 64, "max_steps": 12, "learning_rate": 1e-3, "logging_steps": 3, "eval_steps": 6}
 NEW = {**SIZES, "attention_dropout": 0.1}
@@ -160,76 +153,17 @@ def test_accelerate_must_find_the_same_number_of_processes(world: World, tmp_pat
 # The command
 
 
-def stage(path: Path, *more: str) -> list[str]:
-    return [*RLHF_COMMAND, path.stem, "-c", str(path), "--nproc", "2", *more]
-
-
-def started(path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(stage(path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-
-
-def workers(launcher: subprocess.Popen[str]) -> list[int]:
-    """Return the process ids of the ranks."""
-    pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    ranks = {
-        word: int(pid)
-        for pid in pids
-        for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
-        if word.startswith("RANK=")
-    }
-    return [ranks["RANK=0"], ranks["RANK=1"]]
-
-
-def when(path: Path, step: int, process: subprocess.Popen[str]) -> None:
-    until, state = time.monotonic() + 120, path.with_suffix("") / f"state/checkpoint-{step}/state.json"
-    while not state.exists():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.01)
-
-
-def beside(two: dict[str, Path], world: World, name: str) -> Path:
-    """Write the YAML of a long case again, with the same relative paths."""
-    folder = two[name].parent
-    return config(world, folder.with_name(f"{folder.name}-again"), LONG[name], 2)
-
-
-def test_a_signal_to_one_process_stops_both_and_resume_equals_a_straight_run(
-    two: dict[str, Path], world: World
+@pytest.mark.parametrize(("name", "number"), [("long: sft", signal.SIGTERM), ("long: reward", signal.SIGKILL)])
+def test_a_signal_to_one_process_ends_both_and_resume_equals_a_straight_run(
+    two: dict[str, Path], world: World, name: str, number: int
 ) -> None:
-    """The run is resumed by plain torchrun."""
-    path = beside(two, world, "long: sft")
-    process = started(path)
-    when(path, 6, process)
-    os.kill(workers(process)[1], signal.SIGTERM)
-    _, output = process.communicate(timeout=60)
-    assert process.returncode == 143 and output.count("saved; the same command resumes") == 1, output
-    alone = rlhf("sft", "-c", path)
-    assert is_one_error(alone, "E04") and "was started with 2 processes and cannot resume with 1" in alone.stderr
-    again = child(*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path)
-    assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
-    assert "sft      2 processes\n" in again.stderr and "4 x 1 x 2 processes = 8 rows" in again.stderr
-    folder = path.with_suffix("")
-    assert differences(fingerprint(folder), fingerprint(two["long: sft"])) == []
-    assert json.loads((folder / "identity.json").read_text())["environment"]["processes"] == 2
-
-
-def test_after_a_kill_of_one_process_both_end_and_resume_equals_a_straight_run(
-    two: dict[str, Path], world: World
-) -> None:
-    path = beside(two, world, "long: reward")
-    process = started(path)
-    when(path, 6, process)
-    pids = workers(process)
-    began = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    _, output = process.communicate(timeout=60)
-    assert time.monotonic() - began < 60 and process.returncode == 1, output
-    assert "error[R14]: process 1 of 2 was killed by SIGKILL" in output, output
-    assert "Traceback" not in output and "error[R00]" not in output, output
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    again = child(*stage(path))
-    assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
-    assert differences(fingerprint(path.with_suffix("")), fingerprint(two["long: reward"])) == []
+    """SFT is resumed by plain torchrun."""
+    folder = two[name].parent  # the same relative paths
+    path = config(world, folder.with_name(f"{folder.name}-again"), LONG[name], 2)
+    torchrun = (*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path) if name == "long: sft" else ()
+    resumed = stop_and_resume(path, "checkpoint-6", number, 1, torchrun)
+    assert f"{path.stem:<9}2 processes\n" in resumed.stderr and "4 x 1 x 2 processes = 8 rows" in resumed.stderr
+    assert differences(fingerprint(path.with_suffix("")), fingerprint(two[name])) == []
 
 
 JUDGES = "seen = []\ndef short(prompts, responses):\n    assert not seen or len(responses) == 10\n    seen.append(1)\n"
@@ -239,7 +173,7 @@ JUDGES += "    return [-len(response) for response in responses]\n"
 def test_eval_in_two_processes_equals_one_process(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "judges.py").write_text(JUDGES)  # called once with all ten responses
     write(run_folder, "eval", evaluated())
-    result = child(*stage(run_folder / "eval.yaml"))
+    result = child(*command(run_folder / "eval.yaml"))
     assert result.returncode == 0, result.stderr
     shutil.copytree(run_folder / "eval", run_folder / "two")
     alone = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh")
@@ -282,7 +216,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def test_an_error_of_all_processes_is_printed_once(world: World, tmp_path: Path) -> None:
     path = config(world, tmp_path / "run", ("sft", {}, {"per_device_train_batch_size": 50}), 2)
-    result = child(*stage(path))
+    result = child(*command(path))
     assert result.returncode == 2 and result.stderr.count("error[") == 1, result.stderr
     assert "50 x gradient_accumulation_steps 1 x 2 processes = 100" in result.stderr
     assert "hint: set sft.per_device_train_batch_size to 48 at most" in result.stderr

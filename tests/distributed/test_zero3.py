@@ -1,6 +1,5 @@
 """configs/zero3.yaml: DeepSpeed's ZeRO-3 in SFT and reward training equals one process without it."""
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import pytest
 import torch
 import yaml
 from conftest import World
+from group import child, command, stop_and_resume
 from ppo_folder import lines
-from test_group_trl import child, config, stage, started, weights, when, workers
+from test_group_trl import config, weights
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import SINGLE_PROCESS
@@ -45,19 +45,13 @@ def test_sharded_training_equals_one_process_and_resumes_exactly(
     alone = config(world, tmp_path / "one", case, 1)
     group_trl_cases.run(alone, SINGLE_PROCESS)
     straight, stopped = (with_zero3(config(world, tmp_path / folder, case, 2)) for folder in ("straight", "stopped"))
-    result = child(*stage(straight))
+    result = child(*command(straight))
     assert result.returncode == 0, result.stderr
     one, two = alone.with_suffix(""), straight.with_suffix("")
     for line, expected in zip(logged(one), logged(two), strict=True):
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
     difference = (weights(one) - weights(two)).norm() / weights(one).norm()
     assert difference < 1e-5, difference
-    process = started(stopped)
-    when(stopped, 6, process)
-    os.kill(workers(process)[1], signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 143, stderr
-    restarted = child(*stage(stopped))
-    assert restarted.returncode == 0 and "resumes at step" in restarted.stderr, restarted.stderr
+    stop_and_resume(stopped, "checkpoint-6", signal.SIGTERM, 1)
     resumed = stopped.with_suffix("")
     assert torch.equal(weights(two), weights(resumed)) and logged(two) == logged(resumed)

@@ -1,6 +1,6 @@
 """Cases for tests/distributed/test_group_ppo.py: one process, and two of half the batch, train the same.
 
-`torchrun group_cases.py OUT` writes the results of rank 0 to OUT.0, and of rank 1 to OUT.1; `found(ProcessGroup())`
+`torchrun group_cases.py OUT` writes the results of rank 0 to OUT.0, and of rank 1 to OUT.1; `results(SINGLE_PROCESS)`
 returns those of one process.
 """
 
@@ -60,7 +60,7 @@ def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False,
     return ours
 
 
-def held(ours: PPOTrainer) -> float:
+def local_share(ours: PPOTrainer) -> float:
     """Share of the parameters of policy and value model in this process."""
     parameters = [*ours.policy.parameters(), *ours.value.parameters()]
     here = sum((w.to_local() if hasattr(w, "to_local") else w).numel() for w in parameters)
@@ -88,22 +88,21 @@ def trained(ours: PPOTrainer) -> dict[str, Any]:
         assert ours.experience is not None
         rollout = ours.experience.rollout
         rollouts.append([(rollout.prompt_tokens(row), rollout.response_tokens(row)) for row in range(len(rollout))])
-    after = {"policy": weights(ours.policy), "value": weights(ours.value), "held": held(ours)}
-    return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_stats}
+    return outcome(ours, stats, rollouts)
 
 
-def found(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
-    results = {}
+def results(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
+    found = {}
     for name, changes in CASES.items():
         changes = {**changes, **more}
-        results[f"{name}, {torch.float64}"] = trained(trainer(process_group, torch.float64, **changes))
+        found[f"{name}, {torch.float64}"] = trained(trainer(process_group, torch.float64, **changes))
         if name in ROUGHLY:
-            results[f"{name}, {torch.float32}"] = trained(trainer(process_group, torch.float32, **changes))
-    results["a head on the policy, torch.float64"] = trained(trainer(process_group, torch.float64, head=True, **more))
-    results["one row, torch.float64"] = small(process_group, **more)
+            found[f"{name}, {torch.float32}"] = trained(trainer(process_group, torch.float32, **changes))
+    found["a head on the policy, torch.float64"] = trained(trainer(process_group, torch.float64, head=True, **more))
+    found["one row, torch.float64"] = small(process_group, **more)
     for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):
-        results[f"error in the {name}"] = error(spoilt(trainer(process_group, torch.float32, **more)))
-    return results
+        found[f"error in the {name}"] = error(spoilt(trainer(process_group, torch.float32, **more)))
+    return found
 
 
 def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
@@ -113,8 +112,12 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
     rollout = ours.generate(tiny.prompts(1))
     experience = ours.make_experience(rollout)
     stats = ours.update(experience)
-    return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": weights(ours.policy),
-            "value": weights(ours.value), "kl_coef": ours.kl_coef, "moments": ours.score_stats}  # fmt: skip
+    return outcome(ours, [stats], [rollout.response_tokens(0)])
+
+
+def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
+    after = {"policy": weights(ours.policy), "value": weights(ours.value), "share": local_share(ours)}
+    return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_stats}
 
 
 def error(ours: PPOTrainer) -> dict[str, Any]:
@@ -168,4 +171,4 @@ def spoil_model(ours: PPOTrainer) -> PPOTrainer:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with open_process_group() as here:
-        torch.save(found(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))
+        torch.save(results(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))
