@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_library_page import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -87,8 +86,3 @@ def test_no_text_installs_the_project_from_an_index_that_does_not_have_it(tracke
     files = [ROOT / name for name in tracked if Path(name).suffix in TEXT_SUFFIXES]
     assert len(files) > 300
     assert [path for path in files if wrong.search(path.read_text(encoding="utf-8"))] == []
-
-
-def test_the_librarys_program_imports_nothing_twice() -> None:
-    imports = [line for line in PROGRAM.splitlines() if line.startswith(("import ", "from "))]
-    assert len(set(imports)) == len(imports)

@@ -144,13 +144,6 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
     assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
 
 
-def test_make_golden_records_trl_in_the_peers_environment(tmp_path: Path) -> None:
-    planned = make("-n", "golden", f"PEER={tmp_path}")
-    assert f"{tmp_path}/bin/python -m pip install -q -r benchmarks/speed/peer.txt" in planned
-    assert f"{tmp_path}/bin/python -m benchmarks.golden --out runs/golden --shared ../shared" in planned
-    assert "trl==1.12.0" in (ROOT / "benchmarks/speed/peer.txt").read_text()
-
-
 def test_make_demo_prints_only_the_output_of_rlhf(tmp_path: Path) -> None:
     """Recipes are not printed, only the output of rlhf, here a stand-in."""
     (tmp_path / "venv/bin").mkdir(parents=True)

@@ -1,7 +1,7 @@
 """The chain from a real pretrained model (stories260K) on real text (rt-polarity), through the real CLI.
 
 Slow. In `make test` the chain runs on a model of each family (test_recipes.py) and on sentences of this form
-(test_reviews.py), PPO on this model (test_library_page.py), and what a stage learns is held in test_stage_*.py.
+(test_reviews.py), PPO on this model (test_library.py), and what a stage learns in test_stage_*.py.
 """
 
 import json

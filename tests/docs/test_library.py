@@ -1,4 +1,4 @@
-"""docs/ppo.md, Use as a library: its program runs as it stands and learns; its three calls are there."""
+"""docs/ppo.md, Use as a library: its program learns; torch, transformers and pydantic are enough."""
 
 import re
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from without_packages import python
 
 from rlhf_cli import ppo
 
@@ -37,11 +38,25 @@ def test_the_three_calls_are_a_step() -> None:
 
 
 def test_every_part_is_exported() -> None:
-    documented = set(re.findall(r"^\| `(\w+)", PAGE, re.MULTILINE)) | {
-        "formulas",
-        "PPOSettings",
-        "Experience",
-        "Rollout",
-    }
-    documented |= {"FunctionReward"}
-    assert documented == set(ppo.__all__)
+    documented = set(re.findall(r"^\| `(\w+)", PAGE, re.MULTILINE))
+    assert documented | {"formulas", "PPOSettings", "Experience", "Rollout", "FunctionReward"} == set(ppo.__all__)
+    imports = [line for line in PROGRAM.splitlines() if line.startswith(("import ", "from "))]
+    assert len(set(imports)) == len(imports)
+
+
+def test_an_update_without_the_rest_of_the_house() -> None:
+    code = """
+import tiny
+from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas, Rollout
+trainer = tiny.trainer()
+stats = trainer.step(tiny.prompts())
+assert stats['objective/kl'] == 0.0 and formulas.approx_kl
+rollout = Rollout.from_lists([[5], [6, 7]], [[3, 2], [4]], [[1, 1], [1]], stop_token_id=2)
+experience = trainer.make_experience(rollout, scores=__import__('torch').ones(2))
+trainer.update(experience)
+"""
+    python(code, {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "tensorboard", "wandb", "trackio"})
+
+
+def test_the_settings_need_no_torch() -> None:
+    python("from rlhf_cli.ppo import PPOSettings; PPOSettings(total_episodes=8)", {"torch", "transformers", "numpy"})
