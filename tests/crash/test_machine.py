@@ -1,4 +1,4 @@
-"""E01, E03, E04 through the real CLI: what this machine cannot do is said before a training, or ends it in one line."""
+"""E01, E03, E04 through the real CLI: what this machine cannot do is reported before a training, or ends it."""
 
 import errno
 import json
@@ -71,11 +71,8 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
     needed = 12 * 3 * (model + scorer if stage == "ppo" else model)
     usage = shutil.disk_usage(three)._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    says = (
-        f"3 checkpoints of {system.format_bytes(needed / 3)} need at least {system.format_bytes(needed)}",
-        "are free",
-        "hint: free disk space",
-    )
+    size, total = system.format_bytes(needed / 3), system.format_bytes(needed)
+    says = (f"3 checkpoints of {size} need at least {total}", "are free", "hint: free disk space")
     assert refused(rlhf(stage), "E03", f"{stage}: ", *says)
     assert "error[E03]" in check(f"{stage}.yaml").stderr
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
@@ -129,20 +126,6 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
     assert "E03" not in check("sft.yaml").stderr
 
 
-@on_a_cpu
-def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PPO trains a policy and a value model, and reads a reference policy and one reward model."""
-    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
-    replace("ppo.yaml", "reward: scorer", "reward: scorer, value: scorer")
-    replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
-    needed = 16 * (model + scorer) + 4 * (model + scorer)
-    monkeypatch.setattr(system, "total_memory", lambda: needed - 1)
-    says = f"{model + scorer:,} trained and {model + scorer:,} frozen parameters"
-    assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
-    monkeypatch.setattr(system, "total_memory", lambda: needed)
-    assert "E03" not in check("ppo.yaml").stderr
-
-
 @pytest.mark.training
 def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rlhf("sft").exit_code == 0
@@ -193,13 +176,10 @@ def test_e09_what_bits_need_is_an_extra(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     if stage == "ppo":
         foreign_scorer(folder)
-    expected = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
+    name, hint = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
     for result in (check(f"{stage}.yaml", f"{key}={value}"), rlhf(stage, "-s", f"{key}={value}")):
-        assert result.exit_code == 2 and "error[E09]: " in result.stderr, result.output
-        assert (
-            f"{expected[0]} needs bitsandbytes, which is not installed" in result.stderr
-            and expected[1] in result.stderr
-        )
+        assert result.exit_code == 2 and "error[E09]: " in result.stderr and hint in result.stderr, result.output
+        assert f"{name} needs bitsandbytes, which is not installed" in result.stderr
     assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
 
 
@@ -239,10 +219,6 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
     resumed = rlhf(stage, "-s", sets)
     assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
-    model = load_file("model/model.safetensors")
-    body = sum(tensor.numel() for name, tensor in model.items() if not name.startswith("lm_head."))
-    needed = 16 * body if stage != "ppo" else (16 + 16 + 4 + 4) * body
-    assert f"memory: {system.format_bytes(needed)} of " in resumed.stderr
 
 
 WORDS = [

@@ -23,7 +23,6 @@ Tests without a file are below, under the number of their clause.
 4   YAML is plain values of a bounded size; a bad one is refused in under a second
      -> test_config_files.py::test_a_bad_file_is_refused_in_under_a_second
      -> test_security.py::test_a_file_of_the_largest_size_takes_under_a_second
-     -> test_security.py::test_a_config_sets_no_variable_of_the_environment
 5   (HTML: there is no page yet)
 6   texts of models and users do nothing to a terminal, nor to one that shows a log
      -> test_terminal.py::test_no_way_out_lets_control_characters_through
@@ -56,7 +55,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from bad_configs import HEAD, messages
+from bad_configs import messages
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf
 from fake_config import FakeConfig, make_stage
 from typer.testing import CliRunner
@@ -122,9 +121,7 @@ def test_m08_code_in_a_models_folder_is_never_run(folder: Path, stage: str, mode
     result = rlhf(stage)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert result.exit_code == 2 and "Traceback" not in result.stderr, result.stderr
-    assert lines and all(line.startswith("error[M08]") and f"{model} needs Python code" in line for line in lines), (
-        lines
-    )
+    assert lines and all(line.startswith("error[M08]") and f"{model} needs Python code" in line for line in lines)
     assert "hint: read that code, then add --trust-remote-code" in result.stderr
     assert not mark.exists() and not (folder / stage / "manifest.json").exists()
 
@@ -232,13 +229,6 @@ def test_a_file_of_the_largest_size_takes_under_a_second(
     messages("sft", (unit * 250_000)[:250_000])
     messages("sft", "a: |\n" + (" " + unit * 250_000)[:249_990])
     assert time.process_time() - begin < 2  # of two files
-
-
-def test_a_config_sets_no_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's own YAML has an `env:` block."""
-    monkeypatch.chdir(tmp_path)
-    [message] = messages("sft", HEAD["sft"] + "env: {PLANTED: 1}\n")
-    assert message.startswith("error[C01]: sft.yaml:3: unknown key env") and "PLANTED" not in os.environ
 
 
 # 6. Terminals and logs
@@ -431,12 +421,3 @@ def test_a_chat_template_cannot_reach_python(folder: Path, template: str) -> Non
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": turns}] * 8)
     assert refused(rlhf("sft"), "D06", "", "the chat template rejects") and not Path("ran").exists()
-
-
-# 10. The hub
-
-
-def test_the_hub_is_off_in_tests() -> None:
-    import huggingface_hub
-
-    assert huggingface_hub.constants.HF_HUB_OFFLINE or os.environ["HF_HUB_OFFLINE"] == "0", "unless asked for"
