@@ -1,8 +1,6 @@
 """Kill tests: the short form of `make chaos`, and tests of its harness."""
 
-import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,24 +8,19 @@ from pathlib import Path
 import pytest
 from chaos.__main__ import report
 from chaos.fingerprint import differences, fingerprint
-from chaos.kills import Kill, Outcome, writing
+from chaos.kills import Kill, Outcome
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 ENVIRONMENT = {"PYTHONPATH": f"{HELPERS}:{HELPERS.parents[1]}", "HF_HUB_OFFLINE": "1", "CHAOS_STEPS": "12"}
-
-
-def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "ignore", *map(str, arguments)]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=1200, check=False)
 
 
 @pytest.mark.training
 @pytest.mark.parametrize("chains", [0, pytest.param(1, marks=pytest.mark.slow)])  # `rlhf run` starts new processes
 def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(tmp_path: Path, chains: int) -> None:
     """3 kills a stage, one fail point in 128, some troubles, and the planted faults, which must be found."""
-    short = ("--kills", 3, "--every", 128, "--troubles", 3, "--chains", chains)
-    done = python("-m", "chaos", *short, "--jobs", 2, "--out", tmp_path / "runs")
+    command = [sys.executable, "-W", "ignore", "-m", "chaos", "--jobs", "2", "--out", str(tmp_path / "runs")]
+    command += ["--kills", "3", "--every", "128", "--troubles", "3", "--chains", str(chains)]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
 
 
@@ -68,51 +61,3 @@ def test_a_fingerprint_ignores_times_only(tmp_path: Path) -> None:
     log('{"step": 1, "loss": 2.0}\n')
     (tmp_path / ".tmp-x").mkdir()
     assert differences(plain, fingerprint(tmp_path)) == [".tmp-x"]
-
-
-def test_unfinished_writes_are_known_by_their_traces(tmp_path: Path) -> None:
-    assert writing(tmp_path) == set()
-    checkpoint = tmp_path / "state/checkpoint-3"
-    for folder in (checkpoint, tmp_path / "model", tmp_path / "state/.trash-checkpoint-1-77"):
-        folder.mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    names = {"checkpoint-3", "metrics.jsonl", "model", ".trash-checkpoint-1-77"}
-    assert {name for name, _ in writing(tmp_path)} == names
-    (checkpoint / "state.json").touch()
-    (tmp_path / "manifest.json").touch()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert {name for name, _ in writing(tmp_path)} == {".trash-checkpoint-1-77"}
-
-
-WRITE = """
-import os, sys
-from pathlib import Path
-from chaos import faults
-folder, *points = sys.argv[1:]
-for number, point in enumerate(points):
-    here = Path(folder) / str(number)
-    here.mkdir()
-    if os.fork() == 0:
-        calls = faults.install(here, faults.Point(*point.split("|")))
-        try:
-            (here / "a1.txt").write_text("whole")
-            os.rename(here / "a1.txt", here / "b")
-        except OSError as error:
-            os._exit(error.errno)
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-def test_a_fail_point_is_hit_at_its_line(tmp_path: Path) -> None:
-    left = {
-        "write a#.txt|before": {"a1.txt": ""},
-        "write a#.txt|half": {"a1.txt": "wh"},
-        "write a#.txt|after": {"a1.txt": "whole"},
-        "rename b|after": {"b": "whole"},
-        "write a#.txt|full": {"a1.txt": ""},
-    }
-    done = python("-c", "import torch, transformers" + WRITE, tmp_path, *left)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * 4 + [str(errno.ENOSPC)]
-    for number, files in enumerate(left.values()):
-        assert {path.name: path.read_text() for path in (tmp_path / str(number)).iterdir()} == files

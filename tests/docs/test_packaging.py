@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from importlib import metadata
@@ -55,25 +54,13 @@ def test_the_wheel_holds_every_file_of_the_package_and_each_config_once(wheel: P
     assert any(name.startswith("rlhf_cli/configs/demo/") for name in names)
 
 
-def test_the_installed_command_runs_from_the_wheel_and_lists_every_preset(site: Path, tmp_path: Path) -> None:
-    assert "Inspect:" in installed(site, tmp_path, "--help")
+def test_the_installed_command_runs_from_the_wheel_with_every_preset(site: Path, tmp_path: Path) -> None:
     listed = [line.split()[0] for line in installed(site, tmp_path, "init", "--list").splitlines()[1:]]
     assert sorted(listed) == PRESETS
-    command = [sys.executable, "-c", "import rlhf_cli; print(rlhf_cli.__file__)"]
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    imported = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert imported.stdout.strip() == str(site / "rlhf_cli/__init__.py")
-
-
-@pytest.mark.training
-@pytest.mark.parametrize("preset", ["ci", pytest.param("demo", marks=pytest.mark.slow)])  # which trains a base model
-def test_presets_work_from_the_wheel(site: Path, tmp_path: Path, preset: str) -> None:
-    installed(site, tmp_path, "init", preset, "run")
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"sft.yaml", "reward.yaml", "ppo.yaml", "eval.yaml"} <= names
+    assert "Inspect:" in installed(site, tmp_path, "--help")
+    installed(site, tmp_path, "init", "ci", "run")
     planned = installed(site, tmp_path, "run", "run", "--dry-run").splitlines()
     assert [line.split()[0] for line in planned] == ["sft", "reward", "ppo", "eval"]
-    assert planned[0].split()[1] == "new"
 
 
 def test_every_dependency_is_pinned_inside_its_range() -> None:
@@ -142,16 +129,3 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
     assert f"rlhf ppo --config {run}/ppo.yaml" in planned
     assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
     assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
-
-
-def test_make_demo_prints_only_the_output_of_rlhf(tmp_path: Path) -> None:
-    """Recipes are not printed, only the output of rlhf, here a stand-in."""
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/.installed").touch()
-    (tmp_path / "venv/bin/rlhf").write_text('#!/bin/sh\necho "rlhf $*"\n')
-    (tmp_path / "venv/bin/rlhf").chmod(0o755)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    os.utime(tmp_path / "venv/.installed", (time.time() + 60,) * 2)
-    commands = make("-C", str(tmp_path), "demo", "VENV=venv").splitlines()
-    assert commands == ["rlhf init demo runs/demo", "rlhf run runs/demo/base", "rlhf run runs/demo"]
