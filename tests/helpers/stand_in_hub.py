@@ -126,8 +126,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_file(repo, names[1])
         elif action == "paths-info":
             body = self.body.decode()
-            wanted = json.loads(body)["paths"] if body.startswith("{") else [unquote(p[6:]) for p in body.split("&")]
-            self.send_json([entry for entry in _entries(files) if entry["path"] in wanted])
+            expected = json.loads(body)["paths"] if body.startswith("{") else [unquote(p[6:]) for p in body.split("&")]
+            self.send_json([entry for entry in _entries(files) if entry["path"] in expected])
         elif action == "tree":
             folder = "".join(f"{each}/" for each in names[1:])
             below = [entry for entry in _entries(files) if entry["path"].startswith(folder)]
