@@ -361,15 +361,11 @@ def show_summary(
     """
     if "eval" in configs:
         _show_next_commands(folder, configs, met=met)
-    stages: dict[str, list[str]] = {}
     for stage, config in configs.items():
-        if texts := _unsaved_overrides(config, overrides[stage]):
-            stages.setdefault(" ".join(f"-s {shell_word(text)}" for text in texts), []).append(stage)
-    for options, names in stages.items():
-        files = ", ".join(shown(configs[name].file) for name in names)
-        negation, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
-        text = f"made with {options}, which {files} {negation} have: write it there to keep it, or a plain "
-        terminal.out(f"{text}`rlhf run {shell_path(folder)}` makes {again} again")
+        if _is_changed_by(overrides[stage], config):
+            options = " ".join(f"-s {shell_word(text)}" for text in overrides[stage])
+            text = f"{stage} used {options}: add it to {shown(config.file)}, or a plain "
+            terminal.out(f"{text}`rlhf run {shell_path(folder)}` runs {stage} again")
 
 
 def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: bool) -> None:
@@ -387,14 +383,9 @@ def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: boo
         terminal.out(f"next: {'; '.join(commands)}")
 
 
-def _unsaved_overrides(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that change a value of the stage's file, if the stage is out of date without them."""
-    if not overrides:
-        return []
+def _is_changed_by(overrides: Sequence[str], config: Config) -> bool:
+    """Return True if overrides change the result of a stage whose file is valid without them."""
     try:
-        plain = load(config.stage, config.file)
-        if runs.quick_stage_status(plain).state == "finished":
-            return []
-        return [text for text in overrides if load(config.stage, config.file, [text]).dump() != plain.dump()]
-    except RLHFError:  # the config is invalid without them; `rlhf run` will report why
-        return []
+        return bool(overrides) and load(config.stage, config.file).identity() != config.identity()
+    except RLHFError:  # `rlhf run` will report why
+        return False

@@ -152,7 +152,7 @@ def test_json_has_all_keys_always(run: Path) -> None:
         assert list(stage) == keys.split()
     assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
     assert states(run) == ["new"] * 4 and new["stages"]["sft"]["changed"] is None
-    assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo and eval\n")
+    assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo, eval\n")
 
 
 def changed_key(run: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_reasons_of_unfinished_stages_are_below_the_table(run: Path) -> None
     lines = rlhf("status", run).splitlines()
     assert "reward   reward.learning_rate 1e-05 -> 2e-05" in lines
     why = "(stale: reward.learning_rate 1e-05 -> 2e-05)"
-    assert lines[-1] == f"next: rlhf run run runs reward {why}, and ppo and eval if that changes what they start from"
+    assert lines[-1] == f"next: rlhf run run runs reward {why}, then ppo, eval if their inputs change"
     assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
 
 

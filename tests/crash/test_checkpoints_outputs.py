@@ -45,9 +45,9 @@ def test_differences_read_like_a_changelog() -> None:
 
 def test_a_key_that_a_newer_version_brought_is_no_difference_at_its_default() -> None:
     old, new = {"config": {"ppo": {}}}, {"config": {"ppo": {"new": 0.5}}}
-    assert runs.identity_difference(old, new, {"ppo.new": 0.5}.get) == []
-    assert runs.identity_difference(old, new, {"ppo.new": 0.4}.get) == ["ppo.new: new key 0.5"]
-    assert runs.identity_difference(new, old, {"ppo.new": 0.5}.get) == ["ppo.new: no longer set (was 0.5)"]
+    assert runs.identity_difference(old, new, {"ppo.new": 0.5}) == []
+    assert runs.identity_difference(old, new, {"ppo.new": 0.4}) == ["ppo.new: new key 0.5"]
+    assert runs.identity_difference(new, old, {"ppo.new": 0.5}) == ["ppo.new: no longer set (was 0.5)"]
 
 
 def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:

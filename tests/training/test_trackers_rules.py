@@ -14,8 +14,7 @@ from stand_in_wandb import stand_in
 from rlhf_cli import tracking
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
-from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import MetricsLog, Trackers
 from rlhf_cli.tracking.trackers import TrackerRun, Trackio
 
 ROOT = Path(__file__).parents[2]
@@ -177,9 +176,9 @@ import sys
 from pathlib import Path
 from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import Trackers, metrics_log
+from rlhf_cli.tracking import MetricsLog, Trackers
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
-    metrics_log.MetricsLog(Path("metrics.jsonl"), None, trackers)
+    MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
 """
 
@@ -199,8 +198,7 @@ ONLINE = """
 import sys
 from pathlib import Path
 from rlhf_cli.config import load
-from rlhf_cli.tracking.metrics_log import MetricsLog
-from rlhf_cli.tracking import Trackers, metrics_log
+from rlhf_cli.tracking import MetricsLog, Trackers
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)

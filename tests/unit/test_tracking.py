@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.tracking.metrics_log import Log, MetricsLog, read_log
+from rlhf_cli.tracking import Log, MetricsLog, read_log
 
 
 def lines(path: Path) -> list[dict]:
