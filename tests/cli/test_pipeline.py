@@ -124,17 +124,6 @@ def test_all_stages_are_checked_once_before_the_first_of_several_runs(
     assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
 
 
-def test_a_run_that_skips_all_stages_prints_the_evaluation_and_imports_no_torch(
-    run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run()
-    script = "import sys; from rlhf_cli.cli import app\ntry: app(['run', '.'])\nfinally: print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stderr == ""
-    assert "win rate" in result.stdout and "report: eval/report.json" in result.stdout
-    assert result.stdout.splitlines()[-1] == "False"
-
-
 def other_dates() -> None:
     for path in Path().rglob("*"):
         os.utime(path, (1, 1))
@@ -274,16 +263,6 @@ def test_all_config_errors_of_all_files_are_reported_at_once(run: Callable) -> N
     change("sft", "weight_decay", "weight_decai")
     change("ppo", "kl_coef", "kl_coeff")
     assert [problem.where for problem in refused(run).problems] == ["sft.yaml:3", "ppo.yaml:2"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("empty", "holds none of"), ("emptx", "did you mean empty?"), ("sft.yaml", "rlhf sft --config")]
-)
-def test_a_folder_without_configs_is_refused(folder: Path, name: str, text: str) -> None:
-    Path("empty").mkdir()
-    with pytest.raises(RLHFError, match="C09") as caught:
-        pipeline.run(Path(name), (), StageFilter(), Options())
-    assert text in str(caught.value)
 
 
 # Overrides

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Listener:
-    """Notes what it is told; of an earlier start it holds the steps up to `held`."""
+    """A tracker that records its calls; `held` is the last step that an earlier start logged."""
 
     place, held = "here", -1
     calls: list[tuple[str, int]]
@@ -47,7 +47,7 @@ class Listener:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Of a run whose one tracker only listens."""
+    """A config whose only tracker is a Listener."""
     monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
     monkeypatch.setattr(Listener, "held", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
@@ -93,7 +93,7 @@ def test_a_tracker_gets_only_what_it_lacks(
 
 
 def test_a_line_of_an_interrupted_step_is_sent(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in an evaluation: the step's own line was told, the evaluation's was not."""
+    """Killed in an evaluation: the step's own line was sent, the evaluation's was not."""
     path, mark = began(config)
     monkeypatch.setattr(Listener, "held", 4)
     log = MetricsLog(path, mark, tracked := Trackers(config))
@@ -111,7 +111,7 @@ def test_a_failed_run_is_marked_as_failed(config: Config) -> None:
         assert Listener.calls == [("closed", code)]
 
 
-def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_main_process_logs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     Listener.calls = []
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -121,7 +121,7 @@ def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch:
     assert Listener.calls == []
 
 
-def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_has_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a-secret-of-the-environment")
     row = {"response": "it is a-secret-of-the-environment", "scores": {"a": 1.5}, "ended": True, "tokens": [1, 2]}
     with Trackers(config) as tracked:
@@ -133,7 +133,7 @@ def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatc
 
 
 @pytest.mark.parametrize("moment", ["__init__", "metrics", "table", "histograms", "close"])
-def test_r16_a_tracker_that_fails_is_left_alone(
+def test_r16_a_tracker_that_fails_is_closed(
     config: Config, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*arguments: Any) -> None:
@@ -251,12 +251,12 @@ def test_r16_a_server_that_goes_away(tmp_path: Path) -> None:
     assert out == "False\n" and err.startswith("warning[R16]: wandb: CommError: ") and len(err.splitlines()) == 2
 
 
-def test_without_a_key_wandb_neither_asks_nor_waits(tmp_path: Path) -> None:
+def test_without_a_key_wandb_fails_at_once(tmp_path: Path) -> None:
     out, err = online(tmp_path, "http://127.0.0.1:9").communicate("\n", timeout=60)
     assert out == "False\n" and err.startswith("warning[R16]: wandb: RuntimeError: there is no API key: ")
 
 
-def test_what_trackio_only_warns_of_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_of_trackio_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # where nobody listens
@@ -265,7 +265,7 @@ def test_what_trackio_only_warns_of_is_a_failure(tmp_path: Path, monkeypatch: py
         Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
 
 
-def test_the_names_of_a_project_are_taken_once(tmp_path: Path) -> None:
+def test_a_name_is_used_once_per_project(tmp_path: Path) -> None:
     places = []
     for folder in ("a", "b", "a"):
         (tmp_path / folder).mkdir(exist_ok=True)
