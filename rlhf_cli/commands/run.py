@@ -111,7 +111,6 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
 
 
 def _show_finished_evaluation(config: EvalConfig) -> None:
-    """Print and check an up-to-date evaluation as the stage does."""
     if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
         report.write_beside(config.folder)
     render.print_report(config.folder)
@@ -270,21 +269,18 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
     """Return the command line that runs one stage in a child process."""
     processes = ["--nproc", options.nproc] if options.nproc else []
-    command = [*RLHF_COMMAND, config.stage, "--config", str(config.file), *_set(overrides), *processes]
-    return command + ["--fresh"] * fresh + _flags(options)
+    words = [config.stage, "--config", str(config.file), *processes, *["--fresh"] * fresh]
+    return [*RLHF_COMMAND, *words, *_options(overrides, options)]
 
 
 def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
     """Return the command line that checks all stages of a folder before the first one trains."""
-    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_set(overrides), *_flags(options)]
+    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_options(overrides, options)]
 
 
-def _set(overrides: Sequence[str]) -> list[str]:
-    return [word for text in overrides for word in ("--set", text)]
-
-
-def _flags(options: Options) -> list[str]:
-    return ["--trust-remote-code"] * options.trust_remote_code + ["--debug"] * options.debug
+def _options(overrides: Sequence[str], options: Options) -> list[str]:
+    flags = ["--trust-remote-code"] * options.trust_remote_code + ["--debug"] * options.debug
+    return [word for text in overrides for word in ("--set", text)] + flags
 
 
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:

@@ -77,7 +77,6 @@ def stage_rows(run: RunInfo) -> list[list[str]]:
 
 
 def _run_row(run: RunInfo) -> list[str]:
-    """Return the table row of a run in `rlhf ls`."""
     stages = [
         name if stage.state == "finished" else f"{name} ({_state_text(stage)})"
         for name, stage in run.all_stages.items()

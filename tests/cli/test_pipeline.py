@@ -427,7 +427,7 @@ def test_a_child_gets_the_options_of_the_command_line(folder: Path) -> None:
     options = Options(trust_remote_code=True, debug=True)
     command = pipeline.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
     assert command[4:] == [
-        *("sft", "--config", str(folder / "sft.yaml"), "--set", "seed=3", "--set", "*.output.keep=4"),
-        *("--fresh", "--trust-remote-code", "--debug"),
+        *("sft", "--config", str(folder / "sft.yaml"), "--fresh"),
+        *("--set", "seed=3", "--set", "*.output.keep=4", "--trust-remote-code", "--debug"),
     ]
     assert pipeline.child_command(loaded, [], Options(), fresh=False)[4:] == command[4:7]

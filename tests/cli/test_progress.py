@@ -158,7 +158,7 @@ def test_the_bar_shows_inner_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         for token in track_progress("rollout: token", range(53)):
             if token == 31:
                 assert bar._bar
-                bar._bar._live.refresh()
+                bar._bar.refresh()
                 assert "rollout: token 31/53" in screen.getvalue()
         bar.advance()
     last = screen.getvalue().rpartition("1/2")[2]
