@@ -242,6 +242,9 @@ def _refuse_adapter(folder: Path, key: str) -> None:
     text = f"{key}: {shown(folder)} holds an adapter, not a full model"
     if not isinstance(base, str) or not base:
         raise RLHFError("M04", f"{text}, and does not name its base", hint="name a full model")
+    if not (is_available_locally(base) or is_available_locally(str(folder / base))):
+        text += f", and its base {base} is neither a folder nor a cached hub id"
+        raise RLHFError("M04", text, hint=f"fetch the base (hf download {shell_word(base)}), then merge the two")
     adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
     merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
     hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
