@@ -226,8 +226,8 @@ def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFi
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
     if stage_filter.only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    wanted = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
-    selected = {stage: path for stage, path in files.items() if stage in wanted}
+    names = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
+    selected = {stage: path for stage, path in files.items() if stage in names}
     if excluded := [stage for stage in stage_filter.force if stage not in selected]:
         text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
         raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")

@@ -112,8 +112,8 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def stage_status(config: Config, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
-    """Compare RUN/<stage> with the `wanted` identity. Reads only.
+def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+    """Compare RUN/<stage> with the `expected` identity. Reads only.
 
     A finished stage's files are checked by size, and by hash too if `content` is set.
     Raises RLHFError E08 for files that cannot be read now.
@@ -125,9 +125,9 @@ def stage_status(config: Config, wanted: Mapping[str, Any], *, content: bool = F
     recorded = read_identity(folder)
     if recorded is None:
         return StageStatus("stale", ("its files belong to no known run (identity.json is missing or damaged)",))
-    config_keys = {key: key_at(type(config), key.split(".")) for key in _settings(wanted)}
+    config_keys = {key: key_at(type(config), key.split(".")) for key in _settings(expected)}
     defaults = {key: config_key.default(_MISSING) for key, config_key in config_keys.items() if config_key}
-    if reasons := identity_difference(recorded, wanted, defaults):
+    if reasons := identity_difference(recorded, expected, defaults):
         # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
         return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
     if not path_exists(folder / "manifest.json"):
@@ -183,9 +183,9 @@ def _weights(parent: Parent) -> list[Path]:
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
-def require_current(config: Config, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+def require_current(config: Config, expected: Mapping[str, Any], *, content: bool = False) -> StageStatus:
     """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
-    status = stage_status(config, wanted, content=content)
+    status = stage_status(config, expected, content=content)
     folder, reasons = config.folder, status.reasons
     if status.state == "stale":
         more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""

@@ -118,7 +118,7 @@ def test_all_stages_are_checked_once_before_the_first_of_several_runs(
     assert calls == ["check", "check", *CONFIGS]
     run()  # nothing to do
     (folder / "held-out.jsonl").write_text("{} \n")
-    run()  # the last stage alone checks itself
+    run()  # the last stage checks itself
     assert calls == ["check", "check", *CONFIGS, "eval"]
     command = pipeline.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
     assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
@@ -403,7 +403,7 @@ def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, numb
     assert not (folder / "reward").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not told that its parent was killed")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not signalled when its parent is killed")
 def test_a_child_whose_parent_is_killed_stops(folder: Path) -> None:
     parent = start_and_wait(folder)
     parent.kill()

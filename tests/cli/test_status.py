@@ -229,7 +229,7 @@ def test_a_running_stage_has_its_process_and_the_time_left(run: Path, writer: su
     assert (ppo["step"], ppo["steps"]) == (6, 8)
     assert ppo["left_s"] == pytest.approx((8 - 6) * (60 - 5) / 5)
     assert ppo["headline_from"] == "metrics.jsonl" and ppo["headline"]["objective/scores"] == 0.5
-    assert found["stages"]["eval"]["state"] == "stale"  # it judged the one before
+    assert found["stages"]["eval"]["state"] == "stale"  # it evaluated the previous policy
     assert found["next"]["action"] == "wait"
     lines = rlhf("status", run).splitlines()
     assert any(
@@ -370,10 +370,10 @@ def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: p
     monkeypatch.setattr(stage_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
     monkeypatch.setattr(stage_status, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
-        os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # begun after this copy was made
+        os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # started after this copy was made
     assert states(run) == ["finished"] * 4
     assert [stage["unread"] for stage in status_of(run)["stages"].values()] == [[]] * 4
-    for name in ("base", "held-out.jsonl"):  # a file of the model is gone, say; the data were written anew
+    for name in ("base", "held-out.jsonl"):  # as after deleting a model file and rewriting the data
         os.utime(run / name, (time.time() + 10,) * 2)
     found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4

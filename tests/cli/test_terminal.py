@@ -140,7 +140,7 @@ def test_a_closed_reader_is_noticed() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work goes on, as where the reader is gone; that stdout is cut off is remembered."""
+    """The run continues, as without a reader; a truncated stdout is recorded."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, name, full)
         for _ in range(3):

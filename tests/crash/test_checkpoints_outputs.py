@@ -99,8 +99,8 @@ def test_a_start_that_failed_early_is_not_a_run(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
     identity = runs.compute_identity(config, {}, {})
     bad, good = ({**identity, "data": {"data.train": sha}} for sha in ("bad", "good"))
-    for wanted in (bad, good):
-        assert runs.start_stage(config, wanted, {}, fresh=False) == "new"
+    for identity in (bad, good):
+        assert runs.start_stage(config, identity, {}, fresh=False) == "new"
         runs.release()
     (config.folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RLHFError, match="other content"):
@@ -149,14 +149,14 @@ def test_the_manifest_records_all_origins(tmp_path: Path) -> None:
     data.write_text("{}\n")
     config = FakeConfig(tmp_path / "run", seed=7)
     parents = {"model.path": open_parent(tmp_path / "base")}
-    wanted = runs.compute_identity(config, parents, {"data.train": DataSource.of(data)})
-    runs.start_stage(config, wanted, {}, fresh=False)
+    identity = runs.compute_identity(config, parents, {"data.train": DataSource.of(data)})
+    runs.start_stage(config, identity, {}, fresh=False)
     write_model(config.folder / "model")
     for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):
         (config.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (config.folder / name).write_text(name)
     fields = {"metrics": {"loss": 1.0}, "git": "abc", "template_sha256": None}
-    runs.complete_stage(config, wanted, parents=parents, fields=fields)
+    runs.complete_stage(config, identity, parents=parents, fields=fields)
     manifest = json.loads((config.folder / "manifest.json").read_text())
     sha256 = parents["model.path"].sha256
     assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}

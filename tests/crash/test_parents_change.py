@@ -79,12 +79,12 @@ def test_other_dates_and_a_deleted_folder_are_no_change(parent: tuple[Path, Path
 def test_m14_nothing_is_finished_on_a_parent_that_changed(tmp_path: Path) -> None:
     write_model(tmp_path / "base")
     parents, config = opened(tmp_path / "base"), FakeConfig(tmp_path / "run")
-    wanted = runs.compute_identity(config, parents, {})
-    runs.start_stage(config, wanted, parents, fresh=False)
+    identity = runs.compute_identity(config, parents, {})
+    runs.start_stage(config, identity, parents, fresh=False)
     write_model(config.folder / "model")
     swap(tmp_path / "base" / WEIGHTS)
     with pytest.raises(RLHFError, match="M14"):
-        runs.complete_stage(config, wanted, parents=parents, fields={})
+        runs.complete_stage(config, identity, parents=parents, fields={})
     assert not (config.folder / "manifest.json").exists()
 
 
@@ -133,31 +133,31 @@ def refused(result: Any, key: str) -> None:
 
 def test_a_folder_that_is_read_is_not_moved(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
-    wanted = runs.compute_identity(FakeConfig(tmp_path), {}, {})
+    identity = runs.compute_identity(FakeConfig(tmp_path), {}, {})
     reward = FakeConfig(tmp_path, "reward")
     with other_process("lock_folder_shared", folder) as other:
         # Two readers do not know of one another.
-        assert runs.start_stage(reward, wanted, opened(folder), fresh=False) == "new"
+        assert runs.start_stage(reward, identity, opened(folder), fresh=False) == "new"
         locks.release_shared()
-        assert runs.start_stage(FakeConfig(tmp_path), wanted, {}, fresh=False) == "finished"
+        assert runs.start_stage(FakeConfig(tmp_path), identity, {}, fresh=False) == "finished"
         with pytest.raises(RLHFError, match=r"C15.*another process is reading .*sft"):
-            runs.start_stage(FakeConfig(tmp_path), wanted, {}, fresh=True)
+            runs.start_stage(FakeConfig(tmp_path), identity, {}, fresh=True)
         other.kill()
-    assert runs.start_stage(FakeConfig(tmp_path), wanted, {}, fresh=True) == "new"
+    assert runs.start_stage(FakeConfig(tmp_path), identity, {}, fresh=True) == "new"
     assert (tmp_path / ".old/sft-1").is_dir()
 
 
 def test_a_folder_that_is_written_is_not_read(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     parents, reward = opened(folder), FakeConfig(tmp_path, "reward")
-    wanted = runs.compute_identity(reward, parents, {})
+    identity = runs.compute_identity(reward, parents, {})
     with other_process("lock_folder", folder) as other:
         with pytest.raises(RLHFError, match=rf"C15.*another process is writing .*sft: process {other.pid}"):
-            runs.start_stage(reward, wanted, parents, fresh=False)
+            runs.start_stage(reward, identity, parents, fresh=False)
         other.kill()
-    assert runs.start_stage(reward, wanted, parents, fresh=False) == "new"
+    assert runs.start_stage(reward, identity, parents, fresh=False) == "new"
     write_model(reward.folder / "model")
-    runs.complete_stage(reward, wanted, parents=parents, fields={})
+    runs.complete_stage(reward, identity, parents=parents, fields={})
     assert not locks._shared  # a stage that is finished keeps nothing
 
 
@@ -165,9 +165,9 @@ def test_a_read_only_folder_is_read_without_a_lock(tmp_path: Path) -> None:
     folder = make_stage(tmp_path / "theirs", "sft")
     lock_path(folder).unlink()
     parents, reward = opened(folder), FakeConfig(tmp_path / "mine", "reward")
-    wanted = runs.compute_identity(reward, parents, {})
+    identity = runs.compute_identity(reward, parents, {})
     with taken_away(tmp_path / "theirs", mode=0o500):
-        assert runs.start_stage(reward, wanted, parents, fresh=False) == "new"
+        assert runs.start_stage(reward, identity, parents, fresh=False) == "new"
     assert not lock_path(folder).exists()
 
 
@@ -184,16 +184,16 @@ def test_e08_a_run_that_is_deleted_while_it_is_written(tmp_path: Path) -> None:
 
 def test_old_with_other_names_and_old_that_is_a_file(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
-    wanted = runs.compute_identity(config, {}, {})
+    identity = runs.compute_identity(config, {}, {})
     make_stage(tmp_path, "sft")
     for name in ("sft-backup2", "sft-2b", "sft-٣", "sft-7", "sft-"):
         (tmp_path / ".old" / name).mkdir(parents=True)
-    runs.start_stage(config, wanted, {}, fresh=True)
+    runs.start_stage(config, identity, {}, fresh=True)
     assert (tmp_path / ".old/sft-8/manifest.json").is_file()
     shutil.rmtree(tmp_path / ".old")
     (tmp_path / ".old").write_text("mine")
     with pytest.raises(RLHFError, match=r"C15.*\.old is a file"):
-        runs.start_stage(config, wanted, {}, fresh=True)
+        runs.start_stage(config, identity, {}, fresh=True)
     assert (tmp_path / ".old").read_text() == "mine" and (tmp_path / "sft/identity.json").is_file()
 
 

@@ -159,7 +159,7 @@ def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
 def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     report = json.loads((chain / "eval/report.json").read_text())
     won, reward = report["win_rate"]["ppo_vs_sft"]["short"], report["models"]["ppo"]["reward_mean"]
-    wanted = {
+    expected = {
         "win_rate/ppo_vs_sft/short/value": won["value"],
         "win_rate/ppo_vs_sft/short/ci95/low": won["ci95"][0],
         "models/ppo/reward_mean": reward,
@@ -170,8 +170,8 @@ def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     history = {row["_step"]: row for row in wandb_history(chain / "eval")}
     numbers = [(step, values) for step, values in trackio_rows("chain", "demo-eval") if "samples" not in values]
     in_tensorboard = {step: some for step, (some,) in tensorboard_steps(chain / "eval").items()}
-    assert wanted.items() <= history[0].items() and wanted.items() <= numbers[0][1].items()
-    assert {name: in_tensorboard[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-6)
+    assert expected.items() <= history[0].items() and expected.items() <= numbers[0][1].items()
+    assert {name: in_tensorboard[0][name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert {2, 4} <= curve.keys()
     for name, found in (("wandb", history), ("trackio", dict(numbers[1:])), ("tensorboard", in_tensorboard)):
         along = {step: row["frontier/kl"] for step, row in found.items() if "frontier/kl" in row}
@@ -186,8 +186,13 @@ def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
 def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     names = {"sft": "demo-sft", "reward": "demo-reward", "ppo": "mine", "eval": "demo-eval"}
     for stage, name in names.items():
-        (begun,) = wandb_runs(chain / stage)
-        assert (begun.display_name, begun.project, begun.run_group, begun.job_type) == (name, "chain", "demo", stage)
+        (run,) = wandb_runs(chain / stage)
+        assert (run.display_name, run.project, run.run_group, run.job_type) == (
+            name,
+            "chain",
+            "demo",
+            stage,
+        )
     config = {item.key: json.loads(item.value_json) for item in wandb_runs(chain / "ppo")[0].config.update}
     asked = "SELECT run_name, config FROM configs"
     in_trackio = {name: json.loads(text) for name, text in trackio_database("chain").execute(asked)}

@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class Listener:
-    """A tracker that records its calls; `held` is the last step that an earlier start logged."""
+    """A tracker that records its calls; `logged` is the last step that an earlier start logged."""
 
-    place, held = "here", -1
+    place, logged = "here", -1
     calls: list[tuple[str, int]]
 
     def __init__(self, run: TrackerRun) -> None:
-        self.last, self.run = self.held, run
+        self.last, self.run = self.logged, run
         type(self).calls = []
-        type(self).begun = run
+        type(self).started = run
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append(("eval" if "eval_loss" in values else "line", step))
@@ -49,7 +49,7 @@ class Listener:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A config whose only tracker is a Listener."""
     monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
-    monkeypatch.setattr(Listener, "held", -1)
+    monkeypatch.setattr(Listener, "logged", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
     return load("sft", tmp_path / "sft.yaml")
 
@@ -66,7 +66,7 @@ def began(config: Config) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
+    ("logged", "expected"),
     [
         (-1, [1, 2, 3, 4, 5]),  # named only now: all so far
         (1, [2, 3, 4, 5]),  # the last line before the state was lost on the way
@@ -75,27 +75,27 @@ def began(config: Config) -> tuple[Path, Any]:
     ],
 )
 def test_a_tracker_gets_only_what_it_lacks(
-    config: Config, held: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    config: Config, logged: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, mark = began(config)
-    monkeypatch.setattr(Listener, "held", held)
-    with Trackers(config) as nobody:
+    monkeypatch.setattr(Listener, "logged", logged)
+    with Trackers(config) as unused:
         log = MetricsLog(path, mark, tracked := Trackers(config))
-        assert nobody and not tracked
+        assert unused and not tracked
         with tracked:
-            assert (tracked.config, Listener.begun.saved_step, Listener.begun.logged_step) == (config, 2, 4)
+            assert (tracked.config, Listener.started.saved_step, Listener.started.logged_step) == (config, 2, 4)
             for step in (3, 4, 5):
                 log.log(step, {"loss": 1.0})
                 tracked.table(step, "samples", [{"a": 1}])
     assert [step for what, step in Listener.calls if what == "line"] == expected
-    assert [step for what, step in Listener.calls if what == "samples"] == [step for step in (3, 4, 5) if step > held]
+    assert [step for what, step in Listener.calls if what == "samples"] == [step for step in (3, 4, 5) if step > logged]
     assert Listener.calls[-1] == ("closed", 0)
 
 
 def test_a_line_of_an_interrupted_step_is_sent(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in an evaluation: the step's own line was sent, the evaluation's was not."""
     path, mark = began(config)
-    monkeypatch.setattr(Listener, "held", 4)
+    monkeypatch.setattr(Listener, "logged", 4)
     log = MetricsLog(path, mark, tracked := Trackers(config))
     with tracked:
         for step in (3, 4):
@@ -211,7 +211,7 @@ with trackers:
 
 
 def online(folder: Path, url: str, *steps: int, **variables: str) -> subprocess.Popen[str]:
-    """A process that logs these steps, the first ones maybe again, once it is told to."""
+    """A process that logs these steps, the first ones maybe again."""
     (folder / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb]}\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder), "NETRC": str(folder / "netrc")}
@@ -259,7 +259,7 @@ def test_without_a_key_wandb_fails_at_once(tmp_path: Path) -> None:
 def test_a_warning_of_trackio_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # where nobody listens
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # without a server
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="could not create a remote client"):
         warnings.simplefilter("default")
         Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
