@@ -55,6 +55,12 @@ def test_each_key_rejects_worse_and_accepts_equal_values(
     assert ppo(run_folder, "-s", "ppo.total_episodes=8").exit_code == 0
 
 
+def test_all_unmet_requirements_are_reported_together(run_folder: Path) -> None:
+    as_reward_stage(run_folder, metrics=CARD)
+    write_ppo(run_folder, {"accuracy": 0.9, "ece": 0.01, "length_correlation": 0.9})
+    assert ppo(run_folder).stderr.count("error[M11]") == 2
+
+
 VOTE = {**FROM_STAGE, "rewards": {"vote": {"models": {"good": "reward", "unknown": "reward_model"}}}}
 OLD_METRICS = {key: CARD[key] for key in ("accuracy", "accuracy_ci95", "n", "margin")}
 
