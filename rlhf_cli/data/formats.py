@@ -1,6 +1,6 @@
 """Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import convert, texts
-from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns, missing_header_hint
+from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.texts import Form
 from rlhf_cli.errors import Problem, RLHFError, closest_match
@@ -162,8 +162,8 @@ class DatasetReader:
             if file_column not in raw:
                 near = closest_match(file_column, raw)
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
-                raise BadRow("D02", text, self._header_hint(location, raw) or (near and f"did you mean {near}?"))
-        self.form = form = self._form(location, raw, row)
+                raise BadRow("D02", text, near and f"did you mean {near}?")
+        self.form = form = self._form(raw, row)
         kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
@@ -173,7 +173,7 @@ class DatasetReader:
             raise BadRow("D12", text, "remove data.format")
         return RowSchema(location, form, kinds)
 
-    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+    def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         # Pairs with their prompt in another system's columns are not pairs without a prompt.
         converted_form = convert.target_form(row) if "prompt" not in row else None
         for form in self.forms:
@@ -188,8 +188,7 @@ class DatasetReader:
         answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
         mapping = self._column_mapping(missing, closest_match(missing, free) or answer)
         text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
-        hint = self._conversion_hint(raw) or self._header_hint(location, raw) or f"map the columns, e.g. {mapping}"
-        raise BadRow("D02", text, hint)
+        raise BadRow("D02", text, self._conversion_hint(raw) or f"map the columns, e.g. {mapping}")
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):
@@ -246,13 +245,6 @@ class DatasetReader:
             columns = self._column_mapping("completion", "chosen")
             return f"run `{command}` to convert them to pairs, and set that file with {columns}"
         return "each row has one answer, but a pair needs two; use these rows for sft"
-
-    def _header_hint(self, location: RowLocation, raw: Collection[str]) -> str | None:
-        """Return a hint if a table seems to lack its header line."""
-        if self._wanted & set(raw):
-            return None
-        form = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
-        return missing_header_hint(location.path, raw, [self._file_column(name) for name in form])
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

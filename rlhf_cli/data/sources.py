@@ -191,10 +191,9 @@ class FirstRows:
         # Fails immediately without a connection; `datasets` would retry for half a minute.
         commit = HfApi().dataset_info(self.name, revision=self.revision).sha
         try:
-            data_files = folders.dataset_builder(self.name, self.subset, commit).config.data_files or {}
+            files_by_split = folders.data_files(self.name, self.subset, commit)
         except ValueError as error:
             raise folders.load_error(self.name, self.name, self.subset, where, error) from error
-        files_by_split = {str(name): urls for name, urls in data_files.items()}
         return folders.select_split(files_by_split, self.split, self.usual, self.name, where)
 
     def _write(self, rows: Iterable[dict[str, Any]]) -> None:

@@ -175,10 +175,6 @@ def test_hints_name_the_nearest_suffix_and_the_encoding(here: Path) -> None:
     assert "iconv -f latin1" in str(problem("b.csv"))
 
 
-LATE = arrow.array([1] * 1500 + [2**62], arrow.duration("s"))
-TWICE = arrow.StructArray.from_arrays([arrow.array(["a"]), arrow.array(["b"])], names=["key", "key"])
-
-
 def test_large_numbers_are_read_alike_in_both_json_formats(here: Path) -> None:
     odd = '{"a": 18446744073709551616, "b": 1e400, "c": 2, "d": -0.0}'
     (here / "a.jsonl").write_text(odd)
@@ -207,21 +203,20 @@ def test_all_missing_files_are_listed_by_key(here: Path) -> None:
 BAD_TEXT = arrow.array([b"a"] * 1500 + [BAD_UTF8], arrow.binary()).view(arrow.string())
 LARGE = arrow.array([1] * 1500 + [2**62], arrow.duration("s"))
 TWICE = arrow.StructArray.from_arrays([arrow.array(["a"]), arrow.array(["b"])], names=["key", "key"])
-UNREADABLE = 'the value of the column "value" cannot be read: '
 
 
 @pytest.mark.parametrize(
-    ("columns", "names", "code", "where", "texts"),
+    ("columns", "names", "code", "where", "text"),
     [
-        ([BAD_TEXT], ["text"], "D04", "a.parquet: row 1501", ["not UTF-8"]),
-        ([LARGE], ["value"], "D03", "a.parquet: row 1501", [UNREADABLE, "too large"]),
-        ([TWICE], ["value"], "D03", "a.parquet: row 1", [UNREADABLE, "duplicate field names"]),
-        ([["a"], ["b"]], ["prompt", "prompt"], "D03", "a.parquet", ['the file has the column "prompt" twice']),
+        ([BAD_TEXT], ["text"], "D04", "a.parquet: row 1501", "not UTF-8"),
+        ([LARGE], ["value"], "D03", "a.parquet: row 1501", "too large"),
+        ([TWICE], ["value"], "D03", "a.parquet: row 1", "duplicate field names"),
+        ([["a"], ["b"]], ["prompt", "prompt"], "D03", "a.parquet", 'the file has the column "prompt" twice'),
     ],
 )
 def test_faults_of_parquet_values_have_their_row(
-    here: Path, columns: list[Any], names: list[str], code: str, where: str, texts: list[str]
+    here: Path, columns: list[Any], names: list[str], code: str, where: str, text: str
 ) -> None:
     parquet.write_table(arrow.table(columns, names=names), here / "a.parquet")
     found = problem("a.parquet")
-    assert (found.code, found.where) == (code, where) and all(text in found.text for text in texts), found
+    assert (found.code, found.where) == (code, where) and text in found.text, found

@@ -156,32 +156,12 @@ def test_files_of_other_names_become_train_with_one_message(
     assert capsys.readouterr().err == (f"data     a: {message}\n" if message else "")
 
 
-PAIR, WITH_MARGIN = "prompt,chosen,rejected", "prompt,chosen,rejected,margin"
+def test_d01_of_files_of_several_formats(here: Path) -> None:
+    found = problem(tables(here / "a", {"1.csv": "text", "2.jsonl": "text"}))
+    assert "several formats: 1.csv and 2.jsonl" in found.text and found.hint == "set one of them: a/1.csv"
 
 
-@pytest.mark.parametrize(
-    ("names", "text", "hint"),
-    [
-        ({"1.csv": "text", "2.jsonl": "text"}, "a contains data files of several formats: 1.csv and 2.jsonl",
-         "set one of them: a/1.csv"),
-        ({"faq.csv": "question,answer", "pairs.csv": PAIR},
-         "a contains files with different columns: faq.csv (answer, question) and pairs.csv (chosen, prompt, rejected)",
-         "set one of them: a/faq.csv"),
-        ({"1.csv": "How do I make a soup?,So.", "2.csv": "How do I make a pie with leek?,So."},
-         "a contains files with different columns:", "the first line of 1.csv looks like data; add a header line"),
-        ({"1.jsonl": PAIR, "2.jsonl": WITH_MARGIN, "3.jsonl": "prompt,completion"}, "3.jsonl (completion, prompt)",
-         "set one of them: a/1.jsonl"),
-        ({"1.csv": PAIR, "2.csv": WITH_MARGIN}, "2.csv (chosen, margin, prompt, rejected)", "set one of them: a/1.csv"),
-        ({"1.csv": "a", "2.csv": "b", "test.csv": "a"}, "1.csv (a) and 2.csv (b)", "set one of them: a/1.csv"),
-    ],
-)  # fmt: skip
-def test_d01_of_files_that_differ(here: Path, names: dict[str, str], text: str, hint: str) -> None:
-    found = problem(tables(here / "a", names))
-    assert text in found.text and found.hint == hint
-
-
-def test_json_rows_may_omit_columns_and_files_may_be_empty(here: Path) -> None:
-    assert len(files(tables(here / "a", {"1.jsonl": PAIR, "2.jsonl": WITH_MARGIN}))) == 2
+def test_files_may_be_empty(here: Path) -> None:
     (tables(here / "b", {"1.csv": "a", "3.csv": "a"}) / "2.csv").write_text("")
     assert len(files(here / "b")) == 3
 
