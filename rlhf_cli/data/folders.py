@@ -11,12 +11,11 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import suffix
 from rlhf_cli.data.readers import READERS
-from rlhf_cli.errors import RLHFError, closest_match, shown, translate_read_errors
+from rlhf_cli.errors import RLHFError, closest_match, first_names, shown, translate_read_errors
 
 README = "README.md"
 DATA_SUFFIXES = READERS.keys() - {".json", ".txt"}  # these two are data only if there is nothing else
 METADATA_FILES = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
-MAX_SHOWN_FILES = 3  # in a message
 Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
 
 
@@ -57,22 +56,15 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats
         rest = [path for path in rest if suffix(path) in set(map(suffix, chosen))]
     elif rest and "train" in by_name:
-        terminal.log_once(f"data     {name}: {_list_files(rest)} ignored: train is {_list_files(by_name['train'])}")
+        terminal.log_once(f"data     {name}: {first_names(rest)} ignored: train is {first_names(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
     if len(set(map(suffix, rest))) > 1:
-        text = f"{name} contains data files of several formats: {_list_files(rest)}"
+        text = f"{name} contains data files of several formats: {first_names(rest)}"
         raise RLHFError("D01", text, where=where, hint=f"set one of them: {shown(folder / rest[0])}")
-    others = "".join(f"; {split} is {_list_files(paths)}" for split, paths in by_name.items())
-    terminal.log_once(f"data     {name}: train is {_list_files(rest)}{', the rest' if others else ''}{others}")
+    others = "".join(f"; {split} is {first_names(paths)}" for split, paths in by_name.items())
+    terminal.log_once(f"data     {name}: train is {first_names(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
-
-
-def _list_files(files: Sequence[Path]) -> str:
-    names = [str(path) for path in files]
-    if len(names) > MAX_SHOWN_FILES:
-        return f"{', '.join(names[:MAX_SHOWN_FILES])} and {len(names) - MAX_SHOWN_FILES} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _is_named(path: Path) -> bool:
@@ -98,7 +90,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{name} contains no data files" + (f", but {_list_files(files)}" if files else "")
+    text = f"{name} contains no data files" + (f", but {first_names(files)}" if files else "")
     hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
     if any(path.suffix == ".arrow" for path in files):
         hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'

@@ -6,7 +6,7 @@ then for the actual load.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, closest_match, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, sharding
 
@@ -25,7 +25,6 @@ META = torch.device("meta")
 # Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
-MAX_NAMES = 3  # tensors named in a message
 
 # Auto class, labels, folder and its files' stats -> the missing head. Several config keys and stages name one model.
 _checked: dict[tuple[Any, ...], tuple[str, ...]] = {}
@@ -69,7 +68,7 @@ def _translate_field_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each model family validates its config with different exceptions
-        text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
+        text = f"model.new: transformers refuses these fields: {short_reason(error)}"
         raise RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one") from error
 
 
@@ -106,8 +105,7 @@ def _from_config(
     except Exception as error:  # each model family validates its config with different exceptions
         if isinstance(error, RLHFError) or system.is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:200]
-        text = f"no model can be built from this config: {type(error).__name__}: {reason}"
+        text = f"no model can be built from this config: {type(error).__name__}: {short_reason(error)}"
         raise RLHFError("M01", text) from error
 
 
@@ -175,7 +173,7 @@ def require_fit(
     # The head of a reward model that is trained from a causal LM is new.
     missing = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
     groups = {"missing": missing, "not in the model": sorted(unexpected), "of another shape": reshaped}
-    listed = "; ".join(f"{len(names)} {group} ({_listed(names)})" for group, names in groups.items() if names)
+    listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in groups.items() if names)
     text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
     hint = "copy or download the folder again: weights and config.json must be of one model"
     raise RLHFError("M13", text, hint=hint)
@@ -213,11 +211,6 @@ def _other_towers(model: Any, config: Any) -> set[str]:
     embeddings = composite.get_input_embeddings()
     children = composite.named_children()
     return {name for name, child in children if all(module is not embeddings for module in child.modules())}
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(list(names)[:MAX_NAMES])}{more}"
 
 
 def weight_files(folder: Path) -> list[Path]:

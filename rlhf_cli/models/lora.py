@@ -4,7 +4,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def add_adapters(
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     options = {name: getattr(settings, name) for name in names if name in type(settings).model_fields}
     task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
-    with _ignore_warnings():
+    with warnings.catch_warnings(action="ignore"):  # such as the one about GPT-2's transposed weights
         peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
     if settings.kind == "qlora":
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
@@ -206,7 +205,6 @@ def head_weights(folder: Path) -> set[str]:
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
     """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
-    grow_embeddings(model, config.get_text_config().vocab_size)
     peft_model, _ = _attach(model, folder)
     peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
@@ -258,7 +256,7 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         heads = [name for name in stored["modules_to_save"] or () if hasattr(model, name)]
         settings = LoraConfig(modules_to_save=heads, **{name: stored[name] for name in TRUSTED_FIELDS})
         tensors = load_file(folder / ADAPTER_WEIGHTS)
-        with _ignore_warnings():
+        with warnings.catch_warnings(action="ignore"):
             # On the meta device at first: random initial weights would advance torch's generator.
             peft_model = get_peft_model(model, settings, low_cpu_mem_usage=True)
             unexpected = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True).unexpected_keys
@@ -277,11 +275,3 @@ def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
             setattr(model.config, name, getattr(config, name))
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)
-
-
-@contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    """Context manager that hides peft's warnings, such as the one about GPT-2's transposed weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

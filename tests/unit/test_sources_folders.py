@@ -134,7 +134,7 @@ def test_d01_of_missing_files_splits_and_subsets(here: Path) -> None:
     ("names", "train", "message"),
     [
         (("mine.csv",), ["mine.csv"], "train is mine.csv"),
-        (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV and jan.csv"),
+        (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV, jan.csv"),
         (("1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"), ["1.csv", "2.csv", "3.csv", "4.csv", "5.csv"],
          "train is 1.csv, 2.csv, 3.csv and 2 more"),
         (("pairs.csv", "test.csv"), ["pairs.csv"], "train is pairs.csv, the rest; test is test.csv"),
@@ -158,7 +158,7 @@ def test_files_of_other_names_become_train_with_one_message(
 
 def test_d01_of_files_of_several_formats(here: Path) -> None:
     found = problem(tables(here / "a", {"1.csv": "text", "2.jsonl": "text"}))
-    assert "several formats: 1.csv and 2.jsonl" in found.text and found.hint == "set one of them: a/1.csv"
+    assert "several formats: 1.csv, 2.jsonl" in found.text and found.hint == "set one of them: a/1.csv"
 
 
 def test_files_may_be_empty(here: Path) -> None:
@@ -169,7 +169,7 @@ def test_files_may_be_empty(here: Path) -> None:
 def test_a_readme_means_that_other_formats_are_copies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables(here / "a", {"1.jsonl": "text", "2.jsonl": "text", "3.csv": "other", "README.md": "# a"})
     assert files("a") == ["1.jsonl", "2.jsonl"]
-    assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl\n"
+    assert capsys.readouterr().err == "data     a: train is 1.jsonl, 2.jsonl\n"
     head = "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: 3.csv}]\n---\n"
     tables(here / "b", {"1.jsonl": "text", "3.csv": "other", "README.md": head})
     assert files("b") == ["3.csv"] and not capsys.readouterr().err
