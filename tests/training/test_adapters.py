@@ -278,15 +278,6 @@ def test_ppo_and_eval_continue_from_adapters_in_a_moved_run(adapters_copy: Path)
         assert "finished already" in rlhf(stage).stderr
 
 
-def test_the_hash_of_an_adapter_covers_its_base(adapters_run: Path) -> None:
-    from rlhf_cli.runs.parents import sha256_with_base
-
-    manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
-    assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
-    other = {"model.path": {**manifest["parents"]["model.path"], "sha256": "0" * 64}}
-    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], other)
-
-
 def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for revision in ("a" * 40, "b" * 40):

@@ -165,6 +165,8 @@ def test_ppo_writes_adapters_of_the_sft_model(trained: Path) -> None:
     assert {path.name for path in snapshots} >= {"step_000002", "step_000005"}  # and 0 if it is the best
     assert manifest["parents"]["models.sft"]["path"] == "../sft"
     assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
+    other = {"models.sft": {**manifest["parents"]["models.sft"], "sha256": "0" * 64}}
+    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], manifest["parents"] | other)
     assert str(trained) not in "".join(path.read_text() for path in (trained / "ppo").rglob("*.json"))
 
 
