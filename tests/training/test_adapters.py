@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -313,18 +311,6 @@ def test_the_learning_rates_of_ppo_with_adapters(
 ) -> None:
     settings = load("ppo", write(tmp_path / "run", world) / "ppo.yaml", changes).ppo
     assert (settings.learning_rate, settings.value_learning_rate) == rates
-
-
-def test_loading_a_model_without_adapters_imports_neither_peft_nor_bitsandbytes(adapters_run: Path) -> None:
-    """In our modules: transformers' schedules and TRL's trainers import peft themselves."""
-    code = (
-        "import sys\nfrom rlhf_cli import cli\nfrom rlhf_cli.commands import check_models\n"
-        "from rlhf_cli.stages import eval\nfrom rlhf_cli.models import load\n"
-        f"load.load_causal_lm({str(adapters_run / 'model')!r})\nprint({{'peft', 'bitsandbytes'}} & sys.modules.keys())"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "set()\n"
 
 
 def test_the_memory_check_counts_the_base_of_adapters(adapters_copy: Path) -> None:

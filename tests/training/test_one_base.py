@@ -202,17 +202,6 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
         assert torch.allclose(models["reward"](input_ids=ids).logits, read, atol=1e-5)
 
 
-def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(adapters_copy: Path) -> None:
-    result = rlhf("ppo", *LONG, "-s", "ppo.kl_stop=0.001", "-s", "output.snapshots=0")
-    assert result.exit_code == 1 and "error[R04]" in result.stderr, result.stderr
-    manifest = json.loads(Path("ppo/manifest.json").read_text())
-    (kept,) = Path("ppo/snapshots").glob("step_*")
-    assert kept.name == f"step_{manifest['step']:06d}" and manifest["model_is"] == "the best step"
-    assert manifest["step"] < lines(adapters_copy)[-1]["step"]  # by then it has moved on
-    name = "adapter_model.safetensors"
-    assert (kept / name).read_bytes() == (adapters_copy / "ppo/model" / name).read_bytes()
-
-
 # Resume
 
 

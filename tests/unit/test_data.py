@@ -269,11 +269,7 @@ def test_d02_of_mapped_columns(tokenizer: Any, tmp_path: Path, columns: dict, te
 def test_d12_a_conversation_has_no_first_words(chat: Any, tmp_path: Path) -> None:
     source = DataSource(str(write(tmp_path, {"prompt": [USER]})), first_words=(2, 2))
     (problem,) = error_of(data.prompt_rows, source, chat).problems
-    assert (
-        problem.code == "D12"
-        and "truncate_prompt_words cuts only text" in problem.text
-        and "rows.jsonl:1" in str(problem)
-    )
+    assert problem.code == "D12" and "truncate_prompt_words cuts only text" in problem.text
 
 
 def test_d05_counts_the_rows_lost_to_each_fault(tokenizer: Any, tmp_path: Path) -> None:

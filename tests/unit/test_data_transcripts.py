@@ -91,6 +91,8 @@ def test_data_format_selects_how_texts_are_read(tokenizer: Any, chat: Any, tmp_p
     assert tokenizer.decode(row["input_ids"]) == f"{TWO} Sure.<eos>"
     (problem,) = problems(data.sft_rows, source(tmp_path, plain, format="transcripts"), chat)
     assert problem.code == "D12" and "data.format" in str(problem)
+    (problem,) = problems(data.sft_rows, source(tmp_path, {"prompt": f"{ONE} Well", "completion": " no"}), chat)
+    assert problem.code == "D12" and "an assistant turn" in problem.text
 
 
 PAIR = {"chosen": f"{TWO} Sure.", "rejected": f"{TWO} No."}
@@ -117,11 +119,6 @@ def test_bad_dialogues_have_a_code_or_are_dropped(
     assert len(data.preference_rows(lenient, chat, max_length=999, on_identical="drop")) == 1
     (warning,) = terminal.emitted_warnings()
     assert f"warning[{code}]" in warning and "2 of 3 rows dropped: " in warning and "(first: line 2)" in warning
-
-
-def test_d12_a_prompt_that_ends_with_an_assistant_turn(chat: Any, tmp_path: Path) -> None:
-    (problem,) = problems(data.sft_rows, source(tmp_path, {"prompt": f"{ONE} Well", "completion": " no"}), chat)
-    assert problem.code == "D12" and "an assistant turn" in problem.text
 
 
 # --- data.on_bad

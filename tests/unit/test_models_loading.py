@@ -100,12 +100,3 @@ def test_a_saved_tree_is_loaded_exactly_and_shares_no_tensor(tmp_path: Path) -> 
     assert loaded[3][0].tolist() == [3, 4, 5] and loaded[3][1] is None and loaded["n"] == [1, 0.1, "x", True]
     loaded["a"][0][:] = 0
     assert loaded["a"][1].tolist() == weight.tolist()
-
-
-def test_saving_a_tree_copies_only_shared_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = torch.ones(3), torch.zeros(2)
-    written: list[torch.Tensor] = []
-    monkeypatch.setattr(save, "save_file", lambda tensors, path: written.extend(tensors.values()))
-    save.save_tree(tmp_path, [one, other, one])
-    addresses = [tensor.data_ptr() for tensor in written]
-    assert addresses[:2] == [one.data_ptr(), other.data_ptr()] and addresses[2] not in addresses[:2]

@@ -189,10 +189,3 @@ def test_m13_in_every_command_before_anything_trains(stage: str, folder: Path) -
         assert f"error[M13]: {stage}.yaml:1: model: the weights do not fit" in result.stderr and result.exit_code == 2
     assert refused(rlhf(stage), "M13", f"{stage}.yaml:1: ", "20 not in the model (transformer.model.embed", "hint:")
     assert not list((folder / stage).glob("*/model*")) and not (folder / stage / "metrics.jsonl").exists()
-
-
-def test_m13_of_half_a_reward_model_in_ppo(folder: Path) -> None:
-    foreign_scorer(folder)
-    change(folder / "scorer", num_hidden_layers=1)
-    assert refused(rlhf("ppo"), "M13", "ppo.yaml:1: ", "scorer: ", "9 not in the model (model.layers.1.")
-    assert "error[M13]: ppo.yaml:1: scorer: " in check("ppo.yaml").stderr
