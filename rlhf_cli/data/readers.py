@@ -56,10 +56,7 @@ RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
 
 
 def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> RowIterator:
-    """Yield the rows of a file, or of `opened`, its remote stream, with the reader for its suffix.
-
-    Raises RLHFError D01 (missing, unreadable, unknown suffix), D03, D04, D12.
-    """
+    """Yield the rows of a file, or of its remote stream `opened`. Raises RLHFError D01, D03, D04, D12."""
     reader = READERS.get(suffix(path))
     if reader is None:
         near = closest_match(suffix(path), READERS)
@@ -147,11 +144,7 @@ def _parquet(file: BinaryIO, path: Path) -> RowIterator:
 
 
 def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
-    """Return the rows of a record batch that follows `before` rows.
-
-    Raises D04 for a text that is not UTF-8, and D03 for a value that Python cannot represent, such as a time out of
-    range or an object with a duplicate key.
-    """
+    """Return the rows of a record batch that follows `before` rows. Raises D04 (not UTF-8), D03 (no Python value)."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows

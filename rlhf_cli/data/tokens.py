@@ -94,10 +94,7 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
 
 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
-    """Render a conversation with the chat template.
-
-    Raises RLHFError D14 without a template, D06 if the template rejects the conversation, and M01 on a timeout.
-    """
+    """Render a conversation. Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 on a timeout."""
     if not tokenizer.chat_template:
         text = "the data contains conversations, but the tokenizer has no chat template"
         raise RLHFError("D14", text, hint="set model.chat_template to a Jinja file, or to chatml")
