@@ -41,10 +41,7 @@ def new_causal_lm(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementat
 
 
 def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
-    """Return the config of a causal LM: `fields` as written, and the fields `from_tokenizer`.
-
-    Raises RLHFError C07 for an unknown model_type, C01 for an unknown field, C17 for a field set by the tokenizer.
-    """
+    """Return a causal LM's config. Raises RLHFError C07 (model type), C01 (unknown field), C17 (`from_tokenizer`)."""
     model_type = fields.get("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
         near = closest_match(model_type, CONFIG_MAPPING.keys())
@@ -224,10 +221,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_files(folder: Path) -> set[str]:
-    """Return the file names in the index of sharded weights; an empty set without an index.
-
-    Raises RLHFError M01 for an index without file names, S03 for files outside of the folder.
-    """
+    """Return the file names in the index of sharded weights, if any. Raises RLHFError M01, S03 (outside the folder)."""
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return set()

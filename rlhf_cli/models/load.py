@@ -52,10 +52,7 @@ def context_length(config: Any) -> int | None:
 
 
 def max_prompt_tokens(config: Any, response_length: int, where: str) -> int | None:
-    """Return the context length minus `response_length`; None without a limit.
-
-    Raises RLHFError C13 if nothing remains. `where` is the location of the key of the response length.
-    """
+    """Return context length minus `response_length`; None without a limit. Raises RLHFError C13 at `where` below 1."""
     context = context_length(config)
     if context is None or response_length < context:
         return context and context - response_length
@@ -114,10 +111,7 @@ def read_classifier_config(folder: Path | str, trust_remote_code: bool = False) 
 
 
 def init_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any:
-    """Load the backbone of a causal LM and add a one-label head, with random weights from torch's generator.
-
-    A one-label classifier keeps its head.
-    """
+    """Load a causal LM's backbone with a new random one-label head; a one-label classifier keeps its head."""
     if build.is_classifier(read_init_config(folder, options.get("trust_remote_code", False))):
         return load_reward_model(folder, **options)
     return _load(AutoModelForSequenceClassification, folder, options, num_labels=1)[0]

@@ -156,10 +156,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def init_process_group() -> ProcessGroup:
-    """Join the processes that a launcher started and select this process's GPU.
-
-    Raises RLHFError E04 if they do not all start, or if there are fewer GPUs than processes.
-    """
+    """Join the launched processes and select this one's GPU. Raises RLHFError E04 without enough processes or GPUs."""
     count, rank = distributed.world_size(), distributed.rank()
     if count == 1:
         return SINGLE_PROCESS

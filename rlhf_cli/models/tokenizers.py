@@ -45,10 +45,7 @@ SKIPPED_CATEGORIES = ("Cs", "Cn", "Co")  # surrogates, unassigned, private use
 
 
 def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a folder's tokenizer with left padding; `chat_template` (see `set_chat_template`) replaces the stored one.
-
-    Raises RLHFError M01 if the folder has no readable tokenizer, M08 if it needs custom Python code.
-    """
+    """Load a folder's tokenizer with left padding, and set `chat_template`. Raises RLHFError M01, M08 (custom code)."""
     refuse_code(folder, trust_remote_code)
     try:
         with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
@@ -70,10 +67,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
 
 
 def refuse_code(folder: Path | str, trusted: bool) -> None:
-    """Raise RLHFError M08 if the config or tokenizer names Python code in the folder, unless `trusted`.
-
-    A built-in class of transformers would not do: it may compute something else.
-    """
+    """Raise RLHFError M08 if the model comes with Python code, unless `trusted`; a built-in class may differ."""
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
     settings = (read_json_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
     if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):

@@ -74,16 +74,6 @@ def test_one_base_equals_four_separate_copies(family: str, packing: bool, checkp
         assert all(weight.grad is None for weight in shared[role].parameters())
 
 
-def test_clone_sharing_weights_copies_modules_and_shares_tensors() -> None:
-    model = tiny.causal()
-    other = sharding.clone_sharing_weights(model)
-    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()} and model.config is not other.config
-    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert all(a is b for a, b in zip(model.buffers(), other.buffers(), strict=True))
-    other.model.layers[0] = torch.nn.Identity()
-    assert not isinstance(model.model.layers[0], torch.nn.Identity)
-
-
 def test_load_adapter_equals_merge_adapter_and_is_saved_unchanged(tmp_path: Path) -> None:
     base = tiny.causal()
     head = torch.nn.Linear(32, 1, bias=False)

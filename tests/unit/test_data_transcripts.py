@@ -144,19 +144,6 @@ def test_on_bad_does_not_drop_identical_or_long_rows(tokenizer: Any, tmp_path: P
         assert problem.code == code
 
 
-def test_d05_lists_the_faults_of_the_dropped_rows(tokenizer: Any, tmp_path: Path) -> None:
-    contents = {**GOOD, "rejected": ""}, {**GOOD, "prompt": ""}, {**GOOD, "chosen": " "}
-    (problem,) = problems(data.preference_rows, source(tmp_path, *contents, on_bad="drop"), tokenizer)
-    assert problem.code == "D05"
-    assert '3 read, dropped 2 "rejected" is empty; the others are similar; 1 the prompt is empty' in problem.text
-
-
-def test_the_hint_of_many_bad_rows_names_the_option_that_drops_them(tokenizer: Any, tmp_path: Path) -> None:
-    for contents, hint in (({**GOOD, "rejected": ""}, "set data.on_bad: drop"), (SAME, None)):
-        *_, last = problems(data.preference_rows, source(tmp_path, *[contents] * 9), tokenizer)
-        assert last.text.startswith("9 of 9 rows are bad") and last.hint == hint
-
-
 # --- held-out splits
 
 PROMPTS = [f"Question {number}?" for number in range(400)]

@@ -48,16 +48,6 @@ def test_a_reward_model_has_the_causal_models_backbone_and_keeps_its_head(world:
     assert torch.equal(load.init_reward_model(tmp_path).score.weight, model.score.weight)
 
 
-def test_a_reward_model_from_a_backbone_shares_it(world: World, tmp_path: Path) -> None:
-    causal = load.load_causal_lm(world.base)
-    head = torch.nn.Linear(causal.config.hidden_size, 1, bias=False)
-    model = load.reward_model_from_backbone(causal, head)
-    assert model.model is causal.model and model.num_labels == 1
-    model.save_pretrained(tmp_path)
-    loaded = load.load_reward_model(tmp_path)
-    assert torch.equal(loaded.score.weight, head.weight) and same_weights(loaded.model, causal.model)
-
-
 def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokenizer: Any) -> None:
     model = build.new_causal_lm({**SIZES, "model_type": "qwen2"}, tokenizer)
     assert model.config.model_type == "qwen2" and model.dtype == torch.float32
