@@ -59,7 +59,7 @@ class DatasetReader:
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._reading = False  # rows are being read and have not been assigned to a split yet
-        self._wanted = {name for form in forms for name in form}
+        self._known = {name for form in forms for name in form}
         self._refuse_unknown_columns()
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
@@ -180,14 +180,14 @@ class DatasetReader:
             lacks_prompt = converted_form == convert.PAIR_FORM and "prompt" not in form
             if all(name in row for name in form) and not lacks_prompt:
                 return form
-        wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
+        forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        used = self._wanted - ANSWER_COLUMNS | set(self.forms[0])
+        used = self._known - ANSWER_COLUMNS | set(self.forms[0])
         free = [name for name in raw if name not in used]
         answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
         mapping = self._column_mapping(missing, closest_match(missing, free) or answer)
-        text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
+        text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
         raise BadRow("D02", text, self._conversion_hint(raw) or f"map the columns, e.g. {mapping}")
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
@@ -215,7 +215,7 @@ class DatasetReader:
                 raise BadRow("D06", fault, hint)
 
     def _refuse_unknown_columns(self) -> None:
-        known = sorted(self._wanted | {"margin"})
+        known = sorted(self._known | {"margin"})
         for name, file_column in self.columns.items():
             if name in known:
                 continue
@@ -239,9 +239,9 @@ class DatasetReader:
         if form is None:
             return None
         command = convert.convert_command(self.source)
-        if form in self.forms or (form == ("messages",) and "messages" in self._wanted):
+        if form in self.forms or (form == ("messages",) and "messages" in self._known):
             return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
-        if "chosen" in form and "completion" in self._wanted:
+        if "chosen" in form and "completion" in self._known:
             columns = self._column_mapping("completion", "chosen")
             return f"run `{command}` to convert them to pairs, and set that file with {columns}"
         return "each row has one answer, but a pair needs two; use these rows for sft"

@@ -55,15 +55,15 @@ def describe_value(value: Any) -> str:
 RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
 
 
-def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> RowIterator:
-    """Yield the rows of a file, or of its remote stream `opened`. Raises RLHFError D01, D03, D04, D12."""
+def read(path: Path, where: str | None = None, stream: BinaryIO | None = None) -> RowIterator:
+    """Yield the rows of a file, or of its remote `stream`. Raises RLHFError D01, D03, D04, D12."""
     reader = READERS.get(suffix(path))
     if reader is None:
         near = closest_match(suffix(path), READERS)
         text = f"{shown(path)}: data files end in {', '.join(READERS)}, optionally followed by .gz"
         raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
     try:
-        with opened or open_data(path, where) as file:
+        with stream or open_data(path, where) as file:
             yield from reader(file, path)
     except (OSError, EOFError, zlib.error) as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error}", where=where) from error

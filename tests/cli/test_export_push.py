@@ -30,7 +30,7 @@ PUSH_BEST = ("-s", "ppo.push_to_hub_if_best=lab/policy")
 @pytest.fixture(scope="module")
 def trained(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a PPO run in `first`, on whole foreign models. Not to be changed."""
-    folder = shutil.copytree(origin, tmp_path_factory.mktemp("push") / "made")
+    folder = shutil.copytree(origin, tmp_path_factory.mktemp("push") / "run")
     ppo_folder.write(folder, "ppo", ppo_folder.PPO | {"run": "first"})
     result = ppo(folder)
     assert result.exit_code == 0, result.stderr
@@ -173,7 +173,11 @@ def test_c05_invalid_names_of_repositories(run: Path, hub: Hub, name: str) -> No
 def test_access_is_checked_before_any_work(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", None)
     monkeypatch.setattr("rlhf_cli.models.hub.push", None)
-    hub.repos |= {"me/public": Repo(private=False), "me/private": Repo(), "them/it": Repo(private=False, ours=False)}
+    hub.repos |= {
+        "me/public": Repo(private=False),
+        "me/private": Repo(),
+        "them/it": Repo(private=False, writable=False),
+    }
 
     def check(code: str, *texts: str, repo: str = "me/policy", more: tuple[str, ...] = ()) -> None:
         result = rlhf("export", run, "--push", repo, *more)

@@ -226,9 +226,9 @@ def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
     assert all(manifests[stage]["special_tokens"]["stop"] == stop for stage in ("reward", "ppo"))
     for probe in manifests["reward"]["probes"]:
         assert probe["response_ids"][-1] == stop and probe["response_ids"].count(stop) == 1
-        if kind.begins:
-            begins = tokenizer.convert_tokens_to_ids(kind.begins)
-            assert probe["prompt_ids"][0] == begins and probe["prompt_ids"].count(begins) == 1
+        if kind.prefix:
+            prefix = tokenizer.convert_tokens_to_ids(kind.prefix)
+            assert probe["prompt_ids"][0] == prefix and probe["prompt_ids"].count(prefix) == 1
 
 
 @pytest.mark.parametrize("name", RECIPES)

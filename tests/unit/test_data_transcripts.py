@@ -169,7 +169,7 @@ def test_every_form_order_and_file_holds_out_the_same_prompts(chat: Any, tmp_pat
     forms: list[tuple[Any, int, list[dict[str, Any]]]] = [  # reader, rows per prompt, rows
         (data.prompt_rows, 1, [{"prompt": prompt} for prompt in PROMPTS]),
         (data.sft_rows, 1, [{"prompt": f"{prompt} ", "completion": " Yes"} for prompt in PROMPTS]),
-        (data.sft_rows, 2, [{"messages": asked + answer + more} for asked in reversed(turns)]),
+        (data.sft_rows, 2, [{"messages": question + answer + more} for question in reversed(turns)]),
         (data.preference_rows, 2, [{"prompt": prompt, "chosen": "Yes", "rejected": "No"} for prompt in PROMPTS * 2]),
         (data.preference_rows, 1, [{"chosen": f"{text} Yes", "rejected": f"{text} No"} for text in dialogues]),
     ]
@@ -177,10 +177,10 @@ def test_every_form_order_and_file_holds_out_the_same_prompts(chat: Any, tmp_pat
     for number, (read, count, contents) in enumerate(forms):
         path = tmp_path / f"{number}.json"
         path.write_text(json.dumps(contents))
-        training, kept = split(chat, path, read, 0.25, 0)
-        assert set(training) | set(kept) == set(range(400)) and not set(training) & set(kept)
-        assert set((training + kept).values()) == {count}
-        held_out.append(set(kept))
+        training, held_out_prompts = split(chat, path, read, 0.25, 0)
+        assert set(training) | set(held_out_prompts) == set(range(400)) and not set(training) & set(held_out_prompts)
+        assert set((training + held_out_prompts).values()) == {count}
+        held_out.append(set(held_out_prompts))
     assert all(numbers == held_out[0] for numbers in held_out) and 70 < len(held_out[0]) < 130  # a quarter of 400
 
 
