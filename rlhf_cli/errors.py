@@ -205,6 +205,12 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
     return by_folded[matches[0]] if matches else None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Return the hint that names the closest known name, if there is one."""
+    near = closest_match(name, known)
+    return f"did you mean {near}?" if near else None
+
+
 def closest_folder(path: str | Path) -> str | None:
     """Return the folder with the name most similar to that of the missing `path`, in its parent folder."""
     return closest_path(path, is_candidate=os.path.isdir)

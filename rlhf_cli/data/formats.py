@@ -11,7 +11,7 @@ from rlhf_cli.data import convert, texts
 from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.texts import Form
-from rlhf_cli.errors import Problem, RLHFError, closest_match
+from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean
 
 MAX_SHOWN_PROBLEMS = 5
 TEXT, CONVERSATION = "text", "a conversation"
@@ -160,9 +160,8 @@ class DatasetReader:
         """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
         for name, file_column in self.columns.items():
             if file_column not in raw:
-                near = closest_match(file_column, raw)
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
-                raise BadRow("D02", text, near and f"did you mean {near}?")
+                raise BadRow("D02", text, did_you_mean(file_column, raw))
         self.form = form = self._form(raw, row)
         kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
@@ -219,8 +218,7 @@ class DatasetReader:
         for name, file_column in self.columns.items():
             if name in known:
                 continue
-            near = closest_match(name, known)
-            hint = f"did you mean {near}?" if near else None
+            hint = did_you_mean(name, known)
             if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
                 hint = f"swap the two: {self._column_mapping(file_column, name)}?"
             option = "--column" if self.source.where == "--data" else "data.columns"

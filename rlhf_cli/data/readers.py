@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_cli.config.sources import suffix
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.jsonl import BOM, decode, numbered_lines, numbered_rows, open_data, parse_json
 
 PARQUET_BATCH_ROWS = 1024
@@ -59,9 +59,8 @@ def read(path: Path, where: str | None = None, stream: BinaryIO | None = None) -
     """Yield the rows of a file, or of its remote `stream`. Raises RLHFError D01, D03, D04, D12."""
     reader = READERS.get(suffix(path))
     if reader is None:
-        near = closest_match(suffix(path), READERS)
         text = f"{shown(path)}: data files end in {', '.join(READERS)}, optionally followed by .gz"
-        raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
+        raise RLHFError("D01", text, where=where, hint=did_you_mean(suffix(path), READERS))
     try:
         with stream or open_data(path, where) as file:
             yield from reader(file, path)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
-from rlhf_cli.errors import RLHFError, closest_match, first_names, short_reason, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, sharding
 
@@ -44,17 +44,15 @@ def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
     """Return a causal LM's config. Raises RLHFError C07 (model type), C01 (unknown field), C17 (`from_tokenizer`)."""
     model_type = fields.get("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
-        near = closest_match(model_type, CONFIG_MAPPING.keys())
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("C07", f"model.new.model_type: unknown model type {model_type!r}", hint=hint)
+        text = f"model.new.model_type: unknown model type {model_type!r}"
+        raise RLHFError("C07", text, hint=did_you_mean(model_type, CONFIG_MAPPING.keys()))
     known = AutoConfig.for_model(model_type).to_dict().keys() | {"tie_word_embeddings"}
     for name in fields:
         if name in from_tokenizer:
             raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="remove the line")
         if name not in known:
-            near = closest_match(name, known)
             text = f"model.new.{name}: a {model_type} config has no such field"
-            raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
+            raise RLHFError("C01", text, hint=did_you_mean(name, known))
     settings = {name: value for name, value in fields.items() if name != "model_type"}
     with _translate_field_errors():
         return AutoConfig.for_model(model_type, **settings, **from_tokenizer)

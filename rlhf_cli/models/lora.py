@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
 
@@ -135,9 +135,8 @@ def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> l
         return known
     for target in settings.target_modules:
         if target not in known:
-            near = closest_match(target, known)
             text = f"{key}.target_modules: no linear layer inside of the model is called {target}"
-            raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"known layers: {', '.join(known)}")
+            raise RLHFError("C07", text, hint=did_you_mean(target, known) or f"known layers: {', '.join(known)}")
     return sorted(set(settings.target_modules))
 
 
