@@ -1,4 +1,4 @@
-"""Models are loaded, created and saved; weights that do not fit their config are refused by name (M13) before training."""
+"""Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training."""
 
 import json
 import shutil
@@ -207,7 +207,7 @@ def test_a_saved_model_is_a_plain_folder(world: World) -> None:
     assert (generation["eos_token_id"], generation["pad_token_id"]) == (1, 0)
     ids = torch.tensor([[5, 6, 7]])
     plain = AutoModelForCausalLM.from_pretrained(world.base)
-    assert torch.equal(plain(ids).logits, loading.load_causal_lm(world.base).eval()(ids).logits)
+    assert torch.equal(plain(ids).logits, load_causal_lm(world.base).eval()(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -219,16 +219,16 @@ def test_dtype_auto_and_unsupported_dtypes_load_in_float32(
 ) -> None:
     if name == "float16" and devices.supports_dtype(name):
         pytest.skip("this machine supports float16")
-    loading.load_causal_lm(world.base).bfloat16().save_pretrained(tmp_path)
-    assert loading.load_causal_lm(tmp_path, dtype=name).dtype == dtype
+    load_causal_lm(world.base).bfloat16().save_pretrained(tmp_path)
+    assert load_causal_lm(tmp_path, dtype=name).dtype == dtype
 
 
 def test_a_reward_model_has_the_causal_models_backbone_and_keeps_its_head(world: World, tmp_path: Path) -> None:
-    save.save_model(loading.init_reward_model(world.base), world.tokenizer(), tmp_path, "A reward model.")
-    model, causal = loading.load_reward_model(tmp_path), loading.load_causal_lm(world.base)
+    save.save_model(init_reward_model(world.base), world.tokenizer(), tmp_path, "A reward model.")
+    model, causal = load_reward_model(tmp_path), load_causal_lm(world.base)
     assert model.num_labels == 1 and model.score.weight.abs().sum() > 0
     assert same_weights(model.model, causal.model)
-    assert torch.equal(loading.init_reward_model(tmp_path).score.weight, model.score.weight)
+    assert torch.equal(init_reward_model(tmp_path).score.weight, model.score.weight)
 
 
 def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokenizer: Any) -> None:
@@ -252,7 +252,7 @@ def test_invalid_fields_of_a_new_model(tokenizer: Any, fields: dict[str, Any], c
 
 
 def test_an_added_token_changes_no_other_logit_and_has_no_large_one(world: World) -> None:
-    tokenizer, model = world.tokenizer(), loading.load_causal_lm(world.base).eval()
+    tokenizer, model = world.tokenizer(), load_causal_lm(world.base).eval()
     ids = torch.arange(2, 20)[None]
     before = model(ids).logits
     tokenizer.pad_token = None
