@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folder import run, some_ids, widen, write
+from adapter_folder import adapter_settings, run, some_ids, widen, write
 from bad_inputs import refused, replace, rlhf, warned
 from conftest import World
 from ppo_folder import untimed
@@ -41,12 +41,7 @@ def sizes(folder: Path) -> int:
 def test_a_stage_writes_only_the_adapters_and_the_path_of_their_base(adapters_run: Path) -> None:
     for stage, base in (("sft", "../../model"), ("reward", "../../sft/model")):
         folder = adapters_run / stage / "model"
-        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"}
-        assert "merged/config.json" in names and "config.json" not in names and "model.safetensors" not in names
-        settings = json.loads((folder / "adapter_config.json").read_text())
-        assert settings["base_model_name_or_path"] == base and (folder / base).is_dir()
-        assert settings["target_modules"] == sorted(settings["target_modules"]) and len(settings["target_modules"]) == 7
+        adapter_settings(folder, base)
         tensors = load_file(folder / "adapter_model.safetensors")
         heads = {name for name in tensors if ".lora_" not in name}
         assert heads == (set() if stage == "sft" else {"base_model.model.score.weight"})
@@ -83,9 +78,8 @@ def test_a_reward_model_is_loaded_with_its_own_head_and_scale(adapters_run: Path
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     assert manifest["metrics"]["accuracy"] > 0.9
     body = load_causal_lm(adapters_run / "sft/model").model.layers[0].mlp.up_proj.weight
-    assert not torch.allclose(
-        scorer.model.layers[0].mlp.up_proj.weight, body, atol=1e-4
-    )  # the reward adapter is added to SFT's
+    # The reward adapter is added to SFT's.
+    assert not torch.allclose(scorer.model.layers[0].mlp.up_proj.weight, body, atol=1e-4)
 
 
 # Trainable weights
@@ -185,9 +179,8 @@ def test_gpt2_with_adapters_goes_through_the_stages(
     scored = run(folder, "reward")
     assert scored["metrics"]["accuracy"] > 0.6 and scored["tokenizer_sha256"] == manifest["tokenizer_sha256"]
     run(folder, "ppo")
-    assert load_causal_lm(folder / "ppo/model").get_input_embeddings().weight.shape[0] == (
-        manifest["special_tokens"]["pad"] + 1
-    )
+    embeddings = load_causal_lm(folder / "ppo/model").get_input_embeddings().weight
+    assert len(embeddings) == manifest["special_tokens"]["pad"] + 1
 
 
 def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
@@ -249,9 +242,7 @@ def test_ppo_and_eval_continue_from_adapters_in_a_moved_run(adapters_copy: Path)
     run(adapters_copy, "ppo")
     report = run(adapters_copy, "eval") and json.loads((adapters_copy / "eval/report.json").read_text())
     assert {"sft", "ppo"} <= report["models"].keys() and abs(report["models"]["sft"]["kl"]) < 1e-3
-    assert (adapters_copy / "ppo/model/model.safetensors").is_file() and (
-        adapters_copy / "ppo/value/model.safetensors"
-    ).is_file()
+    assert all((adapters_copy / f"ppo/{name}/model.safetensors").is_file() for name in ("model", "value"))
     policy, start = load_causal_lm("ppo/model"), load_causal_lm("sft/model")
     moved = [not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters(), strict=True)]
     assert all(moved)  # PPO trains all weights of the sum
