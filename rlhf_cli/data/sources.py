@@ -20,7 +20,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name, suffix
 from rlhf_cli.data import folders
 from rlhf_cli.data.readers import READERS, RowIterator, read
-from rlhf_cli.errors import Problem, RLHFError, closest_path, short_reason, shown
+from rlhf_cli.errors import Problem, RLHFError, short_reason, shown
 from rlhf_cli.jsonl import open_data
 
 MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
@@ -53,13 +53,9 @@ def locate_files(source: DataSource) -> list[Path]:
     path = Path(name)
     if os.path.isdir(path):
         return _folder_files(source, path, split)
-    if not os.path.exists(path):
-        near = closest_path(path)
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("D01", f"no such file {shown(path)}", where=source.where, hint=hint)
+    open_data(path, source.where).close()  # fail now if the file is missing, unreadable or a pipe
     if split:
         raise RLHFError("D01", f"{shown(path)} is a single file without a split [{split}]", where=source.where)
-    open_data(path, source.where).close()  # fail now if the file is unreadable or a pipe
     return [path]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.tokens import tokenize
 from rlhf_cli.errors import Problem, RLHFError, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.runs.parents import Parent
@@ -255,7 +256,7 @@ def first_difference(first: Any, second: Any) -> str | None:
         return None
     for texts in (_short_texts(first), _character_texts(), _token_texts(first)):
         try:
-            encodings = list(zip(texts, _encode(first, texts), _encode(second, texts), strict=True))
+            encodings = list(zip(texts, tokenize(first, texts), tokenize(second, texts), strict=True))
         except RLHFError:
             raise
         except Exception as error:  # texts that a tokenizer cannot encode prove nothing
@@ -287,16 +288,11 @@ def _settings(tokenizer: Any) -> dict[str, Any]:
 def _start_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that a tokenizer puts before a text."""
     try:
-        text_ids, full = _encode(tokenizer, ["a"])[0], tokenizer("a").input_ids
+        text_ids, full = tokenize(tokenizer, ["a"])[0], tokenizer("a").input_ids
     except Exception:  # the vocabulary has neither this letter nor an unknown token
         return tokenizer("").input_ids
     starts = (i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids)
     return full[: next(starts, 0)]
-
-
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    with translate_rust_panics("M01", "the tokenizer fails on a text"):
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _short_texts(tokenizer: Any) -> list[str]:
