@@ -56,7 +56,7 @@ def test_faults_have_a_place(here: Path, line: bytes, code: str, where: str, tex
 def test_a_missing_file_names_the_nearest_and_who_named_it(here: Path) -> None:
     (here / "pairs.jsonl").touch()
     problem = problem_of(here / "pair.jsonl", where_key="sft.yaml:7")
-    assert str(problem) == "error[D01]: sft.yaml:7: no such file: pair.jsonl\nhint: did you mean pairs.jsonl?"
+    assert str(problem) == "error[D01]: sft.yaml:7: no such file pair.jsonl\nhint: did you mean pairs.jsonl?"
     assert problem_of(here).text.endswith("is a folder, a data file is needed")
 
 
