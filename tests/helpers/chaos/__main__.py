@@ -102,7 +102,7 @@ def _all(pool: ProcessPoolExecutor, jobs: Sequence[Callable[[], Any]], label: st
     return [future.result() for future in futures]
 
 
-def report(outcomes: dict[str, list[Outcome]], wanted: int) -> list[str]:
+def report(outcomes: dict[str, list[Outcome]], requested: int) -> list[str]:
     """Print the table; return all faults."""
     faults, rows = [], []
     for title, each in outcomes.items():
@@ -112,15 +112,15 @@ def report(outcomes: dict[str, list[Outcome]], wanted: int) -> list[str]:
         rows.append([title, len(each), sum(not outcome.wrong for outcome in each), *counts])
         faults += [f"{outcome.name}: {text}" for outcome in each for text in outcome.wrong]
         if title.endswith(": kills"):
-            faults += [f"{title}: {text}: vacuous" for text in vacuous(len(hits), inside, steps, wanted)]
+            faults += [f"{title}: {text}: vacuous" for text in vacuous(len(hits), inside, steps, requested)]
     columns = ["", "runs", "as they must", "kills", "inside a write", "steps hit"]
     terminal.table(columns, [[str(cell) for cell in row] for row in rows])
     return faults
 
 
-def vacuous(count: int, inside: int, steps: int, wanted: int) -> list[str]:
+def vacuous(count: int, inside: int, steps: int, requested: int) -> list[str]:
     """Return why these kills would show nothing. Few kills must hit different steps, every second one."""
-    faults = [f"{count} of {wanted} kills hit a run"] if count < LEAST_COVERED * wanted else []
+    faults = [f"{count} of {requested} kills hit a run"] if count < LEAST_COVERED * requested else []
     if inside < LEAST_INSIDE * count:
         faults.append(f"{inside} of {count} kills landed inside a write")
     if steps < LEAST_COVERED * min(STEPS, count // 2):

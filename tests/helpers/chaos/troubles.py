@@ -19,11 +19,10 @@ from chaos import faults
 from chaos.faults import Point
 from chaos.kills import Outcome, finish, unclean
 from chaos.world import STEPS, Run, World
-from rlhf_cli import runs, terminal
+from rlhf_cli import runs, terminal, tracking
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs import checkpoints, stage_folder
 from rlhf_cli.stages import trl_common
-from rlhf_cli.tracking import metrics_log
 
 
 def full_quota(world: World, stage: str, seed: int) -> Outcome:
@@ -130,7 +129,7 @@ PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
     "log not cut": (
         "ppo",
         LATE,
-        (metrics_log, "_truncate", lambda path, position: path.read_bytes() if path.exists() else b""),
+        (tracking, "_truncate", lambda path, position: path.read_bytes() if path.exists() else b""),
     ),
     "litter left": (
         "ppo",
