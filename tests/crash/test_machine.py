@@ -143,13 +143,6 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert check("sft.yaml").exit_code == 0
 
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(save, "save_model", full)
-    result = rlhf("sft")
-    assert "error[E03]: sft: could not write to disk: No space left on device\n" in result.stderr
-
 
 def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
     (folder / "file").write_text("")

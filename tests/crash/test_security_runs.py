@@ -1,6 +1,5 @@
 """Training leaves no secret and no pickle, however it ends, and executes no code. The full chain: test_chain.py."""
 
-import io
 import json
 import os
 import shutil
@@ -11,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 from bad_inputs import replace, rlhf
-from canaries import SECRETS, is_pickle, leaks, run
+from canaries import SECRETS, leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.stages.trl_common import TrainingCallback
 
 pytestmark = pytest.mark.training
-
-
-def test_is_pickle_recognises_pickles() -> None:
-    packed = io.BytesIO()
-    torch.save(torch.zeros(2), packed)
-    assert is_pickle(packed.getvalue()) and is_pickle(b"\x80\x04K\x01.") and not is_pickle(b'{"a": 1}')
 
 
 KILLED = """

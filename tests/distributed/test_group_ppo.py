@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, child, command, stop_and_resume
-from ppo_folder import PPO, lines, manifest, ppo, rlhf, write
+from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
 
 from rlhf_cli.errors import RLHFError
@@ -140,26 +139,6 @@ def test_stopped_or_killed_all_end_and_resume_to_the_same_bytes(
     write(group_folder, "ppo", LONG)
     stop_and_resume(group_folder / "ppo.yaml", "step_000005", number, rank)
     assert differences(fingerprint(group_folder / "ppo"), fingerprint(straight)) == []
-
-
-def test_the_best_policy_is_kept_if_a_limit_stops_the_run(group_folder: Path) -> None:
-    result = child(*command(group_folder / "ppo.yaml", "-s", "ppo.kl_stop=1e-6", "-s", "ppo.learning_rate=0.01"))
-    assert result.returncode == 1 and result.stderr.count("error[R04]") == 1, result.stderr
-    assert manifest(group_folder)["model_is"] == "the best step"
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_external_launchers(group_folder: Path, launcher: str) -> None:
-    words = ["-m", "rlhf_cli", "ppo", "-c", group_folder / "ppo.yaml"]
-    plain = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    start = [*TORCHRUN, *words] if launcher == "torchrun" else [sys.executable, "-m", *plain, *words]
-    if launcher == "accelerate" and not torch.cuda.is_available():
-        result = child(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *words)
-        assert result.returncode != 0 and "error[E04]: MASTER_ADDR" in result.stderr, result.stderr
-        assert not (group_folder / "ppo").exists()
-        return
-    result = child(*start)
-    assert result.returncode == 0 and "ppo      2 processes" in result.stderr, result.stderr
 
 
 def test_a_wrong_config_is_reported_once_and_starts_no_process(group_folder: Path) -> None:

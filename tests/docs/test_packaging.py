@@ -18,11 +18,14 @@ ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_dir())
 
 
+def pip(*arguments: object) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
-    subprocess.run(command, check=True, capture_output=True)
+    pip("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -31,8 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, installed into a folder outside of the repository."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
-    subprocess.run(command, check=True, capture_output=True)
+    pip("install", "-q", "--no-deps", "--no-index", "--target", folder, wheel)
     return folder
 
 

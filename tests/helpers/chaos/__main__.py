@@ -26,7 +26,7 @@ from chaos.world import STAGES, STEPS, World
 from rlhf_cli import terminal
 from rlhf_cli.progress import Progress
 
-KILLS_PER_RUN, LEAST_FAIL_POINTS = 5, 150
+KILLS_PER_RUN, POINTS_PER_RUN, LEAST_FAIL_POINTS = 5, 12, 150
 LEAST_INSIDE, LEAST_COVERED = 0.1, 0.8
 
 
@@ -78,11 +78,13 @@ def everything(args: argparse.Namespace, origin: World, pool: ProcessPoolExecuto
         seeds = range(10_000 * args.seed, 10_000 * args.seed + len(sizes))
         add(f"{stage}: kills", [partial(kills.killed, origin, stage, *pair) for pair in zip(seeds, sizes, strict=True)])
     found = _all(pool, [partial(kills.find, origin, stage) for stage in STAGES], "search of fail points")
-    for stage, trials in zip(STAGES, found, strict=True):
-        picked = list(enumerate(trials))[args.seed % args.every :: args.every]
-        add(f"{stage}: fail points", [partial(kills.hit, origin, stage, number, trial) for number, trial in picked])
-        if len(trials) < LEAST_FAIL_POINTS:
-            outcomes[f"{stage}: fail points"].append(Outcome(stage, wrong=[f"only {len(trials)} fail points"]))
+    for stage, points in zip(STAGES, found, strict=True):
+        picked = points[args.seed % args.every :: args.every]
+        starts = range(0, len(picked), POINTS_PER_RUN)
+        jobs = [partial(kills.hit, origin, stage, i, picked[i : i + POINTS_PER_RUN]) for i in starts]
+        add(f"{stage}: fail points", jobs)
+        if len(points) < LEAST_FAIL_POINTS:
+            outcomes[f"{stage}: fail points"].append(Outcome(stage, wrong=[f"only {len(points)} fail points"]))
     # The stages take turns, so that a few troubles cover all stages, too.
     kinds = [(kind, STAGES[(i + j) % 3]) for i, kind in enumerate(troubles.TROUBLES) for j in range(3)]
     jobs = [partial(kind, origin, stage, 100 * args.seed + n) for n, (kind, stage) in enumerate(kinds)]

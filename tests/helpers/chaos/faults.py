@@ -22,11 +22,15 @@ FILLING = ("write", "save", "fsync", "rename", "mkdir")  # calls that a full dis
 
 @dataclass(frozen=True)
 class Point:
-    """The nth call of `name` and a moment: before, half, after; or full: the disk is full from there on."""
+    """The nth call of `name` and a moment: before, half, after; or full: the disk is full from there on.
+
+    For points that only a resumed run reaches, an earlier process must die at the point `lead`.
+    """
 
     name: str
     moment: str
     nth: int = 1
+    lead: "Point | None" = None
 
 
 class Calls:

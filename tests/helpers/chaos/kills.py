@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,37 +149,29 @@ def _start_chain(folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
-# Every fail point: found in recorded runs, then hit, each in a new run
+# Every fail point: found in recorded runs, then hit one after another
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A fail point, and the point where an earlier process must die for a process to reach it."""
-
-    point: Point
-    lead: Point | None = None
-
-
-def find(world: World, stage: str) -> list[Trial]:
-    """Return the trials of a stage in the order in which a run reaches them: of the straight run, and of resumed ones.
+def find(world: World, stage: str) -> list[Point]:
+    """Return the fail points of a stage in the order in which a run reaches them: a straight run, and resumed ones.
 
     A resumed run deletes leftovers of a process that was killed in the middle of a checkpoint, or just before the end.
     """
     seen = recorded(stage, world.origin)
     state = next(name for name in seen if STATE.fullmatch(name))
-    trials = [Trial(point) for name, count in seen.items() for point in _points(name, count)]
+    points = [point for name, count in seen.items() for point in _points(name, count)]
     for number, lead in enumerate([Point(state, "half", 2), Point("rename manifest.json", "before")]):
         folder = world.trial(stage, f"recorded-{number}")
         assert (run := _run_to(stage, folder, lead)).code == -signal.SIGKILL, f"{lead}: {run.output()}"
         more = {name: count for name, count in record(stage, folder).items() if not seen.get(name)}
         seen |= more
-        trials += [Trial(point, lead) for name, count in more.items() for point in _points(name, count)]
-    return trials
+        points += [point for name, count in more.items() for point in _points(name, count, lead)]
+    return points
 
 
-def _points(name: str, count: int) -> list[Point]:
+def _points(name: str, count: int, lead: Point | None = None) -> list[Point]:
     moments = MOMENTS.get(name.partition(" ")[0], ()) if count else ()
-    return [Point(name, moment, 2 if count > 3 else 1) for moment in moments]
+    return [Point(name, moment, 2 if count > 3 else 1, lead) for moment in moments]
 
 
 def _run_to(stage: str, folder: Path, point: Point) -> Run:
@@ -188,21 +181,31 @@ def _run_to(stage: str, folder: Path, point: Point) -> Run:
     return run
 
 
-def hit(world: World, stage: str, number: int, trial: Trial) -> Outcome:
-    """End a run at a fail point, then finish and compare it."""
-    folder, outcome = world.trial(stage, f"point-{number}"), Outcome(f"{stage}: {trial}")
-    if trial.lead:
-        _run_to(stage, folder, trial.lead)
-    complete = any((folder / stage).glob("state/*/state.json"))
-    run = _run_to(stage, folder, trial.point)
-    if trial.point.moment == "full":
-        outcome.wrong += unclean(run)
-    elif run.code != -signal.SIGKILL:
-        outcome.wrong.append(f"it ended with {run.code}")
-    with terminal.muted_warnings():
-        if complete and runs.latest_state(run.folder / "state") is None:
-            outcome.wrong.append("no checkpoint is complete any more")
-    outcome.wrong += finish(world, stage, folder)
+def hit(world: World, stage: str, number: int, points: Sequence[Point]) -> Outcome:
+    """End a run at one fail point after another, each process starting where the last died, then compare it."""
+    outcome, waiting = Outcome(f"{stage}: {points[0]} to {points[-1]}"), list(points)
+    while waiting:
+        folder, new = world.trial(stage, f"points-{number}-{len(waiting)}"), True
+        while waiting and (new or not waiting[0].lead):
+            point = waiting[0]
+            if point.lead:
+                _run_to(stage, folder, point.lead)
+            complete = any((folder / stage).glob("state/*/state.json"))
+            run = _run_to(stage, folder, point)
+            if run.code == 0 and not new:  # this run had passed it: again in a new one
+                break
+            waiting.pop(0)
+            new = False
+            if point.moment == "full":
+                outcome.wrong += [f"{point}: {text}" for text in unclean(run)]
+            elif run.code != -signal.SIGKILL:
+                outcome.wrong.append(f"{point}: it ended with {run.code}")
+            with terminal.muted_warnings():
+                if complete and runs.latest_state(run.folder / "state") is None:
+                    outcome.wrong.append(f"{point}: no checkpoint is complete any more")
+            if run.code == 0:
+                break
+        outcome.wrong += finish(world, stage, folder)
     return outcome
 
 

@@ -21,7 +21,7 @@ from chaos.kills import Outcome, finish, unclean
 from chaos.world import STEPS, Run, World
 from rlhf_cli import runs, terminal, tracking
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.runs import checkpoints, stage_folder
+from rlhf_cli.runs import stage_folder
 from rlhf_cli.stages import trl_common
 
 
@@ -135,11 +135,6 @@ PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
         "ppo",
         Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2),
         (stage_folder, "clear_leftovers", lambda folder: None),
-    ),
-    "checkpoint not verified": (
-        "sft",
-        Point("save state/checkpoint-#/model.safetensors", "half", STEPS // 3),
-        (checkpoints, "_problem", lambda state, content=True: None),
     ),
     "random numbers forgotten": (
         "sft",

@@ -94,19 +94,14 @@ def make_world(folder: Path) -> World:
 
 
 def record(stage: str, folder: Path) -> dict[str, int]:
-    """Run a stage to its end; return its calls with their counts. Also records the modules that it imported."""
-    calls: list[faults.Calls] = []
-
-    def save(_: Path) -> None:
-        seen = {"calls": calls[0].seen, "modules": list(sys.modules)}
-        (folder / f"{stage}.seen.json").write_text(json.dumps(seen))
-
-    run = Run(stage, folder, before=lambda place: calls.append(faults.install(place)), after=save)
+    """Run a stage to its end; return its calls with their counts."""
+    run = Run(stage, folder, before=faults.install)
     assert run.wait() == 0, run.output()
     return recorded(stage, folder)
 
 
 def recorded(stage: str, folder: Path, what: str = "calls") -> Any:
+    """Return the calls, or the imported modules, of a recorded run."""
     return json.loads((folder / f"{stage}.seen.json").read_text())[what]
 
 
@@ -119,16 +114,9 @@ def _import(name: str) -> None:
 
 
 class Run:
-    """One stage in a forked process, which calls `before` and `after` with the stage's folder."""
+    """One stage in a forked process, which calls `before` with the stage's folder."""
 
-    def __init__(
-        self,
-        stage: str,
-        folder: Path,
-        *,
-        before: Callable[[Path], object] = lambda folder: None,
-        after: Callable[[Path], object] = lambda folder: None,
-    ) -> None:
+    def __init__(self, stage: str, folder: Path, before: Callable[[Path], object] = lambda folder: None) -> None:
         self.stage, self.run, self.folder, self.log = stage, folder, folder / stage, folder / f"{stage}.log"
         self.code: int | None = None
         self._earlier_lines = _lines(self.folder)
@@ -137,9 +125,9 @@ class Run:
         self.began = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            self._child(before, after)
+            self._child(before)
 
-    def _child(self, before: Callable[[Path], object], after: Callable[[Path], object]) -> None:
+    def _child(self, before: Callable[[Path], object]) -> None:
         from rlhf_cli.cli import app
 
         code = 70
@@ -149,13 +137,15 @@ class Run:
             descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            before(self.folder)
+            calls = before(self.folder)
             try:
                 app([self.stage, "--config", str(self.run / f"{self.stage}.yaml")])
                 code = 0
             except SystemExit as end:
                 code = int(end.code or 0)
-            after(self.folder)
+            if isinstance(calls, faults.Calls):
+                seen = {"calls": calls.seen, "modules": list(sys.modules)}
+                (self.run / f"{self.stage}.seen.json").write_text(json.dumps(seen))
         except BaseException:
             traceback.print_exc()
         finally:
