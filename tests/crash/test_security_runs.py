@@ -1,68 +1,48 @@
 """Training leaves no secret and no pickle, however it ends, and executes no code. The full chain: test_chain.py."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from bad_inputs import replace, rlhf
-from canaries import SECRETS, leaks, run
+from canaries import leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.stages.trl_common import TrainingCallback
 
 pytestmark = pytest.mark.training
 
 
-KILLED = """
-import os
+ENDED = """
+import os, signal
 from rlhf_cli.stages.trl_common import TrainingCallback
-real = TrainingCallback.on_save
+real = TrainingCallback.{call}
 def at(self, args, state, control, **more):
-    if state.global_step == 3: os._exit(137)
+    if state.global_step == 3: {end}
     return real(self, args, state, control, **more)
-TrainingCallback.on_save = at
+TrainingCallback.{call} = at
 from rlhf_cli.cli import app
 app()
 """
 
 
-@pytest.mark.parametrize(("stage", "code"), [("sft", 143), ("reward", 137)])
-def test_no_token_stays_however_a_training_ends(
-    folder: Path, stage: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("stage", "call", "end", "code"),
+    [("sft", "on_step_end", "os.kill(os.getpid(), signal.SIGTERM)", 143), ("reward", "on_save", "os._exit(137)", 137)],
+)
+def test_no_token_stays_however_a_training_ends(folder: Path, stage: str, call: str, end: str, code: int) -> None:
     """Stopped within a step; killed after transformers wrote a checkpoint and before rlhf sealed it."""
     replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 5")
     with Path(f"{stage}.yaml").open("a") as file:
         file.write("output: {save_steps: 1}\n")
-    if stage == "reward":
-        done = run(folder / "home", "-c", KILLED, stage, "-c", f"{stage}.yaml")
-        assert done.returncode == code, done.stderr
-    for name, secret in SECRETS.items():
-        monkeypatch.setenv(name, secret)
-    if stage == "sft":
-        real = TrainingCallback.on_step_end
-
-        def at(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
-            if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return real(self, args, state, control, **more)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(TrainingCallback, "on_step_end", at)
-            stopped = rlhf(stage)
-        assert stopped.exit_code == code, stopped.stderr
-        assert not any(secret in stopped.output for secret in SECRETS.values())
+    done = run(folder / "home", "-c", ENDED.format(call=call, end=end), stage, "-c", f"{stage}.yaml")
+    assert done.returncode == code, done.stderr
     assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
-    again = rlhf(stage)
-    assert again.exit_code == 0 and "resumes at step" in again.stderr, again.stderr
-    assert not any(secret in again.output for secret in SECRETS.values())
+    again = run(folder / "home", "-m", "rlhf_cli", stage, "-c", f"{stage}.yaml")
+    assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
 
 

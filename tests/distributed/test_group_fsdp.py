@@ -36,8 +36,8 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
     metrics, models = lines(sharded / "ppo/metrics.jsonl"), plain_models(sharded)
     state = runs.state_at(sharded / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
-    replayed = rlhf("replay", sharded, "--step", "6")
-    assert replayed.exit_code == 0, replayed.output
+    verified = rlhf("verify", sharded, "--step", "6")
+    assert verified.exit_code == 0, verified.output
     assert child(*command(sharded / "ppo.yaml", *changes, "--fresh", "-s", "ppo.fsdp=false")).returncode == 0
     for line, expected in zip(metrics, lines(sharded / "ppo/metrics.jsonl"), strict=True):
         for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg"):

@@ -116,8 +116,8 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
     assert result.stdout.count("samples at step 2") == 1
     two = lines(group_folder / "ppo/metrics.jsonl")
     assert json.loads((group_folder / "ppo/identity.json").read_text())["environment"]["processes"] == 2
-    replayed = rlhf("replay", group_folder, "--step", "2")
-    assert replayed.exit_code == 0, replayed.output
+    verified = rlhf("verify", group_folder, "--step", "2")
+    assert verified.exit_code == 0, verified.output
     (group_folder / "ppo/manifest.json").unlink()  # one process does not resume what two began
     other = ppo(group_folder)
     assert is_one_error(other, "E04") and "was started with 2 processes and cannot resume with 1" in other.stderr
