@@ -250,7 +250,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     dtype = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
-        native, _ = trace.run_update(trainer, rollout)
+        native = trace.run_update(trainer, rollout)
         native |= trace.weight_changes(before, trace.copy_weights(trainer.policy, trainer.value))
         recorded = _recorded(run, step, before)
         for name, (logged, repeated) in _samples(components, run.samples.get(step, [])).items():
