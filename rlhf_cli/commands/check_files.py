@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,7 @@ class Report:
     def _as_json(self) -> dict[str, Any]:
         levels = [("error", problem) for problem in self.errors]
         levels += [("warning", problem) for problem in terminal.emitted_problems()]
-        problems = [
-            {"code": problem.code, "text": problem.text, "where": problem.where, "hint": problem.hint, "level": level}
-            for level, problem in levels
-        ]
+        problems = [{**asdict(problem), "level": level} for level, problem in levels]
         not_checked = list(self.not_checked)
         return {"ok": not self.errors, "problems": problems, "checked": self.checked, "not_checked": not_checked}
 

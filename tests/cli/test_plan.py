@@ -19,8 +19,7 @@ from typer.testing import CliRunner, Result
 from rlhf_cli import progress, system, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import plan as advice
-from rlhf_cli.commands import speed
-from rlhf_cli.commands.plan import show
+from rlhf_cli.commands.plan import estimate, show
 from rlhf_cli.commands.plan.estimate import Target
 from rlhf_cli.commands.plan.models import ModelResolver
 from rlhf_cli.commands.plan.phases import DEFAULT_ADAPTERS, MODES, Lengths
@@ -397,7 +396,7 @@ def test_operations_are_six_per_weight_and_token(three: Path) -> None:
 
 
 def test_the_rate_of_this_machine_is_measured() -> None:
-    assert 1e8 < speed.measure_flops(1024, 256)[0] < 1e16
+    assert 1e8 < estimate.measure_flops(1024, 256)[0] < 1e16
 
 
 @on_a_cpu
@@ -412,7 +411,7 @@ def test_passes_of_small_models_are_measured(three: Path, monkeypatch: pytest.Mo
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(backbone, "forward", slow)
-    monkeypatch.setattr(speed, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(estimate, "MAX_ROUNDS", 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
     before = torch.get_num_threads()

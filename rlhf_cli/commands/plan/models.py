@@ -13,7 +13,6 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.data import sources
 from rlhf_cli.errors import at_location
@@ -52,25 +51,20 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
             pairs = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
             mean = _mean_length(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
             return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
-        if isinstance(config, PPOConfig):
-            prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-            return _data_size(prompts, Lengths(prompts.longest, response), "prompts")
-        assert isinstance(config, EvalConfig)
+        assert isinstance(config, PPOConfig | EvalConfig)
         prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-        size = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
-        return replace(size, rows=min(config.eval.n, size.rows))
+    size = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
+    return replace(size, rows=min(config.eval.n, size.rows)) if isinstance(config, EvalConfig) else size
 
 
 def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
     """Return the size of data that is not tokenized: rows have their maximum length. Raises RLHFError D01-D04, D12."""
-    if isinstance(config, SFTConfig):
-        lengths = Lengths(1, config.sft.max_length - 1)
-    elif isinstance(config, RewardConfig):
-        lengths = Lengths(config.reward.max_length - 1, 1)
-    else:
-        lengths = Lengths(prompt, response)
     if isinstance(config, EvalConfig):
-        return DataSize(lengths, "prompts", config.eval.n, how="at most")
+        return DataSize(Lengths(prompt, response), "prompts", config.eval.n, how="at most")
+    lengths = Lengths(prompt, response)
+    if isinstance(config, SFTConfig | RewardConfig):
+        longest = training_setup.settings_of(config).max_length - 1
+        lengths = Lengths(1, longest) if isinstance(config, SFTConfig) else Lengths(longest, 1)
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
     count = sum(1 for _ in sources.read_rows(source)) if steps_follow_rows(config) else 0
     # A conversation gives an example for each of its answers, and a part may be held out.
@@ -80,7 +74,7 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
 def steps_follow_rows(config: Config) -> bool:
     """Return True if more rows make more steps."""
     if isinstance(config, SFTConfig | RewardConfig):
-        return (config.sft if isinstance(config, SFTConfig) else config.reward).max_steps is None
+        return training_setup.settings_of(config).max_steps is None
     return isinstance(config, PPOConfig) and config.ppo.total_episodes is None
 
 
@@ -204,17 +198,8 @@ class ModelResolver:
         folder = Path(sft.path)
         return base.path == (folder if folder.is_dir() else runs.open_reference(config, sft, hashed=False).path)
 
-    def settings(self, config: EvalConfig) -> PPOSettings | None:
-        """Return the settings of the policy that is evaluated, if a stage of this package trains it."""
-        trainer = self._trainer(config)
-        return trainer.ppo if trainer else None
-
-    def snapshots(self, config: EvalConfig) -> int:
-        """Return how many snapshots are evaluated beside PPO's last policy; its best one may be evaluated too."""
-        trainer = self._trainer(config)
-        return max(0, trainer.output.snapshots - 1) if trainer and config.eval.frontier else 0
-
-    def _trainer(self, config: EvalConfig) -> PPOConfig | None:
+    def trainer(self, config: EvalConfig) -> PPOConfig | None:
+        """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
             return load("ppo", folder / "config.yaml")
@@ -239,6 +224,6 @@ class ModelResolver:
         if isinstance(config, PPOConfig):
             return config.ppo.max_response_length
         if isinstance(config, EvalConfig):
-            policy = Path(config.models.ppo)
-            return eval_stage.sampling_params(config, self.settings(config), policy, None).response_length
+            trainer, policy = self.trainer(config), Path(config.models.ppo)
+            return eval_stage.sampling_params(config, trainer and trainer.ppo, policy, None).response_length
         return 0
