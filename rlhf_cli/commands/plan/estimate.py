@@ -245,16 +245,11 @@ def _measure(stage: Estimate, computing: list[Phase]) -> Duration:
     for phase in computing:
         pass_seconds, pass_flops = passes.get(phase.name, training)
         seconds[phase.name] = phase.flops / pass_flops * pass_seconds
-    seconds[computing[-1].name] += times.step * _optimizer_steps(stage)
-    return Duration(seconds, True, times.share)
-
-
-def _optimizer_steps(stage: Estimate) -> int:
-    """Return the optimizer steps of an update, counted for each model that is trained."""
-    config = stage.config
+    config, steps = stage.config, int(stage.config.stage != "eval")  # of an update, for each trained model
     if isinstance(config, PPOConfig):
-        return config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
-    return int(config.stage != "eval")
+        steps = config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
+    seconds[computing[-1].name] += times.step * steps
+    return Duration(seconds, True, times.share)
 
 
 # Speed of this machine, by short measurements

@@ -145,7 +145,10 @@ class ModelResolver:
             exists = path == config.folder or (path / "manifest.json").exists()  # its own folder is refused below
             writer = None if exists else self._writer(path)
             if writer is None:
-                self.specs[path] = self._existing(config, reference)
+                parent = runs.open_reference(config, reference, hashed=False)
+                with at_location(config.where(key)):
+                    body = read_config(parent.model, self.options.trust_remote_code)
+                self.specs[path] = ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
             else:
                 trains = isinstance(writer, SFTConfig | RewardConfig)
                 self.specs[path] = self.start(writer, "model.path" if trains else "models.sft")
@@ -158,12 +161,6 @@ class ModelResolver:
             config = load(folder.name, beside)
             self.writers.setdefault(config.folder, config)  # its `run:` may name another folder
         return self.writers.get(folder)
-
-    def _existing(self, config: Config, reference: runs.Reference) -> ModelSpec:
-        parent = runs.open_reference(config, reference, hashed=False)
-        with at_location(config.where(reference.key)):
-            body = read_config(parent.model, self.options.trust_remote_code)
-        return ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
 
     def _new_model(self, config: SFTConfig) -> ModelSpec:
         """Return model.new, with a tokenizer of the first rows only, whose rows are somewhat longer."""

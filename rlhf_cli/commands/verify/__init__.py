@@ -258,7 +258,9 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
             near_tie=NEAR_TIE[dtype], tick=bar.advance,
         )  # fmt: skip
     quantities = compare(reference, float64, native, recorded)
-    return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), _changed_versions(run))
+    logged, current = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {}), runs.versions()
+    changed = [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
+    return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), changed)
 
 
 def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
@@ -292,13 +294,6 @@ def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, An
         return {f"samples: {name}": trace.as_float64(values) for name, values in columns.items()}
 
     return quantities(rows), quantities(repeated)
-
-
-def _changed_versions(run: PPORun) -> list[str]:
-    """Return the libraries whose version has changed since a finished run."""
-    logged = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {})
-    current = runs.versions()
-    return [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
 
 
 # The report

@@ -184,19 +184,18 @@ def _reward_models(trainer: PPOTrainer) -> list[Any]:
 
 def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any]) -> reference.Source:
     """Return a reward source for the reference, with copies of its scorers."""
+
+    def score_fn(scorer: Any) -> reference.Scorer:
+        if isinstance(scorer, FunctionReward):
+            return partial(reference.function_scores, scorer.function, scorer.tokenizer)
+        if isinstance(scorer, RetokenizingReward):
+            return lambda *rows: reference.model_scores(scorer.model, *scorer.retokenize(*rows))
+        return partial(reference.model_scores, scorer.model)
+
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
-    scores = {member: _reference_scorer(scorer) for member, scorer in scorers.items()}
-    return reference.Source(scores, trainer.weights[name], trainer.clips.get(name), *combination)
-
-
-def _reference_scorer(scorer: Any) -> reference.Scorer:
-    if isinstance(scorer, RetokenizingReward):
-        return lambda prompts, responses: reference.model_scores(scorer.model, *scorer.retokenize(prompts, responses))
-    if isinstance(scorer, ModelReward):
-        return partial(reference.model_scores, scorer.model)
-    assert isinstance(scorer, FunctionReward)
-    return partial(reference.function_scores, scorer.function, scorer.tokenizer)
+    score_fns = {member: score_fn(scorer) for member, scorer in scorers.items()}
+    return reference.Source(score_fns, trainer.weights[name], trainer.clips.get(name), *combination)
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.Adam]:
