@@ -170,13 +170,24 @@ def translate_rust_panics(code: str, text: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise RLHFError(code, f"{text}: {' '.join(str(error).split())[:200]}") from error
+        raise RLHFError(code, f"{text}: {short_reason(error)}") from error
 
 
 def shown(path: str | Path) -> str:
     """Return the path for messages: relative if it is below the working directory."""
     absolute, cwd = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, cwd) if absolute.startswith(cwd.rstrip("/") + "/") else absolute
+
+
+def short_reason(error: BaseException) -> str:
+    """Return the first 200 characters of a library's error message as one line, or its type if it is empty."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def first_names(names: Sequence[object]) -> str:
+    """Join the first three names for a message, and count the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(str, names[:3])) + more
 
 
 def install_hint(extra: str) -> str:
@@ -192,6 +203,12 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
         matches = [folded for folded in by_folded if folded.startswith(name.casefold())]
     matches = matches or get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Return the hint that names the closest known name, if there is one."""
+    near = closest_match(name, known)
+    return f"did you mean {near}?" if near else None
 
 
 def closest_folder(path: str | Path) -> str | None:

@@ -98,7 +98,7 @@ def _missing(path: Path, where: str | None) -> RLHFError:
     if os.path.exists(path):
         return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
     near = closest_path(path)
-    return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
+    return RLHFError("D01", f"no such file {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
 def decode(raw: bytes, path: Path, number: int) -> str:

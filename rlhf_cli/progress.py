@@ -30,7 +30,7 @@ class Progress:
     def __init__(self, label: str, total: int, unit: str = "step", *, done: int = 0, brief: bool = False) -> None:
         self.label, self.total, self.unit, self.brief = terminal.clean(label), total, unit, brief
         self.done, self.note, self._done_before = done, "", done
-        self._bar: _Bar | None = None
+        self._bar: Any = None
         self._shown = not brief
 
     def __enter__(self) -> "Progress":
@@ -69,7 +69,7 @@ class Progress:
             self._shown |= now - self._began >= BRIEF_S
             if self._shown and not self._bar:
                 with suppress(OSError):  # the terminal is closed
-                    self._bar = _Bar(self)
+                    self._bar = _start_bar(self)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.nested_status()):
             self._last_line, self._shown = now, True
             terminal.say(self._line())
@@ -102,35 +102,25 @@ def track_progress(label: str, items: Sequence[T]) -> Generator[T]:
             progress.advance()
 
 
-class _Bar:
-    """Live bar on a terminal. Imports rich lazily, so that short commands never load it."""
+def _start_bar(progress: Progress) -> Any:
+    """Start a rich Live with the bar. Imports rich lazily, so that short commands never load it."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bars
+    from rich.text import Text
 
-    def __init__(self, progress: Progress) -> None:
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bars
-        from rich.text import Text
+    label, rate = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[rate]}"))
+    bars = Bars(label, BarColumn(), MofNCompleteColumn(), rate)
+    task = bars.add_task(progress.label, total=progress.total, rate="")
 
-        bars = Bars(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}", markup=False),
-        )
-        task = bars.add_task(progress.label, total=progress.total, rate="")
+    def render() -> Any:
+        bars.update(task, completed=progress.done, rate=progress.rate())
+        texts = filter(None, (progress.note, progress.nested_status()))
+        return Group(bars, *(Text(f"  {text}", overflow="ellipsis", no_wrap=True) for text in texts))
 
-        def render() -> Any:
-            bars.update(task, completed=progress.done, rate=progress.rate())
-            details = [
-                Text(f"  {text}", overflow="ellipsis", no_wrap=True)
-                for text in (progress.note, progress.nested_status())
-                if text
-            ]
-            return Group(bars, *details)
-
-        # on a terminal, stdout is printed above the bar
-        redirect = terminal.is_terminal(sys.stdout)
-        self._live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=redirect)
-        self._live.start()
-        self.stop = self._live.stop
+    # on a terminal, stdout is printed above the bar
+    redirect = terminal.is_terminal(sys.stdout)
+    live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=redirect)
+    live.start()
+    return live

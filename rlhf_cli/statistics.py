@@ -40,7 +40,7 @@ def wilson_difference(first: tuple[float, int], second: tuple[float, int], z: fl
     return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)
 
 
-def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean (BCa, Efron 1987), deterministic for a seed.
 
     A constant sample has an interval of width 0.
@@ -53,7 +53,7 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = R
     if sample.size == 1 or np.ptp(sample) == 0:
         return float(sample[0]), float(sample[0])
     result = bootstrap(
-        (sample,), np.mean, n_resamples=resamples, batch=200, rng=np.random.default_rng(seed), method="BCa"
+        (sample,), np.mean, n_resamples=RESAMPLES, batch=200, rng=np.random.default_rng(seed), method="BCa"
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 

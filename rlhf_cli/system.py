@@ -111,7 +111,7 @@ class CPUTimeExceeded(Exception):
 def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise CPUTimeExceeded after `seconds` of this process's CPU time; waiting does not count.
 
-    Without effect outside the main thread, which alone receives signals.
+    Without effect outside the main thread, the only one that receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -111,7 +111,6 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
 
 
 def _show_finished_evaluation(config: EvalConfig) -> None:
-    """Print and check an up-to-date evaluation as the stage does."""
     if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
         report.write_beside(config.folder)
     render.print_report(config.folder)
@@ -227,8 +226,8 @@ def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFi
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
     if stage_filter.only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    wanted = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
-    selected = {stage: path for stage, path in files.items() if stage in wanted}
+    names = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
+    selected = {stage: path for stage, path in files.items() if stage in names}
     if excluded := [stage for stage in stage_filter.force if stage not in selected]:
         text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
         raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")
@@ -270,21 +269,18 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
     """Return the command line that runs one stage in a child process."""
     processes = ["--nproc", options.nproc] if options.nproc else []
-    command = [*RLHF_COMMAND, config.stage, "--config", str(config.file), *_set(overrides), *processes]
-    return command + ["--fresh"] * fresh + _flags(options)
+    words = [config.stage, "--config", str(config.file), *processes, *["--fresh"] * fresh]
+    return [*RLHF_COMMAND, *words, *_options(overrides, options)]
 
 
 def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
     """Return the command line that checks all stages of a folder before the first one trains."""
-    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_set(overrides), *_flags(options)]
+    return [*RLHF_COMMAND, "check", str(folder), "--quiet", *_options(overrides, options)]
 
 
-def _set(overrides: Sequence[str]) -> list[str]:
-    return [word for text in overrides for word in ("--set", text)]
-
-
-def _flags(options: Options) -> list[str]:
-    return ["--trust-remote-code"] * options.trust_remote_code + ["--debug"] * options.debug
+def _options(overrides: Sequence[str], options: Options) -> list[str]:
+    flags = ["--trust-remote-code"] * options.trust_remote_code + ["--debug"] * options.debug
+    return [word for text in overrides for word in ("--set", text)] + flags
 
 
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
@@ -361,15 +357,11 @@ def show_summary(
     """
     if "eval" in configs:
         _show_next_commands(folder, configs, met=met)
-    stages: dict[str, list[str]] = {}
     for stage, config in configs.items():
-        if texts := _unsaved_overrides(config, overrides[stage]):
-            stages.setdefault(" ".join(f"-s {shell_word(text)}" for text in texts), []).append(stage)
-    for options, names in stages.items():
-        files = ", ".join(shown(configs[name].file) for name in names)
-        negation, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
-        text = f"made with {options}, which {files} {negation} have: write it there to keep it, or a plain "
-        terminal.out(f"{text}`rlhf run {shell_path(folder)}` makes {again} again")
+        if _is_changed_by(overrides[stage], config):
+            options = " ".join(f"-s {shell_word(text)}" for text in overrides[stage])
+            text = f"{stage} used {options}: add it to {shown(config.file)}, or a plain "
+            terminal.out(f"{text}`rlhf run {shell_path(folder)}` runs {stage} again")
 
 
 def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: bool) -> None:
@@ -387,14 +379,9 @@ def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: boo
         terminal.out(f"next: {'; '.join(commands)}")
 
 
-def _unsaved_overrides(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that change a value of the stage's file, if the stage is out of date without them."""
-    if not overrides:
-        return []
+def _is_changed_by(overrides: Sequence[str], config: Config) -> bool:
+    """Return True if overrides change the result of a stage whose file is valid without them."""
     try:
-        plain = load(config.stage, config.file)
-        if runs.quick_stage_status(plain).state == "finished":
-            return []
-        return [text for text in overrides if load(config.stage, config.file, [text]).dump() != plain.dump()]
-    except RLHFError:  # the config is invalid without them; `rlhf run` will report why
-        return []
+        return bool(overrides) and load(config.stage, config.file).identity() != config.identity()
+    except RLHFError:  # `rlhf run` will report why
+        return False

@@ -29,29 +29,28 @@ def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) 
     with terminal.muted_warnings():  # the stages print them
         run = status_read.read_run(folder, overrides)
     if as_json:
-        terminal.out(json.dumps(status_json(run), indent=2, ensure_ascii=False))
+        terminal.out(json.dumps(_run_json(run), indent=2, ensure_ascii=False))
         return
     terminal.table(STAGE_COLUMNS, stage_rows(run))
-    for line in _notes(run):
+    for line in [*_notes(run), _next_line(run)]:
         terminal.out(line)
-    terminal.out(_next_line(run))
 
 
 def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     """Print the runs below folders, by default below ./runs or else the working directory. Raises RLHFError C09."""
     folders = list(folders) or [_default_folder()]
     with terminal.muted_warnings():
-        runs = status_read.find_runs(folders)
+        found = status_read.find_runs(folders)
     if as_json:
-        terminal.out(json.dumps([status_json(run) for run in runs], indent=2, ensure_ascii=False))
-    elif runs:
-        terminal.table(RUN_COLUMNS, [_run_row(run) for run in runs])
+        terminal.out(json.dumps([_run_json(run) for run in found], indent=2, ensure_ascii=False))
+    elif found:
+        terminal.table(RUN_COLUMNS, [_run_row(run) for run in found])
     else:
         terminal.say(f"no runs below {', '.join(map(shown, folders))}; rlhf init demo runs/demo makes one")
 
 
 def runs_here() -> list[str]:
-    """Return the folders that `rlhf ls` would list, or "." alone if this folder is a run. Searches few folders."""
+    """Return the folders that `rlhf ls` would list, or only "." if this folder is a run. Searches few folders."""
     if is_run(Path(".")):
         return ["."]
     with terminal.muted_warnings():
@@ -59,8 +58,7 @@ def runs_here() -> list[str]:
 
 
 def _default_folder() -> Path:
-    folder = Path("runs")
-    return folder if folder.is_dir() else Path(".")
+    return Path("runs") if Path("runs").is_dir() else Path(".")
 
 
 def stage_rows(run: RunInfo) -> list[list[str]]:
@@ -79,7 +77,6 @@ def stage_rows(run: RunInfo) -> list[list[str]]:
 
 
 def _run_row(run: RunInfo) -> list[str]:
-    """Return the table row of a run in `rlhf ls`."""
     stages = [
         name if stage.state == "finished" else f"{name} ({_state_text(stage)})"
         for name, stage in run.all_stages.items()
@@ -90,7 +87,7 @@ def _run_row(run: RunInfo) -> list[str]:
         ", ".join(stages) or "nothing yet",
         next(filter(None, results), ""),
         ago(time.time() - run.changed),
-        system.format_bytes(run.bytes),
+        system.format_bytes(system.folder_bytes(run.folder)),
     ]
 
 
@@ -98,9 +95,8 @@ def _state_text(stage: StageInfo) -> str:
     progress = "" if stage.step is None else f"step {stage.step}" + (f" of {stage.steps}" if stage.steps else "")
     if stage.state == "stopped":
         return f"stopped, saved at {progress}" if progress else "stopped, nothing saved"
-    if progress and (stage.state == "running" or (stage.state == "finished" and stage.reasons)):
-        return f"{stage.state}, {progress}"
-    return stage.state
+    shows_progress = stage.state == "running" or (stage.state == "finished" and stage.reasons)
+    return f"{stage.state}, {progress}" if progress and shows_progress else stage.state
 
 
 def _headline(stage: StageInfo) -> str:
@@ -135,8 +131,8 @@ def _notes(run: RunInfo) -> list[str]:
             names = ", ".join(stage.unread)
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
             lines.append(f"{stage.stage:<8} {text}")
-    if run.old_bytes:
-        lines.append(f".old     {system.format_bytes(run.old_bytes)} that was moved aside")
+    if old_bytes := system.folder_bytes(run.folder / ".old"):
+        lines.append(f".old     {system.format_bytes(old_bytes)} that was moved aside")
     return lines
 
 
@@ -166,24 +162,18 @@ def _next_line(run: RunInfo) -> str:
 def _describe_order(decisions: Mapping[str, StageDecision]) -> str:
     """Name the stages that run, in order, with the reason of the first."""
     (first, decision), *rest = [item for item in decisions.items() if item[1].runs or item[1].after]
-    certain = [stage for stage, later in rest if later.runs]
-    possible = [stage for stage, later in rest if not later.runs]
-    they = "it starts" if len(possible) == 1 else "they start"
-    text = f"{first} ({decision.reason})" + (f", then {_join(certain)}" if certain else "")
-    return text + (f", and {_join(possible)} if that changes what {they} from" if possible else "")
+    certain, possible = ([stage for stage, later in rest if later.runs is runs] for runs in (True, False))
+    text = f"{first} ({decision.reason})" + (f", then {', '.join(certain)}" if certain else "")
+    return text + (f", then {', '.join(possible)} if their inputs change" if possible else "")
 
 
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def status_json(run: RunInfo) -> dict[str, Any]:
+def _run_json(run: RunInfo) -> dict[str, Any]:
     """Return a run as printed by `--json`: paths as in messages, times as ISO 8601 in UTC."""
     result: dict[str, Any] = {
         "run": shown(run.folder),
         "changed": _iso(run.changed),
-        "bytes": run.bytes,
-        "old_bytes": run.old_bytes,
+        "bytes": system.folder_bytes(run.folder),
+        "old_bytes": system.folder_bytes(run.folder / ".old"),
         "bases": [_stage_json(stage) for stage in run.bases],
         "stages": [_stage_json(stage) for stage in run.stages],
     }

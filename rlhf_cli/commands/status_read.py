@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +24,11 @@ from rlhf_cli.runs.discover import configs_in, find_run_folders, has_output, is_
 from rlhf_cli.runs.locks import LockOwner, lock_owner
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus
-from rlhf_cli.tracking.metrics_log import newest_rows
+from rlhf_cli.tracking import newest_rows
 
 MAX_DEPTH = 4  # levels of folders to search for runs
 STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}
-# Metrics of each stage to show: of its manifest, and of its log while it runs.
+# Metrics of each stage to show: of its manifest, and of its log while it runs. The first must be present.
 HEADLINES = {
     "sft": (("eval_loss",), ("loss",)),
     "reward": (("accuracy", "accuracy_ci95"), ("accuracy",)),
@@ -84,23 +84,13 @@ class RunInfo:
         return bases | {stage.stage: stage for stage in self.stages}
 
     @property
-    def bytes(self) -> int:
-        """Size of the folder, including data and .old/."""
-        return system.folder_bytes(self.folder)
-
-    @property
-    def old_bytes(self) -> int:
-        """Size of .old/."""
-        return system.folder_bytes(self.folder / ".old")
-
-    @property
     def changed(self) -> float:
         """Time when a stage last wrote, or of the newest config if no stage has started."""
         times = [stage.changed for stage in self.all_stages.values() if stage.changed is not None]
         return max(times or [path.stat().st_mtime for path in configs_in(self.folder)], default=0.0)
 
 
-# A stage
+# Read a stage
 
 
 def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> StageInfo:
@@ -116,13 +106,12 @@ def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> S
 
 def _read_stage(stage: str, folder: Path, status: StageStatus | None) -> StageInfo:
     output, process = read.read_stage(stage, folder, logs=False), lock_owner(folder)
-    info = StageInfo(stage, folder, output.state, (output.problem,) if output.problem else (), process=process)
+    reasons = status.reasons if status else (output.problem,) if output.problem else ()
     if output.state == "unreadable":
-        return info
+        return StageInfo(stage, folder, "unreadable", (output.problem or "",), process=process)
     manifest, rows = output.manifest or {}, newest_rows(folder / "metrics.jsonl")
     written: str = status.state if status else output.state
     state = "running" if process else STATES.get(written, written)
-    reasons = status.reasons if status else info.reasons
     if not status and state == "finished" and (changes := read.changed_parents(output)):
         state, reasons = "stale", tuple(f"made from {change}" for change in changes)
     elif state == "finished" and manifest.get("stopped"):
@@ -130,19 +119,23 @@ def _read_stage(stage: str, folder: Path, status: StageStatus | None) -> StageIn
     elif state == "stale" and output.state != "finished" and (folder / "config.yaml").is_file():
         reasons += (f"to resume it with its old config: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
     step, steps = (None, None) if state == "new" or stage == "eval" else _steps(output, state, rows)
-    headline, origin = _headline(stage, output.table("metrics") if output.state == "finished" else {}, rows)
-    return replace(
-        info,
-        state=state,
-        reasons=reasons,
-        step=step,
-        steps=steps,
-        headline=headline,
-        headline_from=origin,
+    metrics, source = _headline_metrics(stage, output.table("metrics") if output.state == "finished" else {}, rows)
+    names = ("manifest.json", "metrics.jsonl", "identity.json")
+    times = {name: (folder / name).stat().st_mtime for name in names if (folder / name).is_file()}
+    return StageInfo(
+        stage,
+        folder,
+        state,
+        reasons,
+        step,
+        steps,
+        metrics,
+        source,
         time_s=max((_finite(row.get("time_s")) for row in rows), default=None),
         left_s=_remaining_s(rows, step, steps) if state == "running" else None,
-        changed=_changed(folder),
+        changed=times.get("manifest.json", max(times.values(), default=None)),
         bytes=system.folder_bytes(folder),
+        process=process,
         unread=status.unread if status else (),
     )
 
@@ -175,14 +168,12 @@ def _remaining_s(rows: Sequence[read.Row], step: int | None, steps: int | None) 
     """Return the seconds to the end, at the speed of the newest lines of the log."""
     if step is None or steps is None:
         return None
-    first, last = rows[0], rows[-1]
-    done, seconds = last["step"] - first["step"], _finite(last.get("time_s")) - _finite(first.get("time_s"))
-    if done <= 0:
-        done, seconds = last["step"], _finite(last.get("time_s"))
+    start = rows[0] if len(rows) > 1 else {"step": 0}
+    done, seconds = rows[-1]["step"] - start["step"], _finite(rows[-1].get("time_s")) - _finite(start.get("time_s"))
     return max(0, steps - step) * seconds / done if done > 0 and seconds > 0 else None
 
 
-def _headline(stage: str, metrics: read.Row, rows: Sequence[read.Row]) -> tuple[dict[str, Any], Any]:
+def _headline_metrics(stage: str, metrics: read.Row, rows: Sequence[read.Row]) -> tuple[dict[str, Any], Any]:
     """Return a stage's main metrics and the file that they are from."""
     if stage == "eval":
         win_rate = _win_rate(metrics)
@@ -223,16 +214,7 @@ def _finite(value: Any) -> float:
     return float(value) if is_number(value) and math.isfinite(value) else 0.0
 
 
-def _changed(folder: Path) -> float | None:
-    """Return the time when the manifest, or else the log, was written."""
-    for names in (["manifest.json"], ["metrics.jsonl", "identity.json"]):
-        times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
-        if times:
-            return max(times)
-    return None
-
-
-# A run
+# Read a run
 
 
 def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
@@ -254,17 +236,17 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     routed = pipeline.route_overrides(overrides, list(files))
     for stage, path in files.items():
         try:
-            configs |= pipeline.load_all({stage: path}, routed)
+            configs[stage] = load(stage, path, routed[stage])
         except RLHFError as error:
             problems += error.problems
     statuses = {stage: _status(config) for stage, config in configs.items()}
-    bases = _unfinished(_bases(root, configs.values()))
     stages = []
     for stage in STAGES:
         if stage in files or stage in started:
             stage_folder = configs[stage].folder if stage in configs else root / stage
             status = statuses.get(stage)
             stages.append(read_stage(stage, stage_folder, status if isinstance(status, StageStatus) else None))
+    bases = _unfinished(_bases(root, configs.values()))
     if any(stage.process for stage in [*bases, *stages]):
         return RunInfo(root, tuple(stages), bases, NextAction("wait", problems=tuple(problems)))
     return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems))
@@ -344,7 +326,6 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
 
 
 def _valid_configs(folder: Path) -> list[Config]:
-    """Load the configs of a run, skipping invalid ones."""
     configs = []
     for path in configs_in(folder):
         with suppress(RLHFError):

@@ -1,14 +1,13 @@
-"""Convert rows of ShareGPT, Alpaca and answers with scores to rlhf's columns.
+"""Convert rows of ShareGPT and Alpaca to rlhf's columns.
 
 `python -m rlhf_cli.data.convert DATA OUT.jsonl`: DATA is a file, a folder or a hub id, as in a data key. OUT is a new
 file.
 """
 
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ ROLE_ALIASES = {
     "system": "system",
 }
 TURN_COLUMNS = ("conversations", "conversation", "messages")
-ANSWER_COLUMNS, SCORE_COLUMNS = ("responses", "completions", "answers"), ("scores", "ratings", "rewards")
 PAIR_FORM = ("prompt", "chosen", "rejected")
 Row = dict[str, Any]
 
@@ -63,23 +61,19 @@ def _convert_source(name: str, out: Path) -> None:
 
 def _converted_rows(source: DataSource) -> tuple[list[Row], str]:
     """Return the converted rows and a message about dropped ones; with answers, bare prompts are dropped."""
-    answered, prompts, ties = [], [], 0
+    answered, prompts = [], []
     for location, row in read_rows(source):
         try:
             converted = convert_row(row)
         except BadRow as bad:
             raise RLHFError(bad.code, bad.text, where=str(location)) from bad
-        if converted is None:
-            ties += 1
-        elif any(turn["role"] == "assistant" for turn in converted.get("messages", ())) or "chosen" in converted:
+        if any(turn["role"] == "assistant" for turn in converted.get("messages", ())) or "chosen" in converted:
             answered.append(converted)
         else:
             prompts.append(converted)
     dropped = ""
     if prompts:
         dropped = f"; {len(prompts)} without an answer dropped" if answered else " without an answer: prompts for ppo"
-    if ties:
-        dropped += f"; {ties} with equal scores dropped"
     return answered or prompts, dropped
 
 
@@ -95,25 +89,18 @@ def target_form(row: Row) -> tuple[str, ...] | None:
     has_pair = all(_is_text(row.get(name)) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
     if has_pair and _is_full_dialogue(row):
         return None  # full dialogues need no separate prompt
-    if _column(row, TURN_COLUMNS, _is_turn):
-        return PAIR_FORM if has_pair else ("messages",)
-    if _is_text(row.get("instruction")):
-        return PAIR_FORM if has_pair else ("messages",) if "output" in row else None
-    has_scores = _column(row, ANSWER_COLUMNS, _is_text) and _column(row, SCORE_COLUMNS, _is_number)
-    return PAIR_FORM if _is_text(row.get("prompt")) and has_scores else None
+    if not _turns(row) and not (_is_text(row.get("instruction")) and (has_pair or "output" in row)):
+        return None
+    return PAIR_FORM if has_pair else ("messages",)
 
 
-def convert_row(row: Row) -> Row | None:
-    """Convert a row; None if all its answers have one score. Raises BadRow D12 (unknown format), D06 (not text)."""
+def convert_row(row: Row) -> Row:
+    """Convert a row. Raises BadRow D12 (unknown format), D06 (not text)."""
     columns = target_form(row)
     if columns is None:
-        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT, Alpaca nor answers with scores")
-    if turns := _column(row, TURN_COLUMNS, _is_turn):
-        messages = [_message(turn) for turn in row[turns]]
-    elif _is_text(row.get("instruction")):
-        messages = list(_alpaca_messages(row))
-    else:
-        return _best_worst_pair(row)
+        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT nor Alpaca")
+    turns = _turns(row)
+    messages = list(map(_message, turns) if turns else _alpaca_messages(row))
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
     if columns == PAIR_FORM:
@@ -127,8 +114,7 @@ def _is_full_dialogue(row: Row) -> bool:
     chosen, rejected = row["chosen"], row["rejected"]
     if not (_is_text(chosen) and _is_text(rejected)):
         return False
-    turns = row.get(_column(row, TURN_COLUMNS, _is_turn), [])
-    users = [turn for turn in turns if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
+    users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
     last = users[-1]["value"] if users else row.get("instruction") or row.get("input")
     question = str(last or "").strip()
     in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
@@ -145,23 +131,10 @@ def _alpaca_messages(row: Row) -> Iterator[Row]:
     yield {"role": "user", "content": "\n\n".join(filter(None, parts))}
 
 
-def _best_worst_pair(row: Row) -> Row | None:
-    answer_column, score_column = _column(row, ANSWER_COLUMNS, _is_text), _column(row, SCORE_COLUMNS, _is_number)
-    answers, scores = row[answer_column], row[score_column]
-    if len(answers) != len(scores):
-        raise BadRow("D12", f"{len(answers)} answers, {len(scores)} scores")
-    if invalid := [score for score in scores if not (_is_number(score) and math.isfinite(score))]:
-        raise BadRow("D06", f'"{score_column}" holds {describe_value(invalid[0])}; expected finite numbers')
-    best, worst = scores.index(max(scores)), scores.index(min(scores))
-    if scores[best] == scores[worst]:
-        return None
-    chosen, rejected = (_text(answers[index], answer_column) for index in (best, worst))
-    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
-
-
-def _column(row: Row, names: tuple[str, ...], is_item: Callable[[Any], bool]) -> str:
-    """Return the first of the columns that is a list with such an item, or an empty string."""
-    return next((name for name in names if isinstance(row.get(name), list) and any(map(is_item, row[name]))), "")
+def _turns(row: Row) -> list[Any]:
+    """Return the list in the first column that has a ShareGPT turn, or []."""
+    lists = (row[name] for name in TURN_COLUMNS if isinstance(row.get(name), list))
+    return next((turns for turns in lists if any(map(_is_turn, turns))), [])
 
 
 def _is_turn(value: Any) -> bool:
@@ -170,10 +143,6 @@ def _is_turn(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _text(value: Any, column: str) -> str:

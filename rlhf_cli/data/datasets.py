@@ -357,10 +357,7 @@ def _fits(reader: DatasetReader, example: Example, length: int, max_length: int 
 
 
 def warn_shared(training: Rows[Any], evaluation: Rows[Any], *, where: str | None) -> None:
-    """Warn (D13) about evaluation prompts that also occur in the training data; `where` locates the evaluation data.
-
-    There is no warning if all training rows have the same prompt.
-    """
+    """Warn (D13) at `where` about evaluation prompts in the training data, unless all training prompts are the same."""
     if len(training.prompts) == 1 < len(training):
         return
     if num_shared := len(training.prompts & evaluation.prompts):

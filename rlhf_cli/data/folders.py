@@ -3,19 +3,19 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import suffix
-from rlhf_cli.data.readers import READERS, format_columns, missing_header_hint, read
-from rlhf_cli.errors import RLHFError, closest_match, shown, translate_read_errors
+from rlhf_cli.data.readers import READERS
+from rlhf_cli.errors import RLHFError, closest_match, first_names, shown, translate_read_errors
 
 README = "README.md"
 DATA_SUFFIXES = READERS.keys() - {".json", ".txt"}  # these two are data only if there is nothing else
 METADATA_FILES = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
-MAX_SHOWN_FILES = 3  # in a message
 Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
 
 
@@ -23,7 +23,7 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
     """Return the files of each split in order, from the README's `configs`, folder names and file names.
 
     `name` is the folder in messages. Files without a split in their name become `train`, with a message, if no file is
-    named so. Raises RLHFError D01 without files or subset, or if such files differ in format or columns.
+    named so. Raises RLHFError D01 without files or subset, or if such files differ in format.
     """
     if not os.path.isdir(folder):
         raise RLHFError("D01", f"no such folder {name}", where=where)
@@ -36,10 +36,10 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
         mirror = Path(scratch).resolve() / "data"
         links = _link(folder.resolve(), data, mirror, lowercase=not has_configs)
         try:
-            data_files = dataset_builder(str(mirror), subset).config.data_files or {}
+            linked = data_files(str(mirror), subset)
         except Exception as error:  # datasets raises many types
             raise load_error(str(mirror), name, subset, where, error) from error
-        files = {str(split): [links[str(link)] for link in paths] for split, paths in data_files.items()}
+        files = {split: [links[link] for link in paths] for split, paths in linked.items()}
     if not has_configs:
         files = _with_unnamed(folder, name, files, data, where)
     return {split: [folder / path for path in paths] for split, paths in files.items()}
@@ -56,43 +56,15 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats
         rest = [path for path in rest if suffix(path) in set(map(suffix, chosen))]
     elif rest and "train" in by_name:
-        terminal.log_once(f"data     {name}: {_list_files(rest)} ignored: train is {_list_files(by_name['train'])}")
+        terminal.log_once(f"data     {name}: {first_names(rest)} ignored: train is {first_names(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
-    _require_same_columns(folder, name, rest, where)
-    others = "".join(f"; {split} is {_list_files(paths)}" for split, paths in by_name.items())
-    terminal.log_once(f"data     {name}: train is {_list_files(rest)}{', the rest' if others else ''}{others}")
+    if len(set(map(suffix, rest))) > 1:
+        text = f"{name} contains data files of several formats: {first_names(rest)}"
+        raise RLHFError("D01", text, where=where, hint=f"set one of them: {shown(folder / rest[0])}")
+    others = "".join(f"; {split} is {first_names(paths)}" for split, paths in by_name.items())
+    terminal.log_once(f"data     {name}: train is {first_names(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
-
-
-def _require_same_columns(folder: Path, name: str, files: Sequence[Path], where: str | None) -> None:
-    """Raise D01 if files of one split have several formats, or different columns in their first rows."""
-    hint = f"set one of them: {shown(folder / files[0])}"
-    if len(set(map(suffix, files))) > 1:
-        text = f"{name} contains data files of several formats: {_list_files(files)}"
-        raise RLHFError("D01", text, where=where, hint=hint)
-    nonempty = [(path, columns) for path in files if (columns := _columns(folder / path))]
-    for path, columns in nonempty[1:]:
-        first, first_columns = nonempty[0]
-        # A JSON row may omit columns.
-        is_part = set(first_columns) <= set(columns) or set(columns) <= set(first_columns)
-        if first_columns != columns and not (is_part and suffix(path) in (".jsonl", ".ndjson", ".json")):
-            files_and_columns = f"{first} ({format_columns(first_columns)}) and {path} ({format_columns(columns)})"
-            text = f"{name} contains files with different columns: {files_and_columns}"
-            hint = missing_header_hint(first, first_columns) or missing_header_hint(path, columns) or hint
-            raise RLHFError("D01", text, where=where, hint=hint)
-
-
-def _columns(path: Path) -> list[str]:
-    """Return the columns of the first row, or [] for a file without rows."""
-    return next((sorted(row) for _, row in read(path)), [])
-
-
-def _list_files(files: Sequence[Path]) -> str:
-    names = [str(path) for path in files]
-    if len(names) > MAX_SHOWN_FILES:
-        return f"{', '.join(names[:MAX_SHOWN_FILES])} and {len(names) - MAX_SHOWN_FILES} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _is_named(path: Path) -> bool:
@@ -118,7 +90,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{name} contains no data files" + (f", but {_list_files(files)}" if files else "")
+    text = f"{name} contains no data files" + (f", but {first_names(files)}" if files else "")
     hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
     if any(path.suffix == ".arrow" for path in files):
         hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
@@ -141,16 +113,19 @@ def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) 
     return links
 
 
-def dataset_builder(name: str, subset: str | None, revision: str | None = None) -> Any:
-    """Return the builder of a folder or hub dataset, leaving nothing in the cache of `datasets`."""
-    datasets = _datasets()
-    with TemporaryDirectory() as scratch:
-        return datasets.load_dataset_builder(name, name=subset, revision=revision, cache_dir=scratch)
+def data_files(name: str, subset: str | None, revision: str | None = None) -> dict[str, list[str]]:
+    """Return the paths or URLs of each split of a folder or hub dataset."""
+    with TemporaryDirectory() as scratch:  # nothing stays in the cache of `datasets`
+        builder = _datasets().load_dataset_builder(name, name=subset, revision=revision, cache_dir=scratch)
+    return {str(split): list(map(str, paths)) for split, paths in (builder.config.data_files or {}).items()}
 
 
 def load_error(name: str, shown_name: str, subset: str | None, where: str | None, error: Exception) -> RLHFError:
-    """Translate an exception of `dataset_builder` to D01; `shown_name` is the name in the message."""
-    names = _subsets(name) if isinstance(error, ValueError) else []  # raised for subsets
+    """Translate an exception of `data_files` to D01; `shown_name` is the name in the message."""
+    names: list[str] = []
+    if isinstance(error, ValueError):  # raised for subsets
+        with suppress(Exception):
+            names = list(_datasets().get_dataset_config_names(name))
     reason = " ".join(str(error).replace(name, shown_name).split())
     if subset is not None and names and subset not in names:
         near = closest_match(subset, names) or names[0]
@@ -177,13 +152,6 @@ def select_split(
     near = closest_match(candidates[0], files_by_split) or next(iter(files_by_split))
     text = f"{name} has no split {' or '.join(candidates)}; it has {', '.join(map(str, files_by_split))}"
     raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
-
-
-def _subsets(name: str) -> list[str]:
-    try:
-        return list(_datasets().get_dataset_config_names(name))
-    except Exception:
-        return []
 
 
 def _datasets() -> Any:

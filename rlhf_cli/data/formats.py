@@ -1,6 +1,6 @@
 """Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import convert, texts
-from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns, missing_header_hint
+from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.texts import Form
-from rlhf_cli.errors import Problem, RLHFError, closest_match
+from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean
 
 MAX_SHOWN_PROBLEMS = 5
 TEXT, CONVERSATION = "text", "a conversation"
@@ -59,7 +59,7 @@ class DatasetReader:
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._reading = False  # rows are being read and have not been assigned to a split yet
-        self._wanted = {name for form in forms for name in form}
+        self._known = {name for form in forms for name in form}
         self._refuse_unknown_columns()
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
@@ -160,10 +160,9 @@ class DatasetReader:
         """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
         for name, file_column in self.columns.items():
             if file_column not in raw:
-                near = closest_match(file_column, raw)
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
-                raise BadRow("D02", text, self._header_hint(location, raw) or (near and f"did you mean {near}?"))
-        self.form = form = self._form(location, raw, row)
+                raise BadRow("D02", text, did_you_mean(file_column, raw))
+        self.form = form = self._form(raw, row)
         kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
@@ -173,23 +172,22 @@ class DatasetReader:
             raise BadRow("D12", text, "remove data.format")
         return RowSchema(location, form, kinds)
 
-    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+    def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         # Pairs with their prompt in another system's columns are not pairs without a prompt.
         converted_form = convert.target_form(row) if "prompt" not in row else None
         for form in self.forms:
             lacks_prompt = converted_form == convert.PAIR_FORM and "prompt" not in form
             if all(name in row for name in form) and not lacks_prompt:
                 return form
-        wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
+        forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        used = self._wanted - ANSWER_COLUMNS | set(self.forms[0])
+        used = self._known - ANSWER_COLUMNS | set(self.forms[0])
         free = [name for name in raw if name not in used]
         answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
         mapping = self._column_mapping(missing, closest_match(missing, free) or answer)
-        text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
-        hint = self._conversion_hint(raw) or self._header_hint(location, raw) or f"map the columns, e.g. {mapping}"
-        raise BadRow("D02", text, hint)
+        text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
+        raise BadRow("D02", text, self._conversion_hint(raw) or f"map the columns, e.g. {mapping}")
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):
@@ -216,12 +214,11 @@ class DatasetReader:
                 raise BadRow("D06", fault, hint)
 
     def _refuse_unknown_columns(self) -> None:
-        known = sorted(self._wanted | {"margin"})
+        known = sorted(self._known | {"margin"})
         for name, file_column in self.columns.items():
             if name in known:
                 continue
-            near = closest_match(name, known)
-            hint = f"did you mean {near}?" if near else None
+            hint = did_you_mean(name, known)
             if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
                 hint = f"swap the two: {self._column_mapping(file_column, name)}?"
             option = "--column" if self.source.where == "--data" else "data.columns"
@@ -240,19 +237,12 @@ class DatasetReader:
         if form is None:
             return None
         command = convert.convert_command(self.source)
-        if form in self.forms or (form == ("messages",) and "messages" in self._wanted):
+        if form in self.forms or (form == ("messages",) and "messages" in self._known):
             return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
-        if "chosen" in form and "completion" in self._wanted:
+        if "chosen" in form and "completion" in self._known:
             columns = self._column_mapping("completion", "chosen")
             return f"run `{command}` to convert them to pairs, and set that file with {columns}"
         return "each row has one answer, but a pair needs two; use these rows for sft"
-
-    def _header_hint(self, location: RowLocation, raw: Collection[str]) -> str | None:
-        """Return a hint if a table seems to lack its header line."""
-        if self._wanted & set(raw):
-            return None
-        form = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
-        return missing_header_hint(location.path, raw, [self._file_column(name) for name in form])
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

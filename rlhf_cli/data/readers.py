@@ -5,16 +5,16 @@ import io
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_cli.config.sources import suffix
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shown
 from rlhf_cli.jsonl import BOM, decode, numbered_lines, numbered_rows, open_data, parse_json
 
 PARQUET_BATCH_ROWS = 1024
-MAX_NAME_WORDS, MAX_NAME_CHARACTERS = 3, 40  # a longer column name looks like data
+MAX_NAME_CHARACTERS = 40
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # long texts are allowed
 
@@ -55,18 +55,14 @@ def describe_value(value: Any) -> str:
 RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
 
 
-def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> RowIterator:
-    """Yield the rows of a file, or of `opened`, its remote stream, with the reader for its suffix.
-
-    Raises RLHFError D01 (missing, unreadable, unknown suffix), D03, D04, D12.
-    """
+def read(path: Path, where: str | None = None, stream: BinaryIO | None = None) -> RowIterator:
+    """Yield the rows of a file, or of its remote `stream`. Raises RLHFError D01, D03, D04, D12."""
     reader = READERS.get(suffix(path))
     if reader is None:
-        near = closest_match(suffix(path), READERS)
         text = f"{shown(path)}: data files end in {', '.join(READERS)}, optionally followed by .gz"
-        raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
+        raise RLHFError("D01", text, where=where, hint=did_you_mean(suffix(path), READERS))
     try:
-        with opened or open_data(path, where) as file:
+        with stream or open_data(path, where) as file:
             yield from reader(file, path)
     except (OSError, EOFError, zlib.error) as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error}", where=where) from error
@@ -103,8 +99,7 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
                 continue
             if not header:
                 header = cells
-                hint = missing_header_hint(path, header)
-                _refuse_duplicate_names(header, str(location), "the header names", hint)
+                _refuse_duplicate_names(header, str(location), "the header names")
             elif len(cells) != len(header):
                 text = f"{len(cells)} cells, but the header names {len(header)} columns"
                 raise RLHFError("D12", text, where=str(location), hint="quote text that contains the delimiter")
@@ -117,22 +112,12 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
         raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
 
 
-def _refuse_duplicate_names(names: list[str], where: str, subject: str, hint: str | None = None) -> None:
+def _refuse_duplicate_names(names: list[str], where: str, subject: str) -> None:
     """Raise D03 if two columns have the same name; a row would keep only the last."""
     duplicate = next((name for name in names if name and names.count(name) > 1), None)
     if duplicate is not None:
         text = f'{subject} the column "{format_columns([duplicate])}" twice'
-        raise RLHFError("D03", text, where=where, hint=hint or "give each column a different name")
-
-
-def missing_header_hint(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
-    """Return a hint if the column names of a table look like data; `wanted` are the required names."""
-    looks_like_data = [len(name.split()) > MAX_NAME_WORDS or len(name) > MAX_NAME_CHARACTERS for name in names]
-    if suffix(path) not in TABLES or 2 * sum(looks_like_data) < len(looks_like_data):
-        return None
-    delimiter = "," if suffix(path) == ".csv" else "\\t"
-    header = f" '{delimiter.join(wanted)}'" if wanted else ""
-    return f"the first line of {path.name} looks like data; add a header line{header}"
+        raise RLHFError("D03", text, where=where, hint="give each column a different name")
 
 
 def format_columns(names: Iterable[str]) -> str:
@@ -158,27 +143,18 @@ def _parquet(file: BinaryIO, path: Path) -> RowIterator:
 
 
 def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
-    """Return the rows of a record batch that follows `before` rows.
-
-    Raises D04 with the row that is not UTF-8, and D03 with row and column of a value that Python cannot represent: a
-    time out of range, an unknown time zone, an object with a duplicate key.
-    """
+    """Return the rows of a record batch that follows `before` rows. Raises D04 (not UTF-8), D03 (no Python value)."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows
     except Exception as error:  # pyarrow and datetime raise many types
-        for number in range(batch.num_rows):
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                try:
-                    column[number].as_py()
-                except Exception as value_error:
-                    location = str(RowLocation(path, before + number + 1, "row"))
-                    if isinstance(value_error, UnicodeDecodeError):
-                        raise RLHFError("D04", "a text is not UTF-8", where=location) from value_error
-                    text = f'the value of the column "{format_columns([name])}" cannot be read: {value_error}'
-                    hint = "remove that column, or store it as text"
-                    raise RLHFError("D03", text, where=location, hint=hint) from value_error
-        raise error
+        if batch.num_rows > 1:  # find the row
+            return [_batch_to_rows(batch.slice(i, 1), path, before + i)[0] for i in range(batch.num_rows)]
+        location = str(RowLocation(path, before + 1, "row"))
+        if isinstance(error, UnicodeDecodeError):
+            raise RLHFError("D04", "a text is not UTF-8", where=location) from error
+        hint = "remove its column, or store it as text"
+        raise RLHFError("D03", f"a value cannot be read: {error}", where=location, hint=hint) from error
 
 
 def _text(file: BinaryIO, path: Path) -> RowIterator:

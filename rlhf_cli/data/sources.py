@@ -7,8 +7,7 @@ import gzip
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from itertools import islice
@@ -21,7 +20,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name, suffix
 from rlhf_cli.data import folders
 from rlhf_cli.data.readers import READERS, RowIterator, read
-from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
+from rlhf_cli.errors import Problem, RLHFError, short_reason, shown
 from rlhf_cli.jsonl import open_data
 
 MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
@@ -54,13 +53,9 @@ def locate_files(source: DataSource) -> list[Path]:
     path = Path(name)
     if os.path.isdir(path):
         return _folder_files(source, path, split)
-    if not os.path.exists(path):
-        near = closest_path(path)
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("D01", f"no such file {shown(path)}", where=source.where, hint=hint)
+    open_data(path, source.where).close()  # fail now if the file is missing, unreadable or a pipe
     if split:
         raise RLHFError("D01", f"{shown(path)} is a single file without a split [{split}]", where=source.where)
-    open_data(path, source.where).close()  # fail now if the file is unreadable or a pipe
     return [path]
 
 
@@ -76,18 +71,21 @@ def is_local(source: DataSource) -> bool:
     if not is_hub_id(name):
         return True
     dataset, part = split_hub_id(name)
-    first = _first_rows(source, dataset, split) if source.max_rows is not None and not part else None
+    if source.max_rows is not None and not part and _first_rows_path(source, dataset, split).is_file():
+        return True
     snapshot = _local_snapshot(dataset, source.revision, part) if is_offline() else None
-    return bool(snapshot or _complete_snapshot(dataset, source.revision, part) or (first and first.path.is_file()))
+    return bool(snapshot or _complete_snapshot(dataset, source.revision, part))
 
 
 def _hub_files(source: DataSource, name: str, split: str | None) -> list[Path]:
     """Return cached files, or fetch them. With `max_rows`, stream that many rows of data that is not cached."""
     dataset, part = split_hub_id(name)
     if source.max_rows is not None and not part:
-        first = _first_rows(source, dataset, split)
-        if first.path.is_file() or not (is_offline() or _complete_snapshot(dataset, source.revision)):
-            return [first.download(source.where)]
+        path = _first_rows_path(source, dataset, split)
+        if not (path.is_file() or is_offline() or _complete_snapshot(dataset, source.revision)):
+            _fetch_first_rows(source, dataset, split, path)
+        if path.is_file():
+            return [path]
     snapshot = _complete_snapshot(dataset, source.revision, part)
     folder = snapshot or _download(dataset, source.revision, part, source.where)
     return _folder_files(source, folder / part, split)
@@ -154,61 +152,44 @@ def _download_once(name: str, revision: str | None, part: str) -> Path:
     return _snapshot(name, revision, part)  # by the revision's name, so that the name can be resolved offline
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """First rows of a dataset, streamed from the Hub once and cached by rlhf."""
+def _first_rows_path(source: DataSource, dataset: str, split: str | None) -> Path:
+    """Return the file of rlhf's cache for the first `max_rows` rows of a dataset, which may not exist yet."""
+    key = (
+        f"FirstRows(name={dataset!r}, subset={source.subset!r}, split={split!r}, usual={source.splits!r}, "
+        f"revision={source.revision!r}, count={source.max_rows!r})"
+    )
+    name = f"{Path(dataset).name}-{source.max_rows}-{sha256(key.encode()).hexdigest()[:16]}.jsonl"
+    return cache_folder() / "first_rows" / name
 
-    name: str
-    subset: str | None
-    split: str | None
-    usual: tuple[str, ...]  # splits to try if `split` is None; field names are part of the cache key
-    revision: str | None
-    count: int
 
-    @property
-    def path(self) -> Path:
-        """Return the path of the JSON lines file, which may not exist yet."""
-        key = sha256(repr(self).encode()).hexdigest()[:16]
-        return cache_folder() / "first_rows" / f"{Path(self.name).name}-{self.count}-{key}.jsonl"
-
-    def download(self, where: str | None) -> Path:
-        """Return the file, and create it if it is missing. Raises RLHFError D01-D04, D12."""
-        if self.path.is_file():
-            return self.path
-        try:
-            urls = self._urls(where)
-            terminal.say(f"data     streaming the first {self.count} rows of {self.name} from the Hub")
-            self._write(islice(_stream_rows(self.name, urls, where), self.count))
-        except RLHFError:
-            raise
-        except Exception as error:  # a network has many ways to fail
-            raise _not_on_the_hub(self.name, error, where) from error
-        return self.path
-
-    def _urls(self, where: str | None) -> list[str]:
-        from huggingface_hub import HfApi
-
-        # Fails immediately without a connection; `datasets` would retry for half a minute.
-        commit = HfApi().dataset_info(self.name, revision=self.revision).sha
-        try:
-            data_files = folders.dataset_builder(self.name, self.subset, commit).config.data_files or {}
-        except ValueError as error:
-            raise folders.load_error(self.name, self.name, self.subset, where, error) from error
-        files_by_split = {str(name): urls for name, urls in data_files.items()}
-        return folders.select_split(files_by_split, self.split, self.usual, self.name, where)
-
-    def _write(self, rows: Iterable[dict[str, Any]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+def _fetch_first_rows(source: DataSource, dataset: str, split: str | None, path: Path) -> None:
+    """Stream the first `max_rows` rows from the Hub to a file. Raises RLHFError D01-D04, D12."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        urls = _split_urls(source, dataset, split)
+        terminal.say(f"data     streaming the first {source.max_rows} rows of {dataset} from the Hub")
+        path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            for row in rows:  # values without a JSON form, such as dates, are written as their repr
+            for row in islice(_stream_rows(dataset, urls, source.where), source.max_rows):
+                # Values without a JSON form, such as dates, are written as their repr.
                 file.write(orjson.dumps(row, default=repr, option=orjson.OPT_APPEND_NEWLINE))
-        partial.replace(self.path)
+        partial.replace(path)
+    except RLHFError:
+        raise
+    except Exception as error:  # a network has many ways to fail
+        raise _not_on_the_hub(dataset, error, source.where) from error
 
 
-def _first_rows(source: DataSource, dataset: str, split: str | None) -> FirstRows:
-    assert source.max_rows is not None
-    return FirstRows(dataset, source.subset, split, source.splits, source.revision, source.max_rows)
+def _split_urls(source: DataSource, dataset: str, split: str | None) -> list[str]:
+    from huggingface_hub import HfApi
+
+    # Fails immediately without a connection; `datasets` would retry for half a minute.
+    commit = HfApi().dataset_info(dataset, revision=source.revision).sha
+    try:
+        files_by_split = folders.data_files(dataset, source.subset, commit)
+    except ValueError as error:
+        raise folders.load_error(dataset, dataset, source.subset, source.where, error) from error
+    return folders.select_split(files_by_split, split, source.splits, dataset, source.where)
 
 
 def _stream_rows(name: str, urls: Sequence[str], where: str | None) -> Iterator[dict[str, Any]]:
@@ -216,7 +197,7 @@ def _stream_rows(name: str, urls: Sequence[str], where: str | None) -> Iterator[
     from fsspec.core import url_to_fs
 
     for url in urls:
-        system, remote = url_to_fs(str(url))
+        system, remote = url_to_fs(url)
         path = Path(name, remote.partition("@")[2].partition("/")[2])  # from datasets/OWNER/NAME@COMMIT/...
         with system.open(remote, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else io.BufferedReader(raw, 2**20)
@@ -237,7 +218,6 @@ def cache_folder() -> Path:
 
 
 def _not_on_the_hub(name: str, error: Exception, where: str | None) -> RLHFError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    text = f"`{name}` is not a local file or folder, and the Hub did not provide it: {reason}"
+    text = f"`{name}` is not a local file or folder, and the Hub did not provide it: {short_reason(error)}"
     hint = f"download it with network access: hf download --repo-type dataset {name}; for a path, start with ./ or /"
     return RLHFError("D01", text, where=where, hint=hint)

@@ -110,10 +110,7 @@ def parse_prompt_row(location: RowLocation, form: Form, row: dict[str, Any]) -> 
 
 
 def first_words(prompt: str | Conversation, words: tuple[int, int]) -> str:
-    """Cut a text after its first words; a hash of the text selects a number from the range `words` (inclusive).
-
-    Raises BadRow D12 for a conversation.
-    """
+    """Cut a text after its first words, as many as its hash selects from `words` (inclusive). Raises BadRow D12."""
     if not isinstance(prompt, str):
         text = "the prompt is a conversation; data.truncate_prompt_words cuts only text"
         raise BadRow("D12", text, "remove truncate_prompt_words")

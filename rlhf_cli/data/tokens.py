@@ -60,7 +60,7 @@ def _encode_responses(tokenizer: Any, responses: Sequence[str | None]) -> list[l
     texts = [text for text in responses if text is not None]
     if not texts:
         return [[] for _ in responses]
-    stop, tokenized = stop_token_id(tokenizer), iter(_tokenize(tokenizer, texts))
+    stop, tokenized = stop_token_id(tokenizer), iter(tokenize(tokenizer, texts))
     ids = [[] if text is None else next(tokenized) for text in responses]
     for text, row in zip(responses, ids, strict=True):
         if text is not None and row[-1:] != [stop]:
@@ -94,10 +94,7 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
 
 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
-    """Render a conversation with the chat template.
-
-    Raises RLHFError D14 without a template, D06 if the template rejects the conversation, and M01 on a timeout.
-    """
+    """Render a conversation. Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 on a timeout."""
     if not tokenizer.chat_template:
         text = "the data contains conversations, but the tokenizer has no chat template"
         raise RLHFError("D14", text, hint="set model.chat_template to a Jinja file, or to chatml")
@@ -118,7 +115,7 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
         turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _END_MARK}]
         tail = render(tokenizer, turns, generation_prompt=False).rpartition(_END_MARK)[2]
         special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        for token in _tokenize(tokenizer, [tail])[0]:
+        for token in tokenize(tokenizer, [tail])[0]:
             if token in special:
                 return token
         text = f"the chat template does not end an answer with a stop token; {tokenizer.eos_token!r} is used"
@@ -132,21 +129,22 @@ def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation | None]
     plain = [prompt for prompt in prompts if isinstance(prompt, str)]
     chats = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
     suffix = len(_trailing_special_ids(tokenizer)) if plain else 0
-    strings = iter(ids[: len(ids) - suffix] for ids in _tokenize(tokenizer, plain, special=True))
-    rendered = iter(_tokenize(tokenizer, chats))  # the template adds its own special tokens
+    strings = iter(ids[: len(ids) - suffix] for ids in tokenize(tokenizer, plain, special=True))
+    rendered = iter(tokenize(tokenizer, chats))  # the template adds its own special tokens
     return [[] if p is None else next(strings) if isinstance(p, str) else next(rendered) for p in prompts]
 
 
 def _trailing_special_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer appends to a text."""
-    plain = _tokenize(tokenizer, ["a"])[0]
-    with_special = _tokenize(tokenizer, ["a"], special=True)[0]
+    plain = tokenize(tokenizer, ["a"])[0]
+    with_special = tokenize(tokenizer, ["a"], special=True)[0]
     starts = range(len(with_special) - len(plain), -1, -1)
     start = next(i for i in starts if with_special[i : i + len(plain)] == plain)
     return with_special[start + len(plain) :]
 
 
-def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
+def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
+    """Return the token ids of texts, with or without the `special` tokens that the tokenizer adds. Raises M01."""
     if not texts:
         return []
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.

@@ -6,7 +6,7 @@ then for the actual load.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, sharding
 
@@ -25,7 +25,6 @@ META = torch.device("meta")
 # Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
-MAX_NAMES = 3  # tensors named in a message
 
 # Auto class, labels, folder and its files' stats -> the missing head. Several config keys and stages name one model.
 _checked: dict[tuple[Any, ...], tuple[str, ...]] = {}
@@ -42,23 +41,18 @@ def new_causal_lm(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementat
 
 
 def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
-    """Return the config of a causal LM: `fields` as written, and the fields `from_tokenizer`.
-
-    Raises RLHFError C07 for an unknown model_type, C01 for an unknown field, C17 for a field set by the tokenizer.
-    """
+    """Return a causal LM's config. Raises RLHFError C07 (model type), C01 (unknown field), C17 (`from_tokenizer`)."""
     model_type = fields.get("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
-        near = closest_match(model_type, CONFIG_MAPPING.keys())
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("C07", f"model.new.model_type: unknown model type {model_type!r}", hint=hint)
+        text = f"model.new.model_type: unknown model type {model_type!r}"
+        raise RLHFError("C07", text, hint=did_you_mean(model_type, CONFIG_MAPPING.keys()))
     known = AutoConfig.for_model(model_type).to_dict().keys() | {"tie_word_embeddings"}
     for name in fields:
         if name in from_tokenizer:
             raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="remove the line")
         if name not in known:
-            near = closest_match(name, known)
             text = f"model.new.{name}: a {model_type} config has no such field"
-            raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
+            raise RLHFError("C01", text, hint=did_you_mean(name, known))
     settings = {name: value for name, value in fields.items() if name != "model_type"}
     with _translate_field_errors():
         return AutoConfig.for_model(model_type, **settings, **from_tokenizer)
@@ -69,7 +63,7 @@ def _translate_field_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each model family validates its config with different exceptions
-        text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
+        text = f"model.new: transformers refuses these fields: {short_reason(error)}"
         raise RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one") from error
 
 
@@ -106,8 +100,7 @@ def _from_config(
     except Exception as error:  # each model family validates its config with different exceptions
         if isinstance(error, RLHFError) or system.is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:200]
-        text = f"no model can be built from this config: {type(error).__name__}: {reason}"
+        text = f"no model can be built from this config: {type(error).__name__}: {short_reason(error)}"
         raise RLHFError("M01", text) from error
 
 
@@ -175,7 +168,7 @@ def require_fit(
     # The head of a reward model that is trained from a causal LM is new.
     missing = [*missing_head, *missing_backbone] if is_classifier(config) else missing_backbone
     groups = {"missing": missing, "not in the model": sorted(unexpected), "of another shape": reshaped}
-    listed = "; ".join(f"{len(names)} {group} ({_listed(names)})" for group, names in groups.items() if names)
+    listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in groups.items() if names)
     text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
     hint = "copy or download the folder again: weights and config.json must be of one model"
     raise RLHFError("M13", text, hint=hint)
@@ -215,11 +208,6 @@ def _other_towers(model: Any, config: Any) -> set[str]:
     return {name for name, child in children if all(module is not embeddings for module in child.modules())}
 
 
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(list(names)[:MAX_NAMES])}{more}"
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: a single one, or those in the index. Raises RLHFError M01, S03."""
     single = folder / "model.safetensors"
@@ -231,10 +219,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_files(folder: Path) -> set[str]:
-    """Return the file names in the index of sharded weights; an empty set without an index.
-
-    Raises RLHFError M01 for an index without file names, S03 for files outside of the folder.
-    """
+    """Return the file names in the index of sharded weights, if any. Raises RLHFError M01, S03 (outside the folder)."""
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return set()

@@ -53,18 +53,12 @@ def memory_bytes() -> int:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """Return the dtype to load weights in: float32 for "auto", because training uses bf16 through autocast only.
-
-    An unsupported dtype also becomes float32, with the warning E01 elsewhere.
-    """
+    """Return the dtype to load weights in: float32 for "auto" (autocast computes in bf16) and if unsupported (E01)."""
     return getattr(torch, name) if name != "auto" and supports_dtype(name) else torch.float32
 
 
 def measure_cpu_share(function: Callable[[], T]) -> tuple[T, float]:
-    """Return the result of a function, and the share of its run time that this thread spent on the CPU.
-
-    The share is below 1 if other processes used the CPU. It is 1 on a GPU, for which a thread only waits.
-    """
+    """Return a function's result and the share of its time that this thread used the CPU; 1 on a GPU."""
     wall_start, cpu_start = time.perf_counter(), time.thread_time()
     result = function()
     share = (time.thread_time() - cpu_start) / (time.perf_counter() - wall_start)

@@ -92,10 +92,7 @@ def _head_scores(model: Any, hidden: Tensor) -> Tensor:
 
 
 def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-    """Return the values (N,) before each response token, from a one-label sequence classifier or a `ValueHead`.
-
-    A `ValueHead` reads the policy's `hidden` states (N, H).
-    """
+    """Return the values (N,) before each response token; a `ValueHead` reads the policy's `hidden` states (N, H)."""
     if isinstance(model, ValueHead):
         return model(hidden)
     return _head_scores(model, _states_before_responses(model.base_model, micro))
@@ -128,10 +125,7 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set dropout to 0 for good, since the trained policy must equal the one that generated the responses.
-
-    The model's config, which is saved, keeps its dropout values.
-    """
+    """Set dropout to 0, so that the trained policy equals the generating one; the saved config keeps its values."""
     for module in model.modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for name, value in list(vars(module).items()):

@@ -3,8 +3,7 @@
 import glob
 import hashlib
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,17 +11,11 @@ from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    logging,
-    validate_repo_id,
-)
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, logging, validate_repo_id
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.data.sources import is_offline
-from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, shell_path, shell_word, short_reason, shown
 from rlhf_cli.files import file_sha256, list_files
 from rlhf_cli.runs.parents import MODEL_SUFFIXES
 
@@ -116,7 +109,7 @@ def _access_error(repo: str, error: Exception) -> RLHFError:
     if status == 403:
         hint = "use a token with write access, or name a repository of yours"
         return RLHFError("E07", f"the token has no write access to {repo}", hint=hint)
-    text = f"{HfApi().endpoint} cannot be reached for {repo}: {_reason(error)}"
+    text = f"{HfApi().endpoint} cannot be reached for {repo}: {short_reason(error)}"
     return RLHFError("E07", text, hint="remove --push; `hf upload` can upload later")
 
 
@@ -133,7 +126,9 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
         raise RLHFError("R17", text, hint="remove it; only safetensors, JSON and text files are uploaded")
     hub, removed = HfApi(), list[str]()
     try:
-        with _quiet_client(bars):
+        logging.set_verbosity_error()
+        (enable_progress_bars if bars else disable_progress_bars)()
+        with warnings.catch_warnings(action="ignore"):
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
             existing = [file.rfilename for file in before.siblings or []]
@@ -147,7 +142,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
             ).oid
             _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
     except Exception as error:  # a network has many ways to fail
-        text = f"the push to {repo} failed, {shown(folder)} is complete: {_reason(error)}"
+        text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
         hint = f"resume with: {_upload_command(folder, repo, public, removed)}"
         raise RLHFError("R17", text, hint=hint) from error
     private = bool(before.private)
@@ -191,21 +186,3 @@ def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[s
     command = ["hf", "upload", shell_word(repo), shell_path(folder), *([] if public else ["--private"])]
     command += [part for name in LOCAL_FILES if (folder / name).exists() for part in ("--exclude", name)]
     return " ".join([*command, *(part for name in removed for part in ("--delete", shell_word(name)))])
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-@contextmanager
-def _quiet_client(bars: bool) -> Iterator[None]:
-    """Hide the Hub client's messages, and show or hide its progress bars."""
-    level, disabled = logging.get_verbosity(), are_progress_bars_disabled()
-    with warnings.catch_warnings(action="ignore"):
-        logging.set_verbosity_error()
-        (enable_progress_bars if bars else disable_progress_bars)()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-            (disable_progress_bars if disabled else enable_progress_bars)()

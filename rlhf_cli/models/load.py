@@ -17,13 +17,12 @@ from rlhf_cli import runs, system
 from rlhf_cli.config.common import RewardModel, SFTModel
 from rlhf_cli.config.eval import EvalModels
 from rlhf_cli.config.ppo import PPOModels
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
 from rlhf_cli.runs.parents import read_adapter
 
-MAX_REASON_CHARS = 200  # of a library's error message
 MAX_LAYERS = 10_000  # or experts: more than any model has; building more would take minutes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own
@@ -53,10 +52,7 @@ def context_length(config: Any) -> int | None:
 
 
 def max_prompt_tokens(config: Any, response_length: int, where: str) -> int | None:
-    """Return the context length minus `response_length`; None without a limit.
-
-    Raises RLHFError C13 if nothing remains. `where` is the location of the key of the response length.
-    """
+    """Return context length minus `response_length`; None without a limit. Raises RLHFError C13 at `where` below 1."""
     context = context_length(config)
     if context is None or response_length < context:
         return context and context - response_length
@@ -115,10 +111,7 @@ def read_classifier_config(folder: Path | str, trust_remote_code: bool = False) 
 
 
 def init_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any:
-    """Load the backbone of a causal LM and add a one-label head, with random weights from torch's generator.
-
-    A one-label classifier keeps its head.
-    """
+    """Load a causal LM's backbone with a new random one-label head; a one-label classifier keeps its head."""
     if build.is_classifier(read_init_config(folder, options.get("trust_remote_code", False))):
         return load_reward_model(folder, **options)
     return _load(AutoModelForSequenceClassification, folder, options, num_labels=1)[0]
@@ -146,16 +139,13 @@ def reward_model_from_backbone(causal_lm: Any, head: torch.nn.Linear) -> Any:
 def load_unmerged(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
     """Load a stage's float32 model on the CPU; with adapters as a peft model, not merged into the base weights."""
     config = read_config(folder, trust_remote_code)
-    base = runs.find_base(Path(folder))
-    if base is None:
+    if runs.find_base(Path(folder)) is None:
         load_model = load_reward_model if build.is_classifier(config) else load_causal_lm
         return load_model(folder, trust_remote_code=trust_remote_code)
     auto_class = AutoModelForSequenceClassification if build.is_classifier(config) else AutoModelForCausalLM
-    model, missing = _load_base(auto_class, base, config, LoadOptions(trust_remote_code=trust_remote_code))
-    lora.grow_embeddings(model, config.get_text_config().vocab_size)
-    peft_model = lora.load_adapter(model, Path(folder), config, base)
-    _require_head(folder, set(missing) - lora.head_weights(Path(folder)))
-    return peft_model
+    model, missing = _load(auto_class, folder, LoadOptions(trust_remote_code=trust_remote_code), merge=False)
+    _require_head(folder, missing)
+    return model
 
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
@@ -174,8 +164,7 @@ def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # each model family validates its config with different exceptions
         if "trust_remote_code" in str(error):
             raise remote_code_error(folder) from error
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
-        raise RLHFError("M01", f"{shown(folder)}: not a model's config.json: {reason}") from error
+        raise RLHFError("M01", f"{shown(folder)}: not a model's config.json: {short_reason(error)}") from error
 
 
 def config_folder(folder: Path) -> Path:
@@ -236,16 +225,22 @@ def _load_with_head(folder: Path | str, options: LoadOptions) -> Any:
     return model
 
 
-def _load(auto_class: Any, folder: Path | str, options: LoadOptions, **config_fields: int) -> tuple[Any, Any]:
-    """Return the model, with adapters merged, and the newly initialised weights of a classifier's head."""
+def _load(
+    auto_class: Any, folder: Path | str, options: LoadOptions, *, merge: bool = True, num_labels: int | None = None
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the model, with adapters merged or as a peft model, and the weights that a classifier's head lacks."""
     trust_remote_code = options.get("trust_remote_code", False)
     config = read_config(folder, trust_remote_code)
     base = runs.find_base(Path(folder))
     if base is not None:
-        model, missing = _load_base(auto_class, base, config, options, **config_fields)
-        lora.merge_adapter(model, Path(folder), config)
-        stored = lora.head_weights(Path(folder))
-        return model, tuple(name for name in missing if name not in stored)
+        num_labels = config.num_labels if build.is_classifier(config) else num_labels
+        model, missing = _load(auto_class, base, options, num_labels=num_labels)
+        lora.grow_embeddings(model, config.get_text_config().vocab_size)
+        if merge:
+            lora.merge_adapter(model, Path(folder), config)
+        else:
+            model = lora.load_adapter(model, Path(folder), config, base)
+        return model, tuple(sorted(set(missing) - lora.head_weights(Path(folder))))
     with _translate_load_errors(folder):
         model, report = auto_class.from_pretrained(
             folder,
@@ -255,20 +250,12 @@ def _load(auto_class: Any, folder: Path | str, options: LoadOptions, **config_fi
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            **config_fields,
+            **({} if num_labels is None else {"num_labels": num_labels}),
         )
     missing = build.require_fit(folder, model, report, auto_class, config)
     build.check_tied_embeddings(folder, model)
     devices.set_num_threads(model.num_parameters())
     return model, missing
-
-
-def _load_base(
-    auto_class: Any, base: Path, config: Any, options: LoadOptions, **config_fields: int
-) -> tuple[Any, tuple[str, ...]]:
-    """Call `_load` for an adapter's base, with a classifier's head if `config`, of the merged model, has one."""
-    config_fields = {"num_labels": config.num_labels} if build.is_classifier(config) else config_fields
-    return _load(auto_class, base, options, **config_fields)
 
 
 @contextmanager
@@ -281,5 +268,4 @@ def _translate_load_errors(folder: Path | str) -> Iterator[None]:
     except Exception as error:
         if system.is_out_of_memory(error):
             raise
-        reason = str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
-        raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {reason}") from error
+        raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {short_reason(error)}") from error

@@ -4,7 +4,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
 
@@ -105,7 +104,7 @@ def add_adapters(
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     options = {name: getattr(settings, name) for name in names if name in type(settings).model_fields}
     task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
-    with _ignore_warnings():
+    with warnings.catch_warnings(action="ignore"):  # such as the one about GPT-2's transposed weights
         peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
     if settings.kind == "qlora":
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
@@ -136,9 +135,8 @@ def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> l
         return known
     for target in settings.target_modules:
         if target not in known:
-            near = closest_match(target, known)
             text = f"{key}.target_modules: no linear layer inside of the model is called {target}"
-            raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"known layers: {', '.join(known)}")
+            raise RLHFError("C07", text, hint=did_you_mean(target, known) or f"known layers: {', '.join(known)}")
     return sorted(set(settings.target_modules))
 
 
@@ -206,7 +204,6 @@ def head_weights(folder: Path) -> set[str]:
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
     """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
-    grow_embeddings(model, config.get_text_config().vocab_size)
     peft_model, _ = _attach(model, folder)
     peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
@@ -258,7 +255,7 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         heads = [name for name in stored["modules_to_save"] or () if hasattr(model, name)]
         settings = LoraConfig(modules_to_save=heads, **{name: stored[name] for name in TRUSTED_FIELDS})
         tensors = load_file(folder / ADAPTER_WEIGHTS)
-        with _ignore_warnings():
+        with warnings.catch_warnings(action="ignore"):
             # On the meta device at first: random initial weights would advance torch's generator.
             peft_model = get_peft_model(model, settings, low_cpu_mem_usage=True)
             unexpected = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True).unexpected_keys
@@ -277,11 +274,3 @@ def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
             setattr(model.config, name, getattr(config, name))
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)
-
-
-@contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    """Context manager that hides peft's warnings, such as the one about GPT-2's transposed weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -113,10 +113,7 @@ def kept_bytes(
     bf16: bool = False,
     adapters: LoRA | None = None,
 ) -> Kept:
-    """Return what the causal LM of a transformers config keeps for rows of `length` tokens.
-
-    `bf16` computes in bfloat16 autocast; with `adapters` only these are trained.
-    """
+    """Return what a causal LM keeps for rows of `length` tokens; with `adapters` only these are trained."""
     options = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
     kind: Any = type(config)
     return _kept_bytes(kind, config.to_json_string(), length, dtype, attn_implementation, bf16, options)

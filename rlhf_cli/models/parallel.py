@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_cli import distributed
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, short_reason
 from rlhf_cli.models import sharding
 
 T = TypeVar("T")
@@ -127,8 +127,7 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:  # from gloo, and every torch.distributed error
-            message = " ".join(str(error).split())[:200]
-            text = f"process {self.rank} of {self.world_size} waits for a process that has ended: {message}"
+            text = f"process {self.rank} of {self.world_size} waits for a process that has ended: {short_reason(error)}"
             hint = "look for the error of that process; the same command resumes from the last checkpoint"
             raise RLHFError("R14", text, hint=hint) from error
 
@@ -157,10 +156,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def init_process_group() -> ProcessGroup:
-    """Join the processes that a launcher started and select this process's GPU.
-
-    Raises RLHFError E04 if they do not all start, or if there are fewer GPUs than processes.
-    """
+    """Join the launched processes and select this one's GPU. Raises RLHFError E04 without enough processes or GPUs."""
     count, rank = distributed.world_size(), distributed.rank()
     if count == 1:
         return SINGLE_PROCESS
@@ -187,7 +183,7 @@ def _rendezvous(count: int) -> dist.Store:
         if started >= count:
             return store
     except RuntimeError as error:  # nothing listens at MASTER_ADDR
-        detail = f" ({' '.join(str(error).split())[:100]})"
+        detail = f" ({short_reason(error)})"
     text = f"{count} processes were requested, {started} started within {RENDEZVOUS_TIMEOUT_S:g} seconds{detail}"
     raise RLHFError("E04", text, where="WORLD_SIZE", hint="start all of them: --nproc N does, and torchrun")
 

@@ -107,10 +107,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
 
 
 def load_tree(folder: Path) -> Any:
-    """Load what `save_tree` wrote, on the CPU; sharded tensors as shards, or in full in a single process.
-
-    Raises RLHFError M05 if the shards' metadata contains anything but metadata.
-    """
+    """Load what `save_tree` wrote, on the CPU; a single process loads shards in full. Raises RLHFError M05."""
     tensors = load_file(folder / TENSORS)
     structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
     if specs := {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}:

@@ -155,8 +155,7 @@ def load_shards(folder: Path, specs: Mapping[str, tuple[list[int], torch.dtype]]
         empty = torch.zeros(shape, dtype=dtype, device=device)
         tensors[name] = empty if no_dist else _distribute(empty, _mesh(device))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
             dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=no_dist)
     except (pickle.UnpicklingError, CheckpointException) as error:
         text = f"{shown(folder)} cannot be read, or contains non-tensor objects; they were not executed"

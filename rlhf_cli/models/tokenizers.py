@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.errors import Problem, RLHFError, shown, translate_rust_panics
+from rlhf_cli.data.tokens import tokenize
+from rlhf_cli.errors import Problem, RLHFError, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.runs.parents import Parent
 
@@ -27,21 +28,14 @@ CHATML = (
 )
 
 
+# Texts of several characters in which normalizers are known to differ.
 TEXTS = (
-    "Tell me about the Sun.", "TELL ME", "tell me", "CamelCase snake_case kebab-case",
-    "don't DON'T we'll I'M it\u2019s", " leading", "  two leading", "trailing ", "trailing  ", "two  spaces   three",
-    " ", "  ", " " * 50, "\t", "a\tb", "\n", "\n\n", "\n\n\n", "a\nb", "a \n b", " \n \n", "a\r\nb", "\r",
-    "line.\n\nHuman: Hi\n\nAssistant: Yes?", "1", "12", "123", "1234", "1234567890123", "3.14159", "1,000,000",
-    "1 2 3", "a1b2", "v1.2.3", "10%", "$5.00", "...", "?!", "----", "\u2014", "a.b.c", "(a) [b] {c}", "#a @b &c",
-    "https://a.org/b?c=d&e=f", "a/b\\c", "<b>x</b>", "caf\u00e9 na\u00efve", "cafe\u0301 nai\u0308ve",
-    "\u00c5 \u212b A\u030a", "\ufb01 \u2460 \u00bd \u2122", "\u1e9e stra\u00dfe STRASSE", "\u0130 i\u0307 I\u0131",
-    "\u03a3\u03a3 \u03c3\u03c2", "\u041f\u0440\u0438\u0432\u0435\u0442", "\u0645\u064f\u0631\u062d\u0628\u0627",
-    "\u05e9\u05b8\u05dc\u05d5\u05b9\u05dd", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0e44\u0e17\u0e22",
-    "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8", "\u4f60\u597d\uff0c\u4e16\u754c\u3002", "\ud55c\uad6d\uc5b4",
-    "\u1112\u1161\u11ab", "\uff21\uff22\uff23\uff11\uff12 \uff76\uff9e", "a\u65e5b", "\U0001f642", "a\U0001f642b",
-    "\U0001f469\u200d\U0001f4bb", "\U0001f1e9\U0001f1ea", "\u2764\ufe0f", "a\u00a0b", "a\u200bb", "a\u2028b",
-    "\ufeffa", "a\u00adb", "a\x00b", "a\x1bb", "a\x7fb", "a\ufffdb", "\u2581a \u2581", "\u0120a", "x" * 300,
-    "ab" * 150, "9" * 60, "def f(x):\n    return x + 1\n\n\n\tif x:", '{"a": [1, 2.5, null]}',
+    "Tell me about the Sun.", "don't DON'T we'll I'M it\u2019s", " leading", "  two leading", "trailing ", "trailing  ",
+    "two  spaces   three", "  ", " " * 50, "\t", "a\tb", "\n", "\n\n", "\n\n\n", "a\nb", "a \n b", " \n \n", "a\r\nb",
+    "1234567890123", "1,000,000", "a1b2", "----", "https://a.org/b?c=d&e=f", "<b>x</b>", "cafe\u0301 nai\u0308ve",
+    "\u212b A\u030a", "i\u0307 I\u0131", "\u03a3\u03a3 \u03c3\u03c2", "\u0645\u064f\u0631\u062d\u0628\u0627",
+    "\u05e9\u05b8\u05dc\u05d5\u05b9\u05dd", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u1112\u1161\u11ab",
+    "a\U0001f642b", "\U0001f469\u200d\U0001f4bb", "\U0001f1e9\U0001f1ea", "\u2764\ufe0f", "ab" * 150, "9" * 60,
 )  # fmt: skip
 # Code points to test: a sample of the large uniform blocks (Han, Hangul); of the higher planes only the tags.
 CODE_POINTS = (
@@ -49,14 +43,10 @@ CODE_POINTS = (
     range(0xD7A4, 0x20000), range(0x20000, 0x32400, 101), range(0xE0000, 0xE0200),
 )  # fmt: skip
 SKIPPED_CATEGORIES = ("Cs", "Cn", "Co")  # surrogates, unassigned, private use
-PIECES_PER_TEXT = 64  # characters or tokens
 
 
 def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a folder's tokenizer with left padding; `chat_template` (see `set_chat_template`) replaces the stored one.
-
-    Raises RLHFError M01 if the folder has no readable tokenizer, M08 if it needs custom Python code.
-    """
+    """Load a folder's tokenizer with left padding, and set `chat_template`. Raises RLHFError M01, M08 (custom code)."""
     refuse_code(folder, trust_remote_code)
     try:
         with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
@@ -71,18 +61,14 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
     except Exception as error:  # the files may contain anything
         if "trust_remote_code" in str(error):
             raise remote_code_error(folder) from error
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise RLHFError("M01", f"{shown(folder)} has no readable tokenizer: {reason}") from error
+        raise RLHFError("M01", f"{shown(folder)} has no readable tokenizer: {short_reason(error)}") from error
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
 
 
 def refuse_code(folder: Path | str, trusted: bool) -> None:
-    """Raise RLHFError M08 if the config or tokenizer names Python code in the folder, unless `trusted`.
-
-    A built-in class of transformers would not do: it may compute something else.
-    """
+    """Raise RLHFError M08 if the model comes with Python code, unless `trusted`; a built-in class may differ."""
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
     settings = (read_json_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
     if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):
@@ -151,9 +137,7 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
     """
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<eos>"]
     if vocab_size < (minimum := len(alphabet) + len(special)):
-        text = (
-            f"model.new.tokenizer.vocab_size is {vocab_size}; the minimum is {minimum} (bytes and two special tokens)"
-        )
+        text = f"model.new.tokenizer.vocab_size is {vocab_size}; the minimum is {minimum}: bytes and two special tokens"
         raise RLHFError("C06", text)
     source = DataSource.of(source)
     texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
@@ -272,14 +256,14 @@ def first_difference(first: Any, second: Any) -> str | None:
         return None
     for texts in (_short_texts(first), _character_texts(), _token_texts(first)):
         try:
-            encodings = list(zip(texts, _encode(first, texts), _encode(second, texts), strict=True))
+            encodings = list(zip(texts, tokenize(first, texts), tokenize(second, texts), strict=True))
         except RLHFError:
             raise
         except Exception as error:  # texts that a tokenizer cannot encode prove nothing
             return f"their rules are written differently, and one fails on a text ({error})"
         for text, ids, other_ids in encodings:
             if ids != other_ids:
-                return f"{_excerpt(text, ids, other_ids, first)!r} becomes other tokens"
+                return f"{text[:40]!r} becomes other tokens"
     return None
 
 
@@ -304,16 +288,11 @@ def _settings(tokenizer: Any) -> dict[str, Any]:
 def _start_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that a tokenizer puts before a text."""
     try:
-        text_ids, full = _encode(tokenizer, ["a"])[0], tokenizer("a").input_ids
+        text_ids, full = tokenize(tokenizer, ["a"])[0], tokenizer("a").input_ids
     except Exception:  # the vocabulary has neither this letter nor an unknown token
         return tokenizer("").input_ids
     starts = (i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids)
     return full[: next(starts, 0)]
-
-
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    with translate_rust_panics("M01", "the tokenizer fails on a text"):
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _short_texts(tokenizer: Any) -> list[str]:
@@ -327,21 +306,9 @@ def _character_texts() -> list[str]:
     """Return the characters of CODE_POINTS, each next to letters, digits, spaces and itself."""
     characters = (chr(code) for codes in CODE_POINTS for code in codes)
     tested = [char for char in characters if unicodedata.category(char) not in SKIPPED_CATEGORIES]
-    return _join_lines([f"x{char}X {char}{char}1" for char in tested])
+    return [f"x{char}X {char}{char}1" for char in tested]
 
 
 def _token_texts(tokenizer: Any) -> list[str]:
     texts = tokenizer.batch_decode([[token] for token in sorted(tokenizer.get_vocab().values())])
-    return _join_lines([f"{text} a{text}b" for text in texts])
-
-
-def _join_lines(pieces: list[str]) -> list[str]:
-    return ["\n".join(pieces[start : start + PIECES_PER_TEXT]) for start in range(0, len(pieces), PIECES_PER_TEXT)]
-
-
-def _excerpt(text: str, ids: list[int], other_ids: list[int], tokenizer: Any) -> str:
-    """Return the part of a long text around the first token that differs."""
-    differing = (i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b)
-    same = next(differing, min(len(ids), len(other_ids)))
-    start = max(0, min(len(tokenizer.decode(ids[:same])), len(text)) - 10)
-    return text if len(text) <= 40 else text[start : start + 20]
+    return [f"{text} a{text}b" for text in texts]

@@ -86,16 +86,15 @@ def latest_state(folder: Path) -> Path | None:
 
     Raises RLHFError M05 for a checkpoint of an older version of this package, E08 for one that cannot be read now.
     """
-    skipped = []
+    damaged: dict[Path, str] = {}
     latest = None
     for path in reversed(_states(folder)):
-        problem = _problem(path)
-        if problem is None:
+        if (problem := _problem(path)) is None:
             latest = path
             break
-        skipped.append((path, problem))
+        damaged[path] = problem
     instead = f"resuming from {latest.name}" if latest else "starting from the beginning"
-    for path, problem in skipped:
+    for path, problem in damaged.items():
         _warn_of(path, problem, instead)
     return latest
 

@@ -63,13 +63,11 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        if pids := _readers(folder):
-            text = f"another process is reading {shown(folder)}: process {', '.join(map(str, pids))}"
-            raise RLHFError("C15", text, hint=hint) from None
-        raise _written_by_another(folder, hint) from None
+        raise _used_by_another(folder, hint) from None
     _exclusive[folder] = lock
     owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
-    _note(folder, asdict(owner) | {"started": _started(owner.pid), "inode": lock_path(folder).stat().st_ino})
+    started = _since_boot(psutil.Process())
+    _note(folder, asdict(owner) | {"started": started, "inode": lock_path(folder).stat().st_ino})
 
 
 def is_locked_here(folder: Path) -> bool:
@@ -77,9 +75,9 @@ def is_locked_here(folder: Path) -> bool:
     return folder in _exclusive
 
 
-def _written_by_another(folder: Path, hint: str) -> RLHFError:
-    owner = lock_owner(folder)
-    text = f"another process is writing {shown(folder)}" + (f": {owner}" if owner else "")
+def _used_by_another(folder: Path, hint: str) -> RLHFError:
+    owner = lock_owner(folder)  # only writers are recorded
+    text = f"another process is {'writing' if owner else 'reading'} {shown(folder)}" + (f": {owner}" if owner else "")
     return RLHFError("C15", text, hint=hint)
 
 
@@ -96,7 +94,7 @@ def lock_folder_shared(folder: Path) -> None:
     except OSError as error:
         os.close(descriptor)
         if error.errno in LOCKED:
-            raise _written_by_another(folder, "wait for it to end") from None
+            raise _used_by_another(folder, "wait for it to end") from None
         return
     _shared[folder] = descriptor
 
@@ -113,20 +111,6 @@ def release_shared() -> None:
     while _shared:
         _, descriptor = _shared.popitem()
         os.close(descriptor)
-
-
-def _readers(folder: Path) -> list[int]:
-    """Return the processes with a shared lock of the folder, from /proc/locks (proc_locks(5)); [] except on Linux."""
-    try:
-        inode = str(lock_path(folder).stat().st_ino)
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-    locks = [line.split() for line in lines]
-    shared = [fields for fields in locks if fields[1:4] == ["FLOCK", "ADVISORY", "READ"]]
-    # compare inodes only: the device number of a subvolume differs in this file
-    pids = {int(fields[4]) for fields in shared if fields[5].rpartition(":")[2] == inode}
-    return sorted(pids - {os.getpid()})
 
 
 def release(folder: Path | None = None) -> None:
@@ -152,12 +136,10 @@ def lock_owner(folder: Path) -> LockOwner | None:
         return None
     if not (isinstance(since, int | float) and 0 <= since < 2**32):
         return None
+    if host == platform.node() and not _runs(pid, record.get("started")):
+        return None
     with suppress(OSError):
-        # another inode: a copy of a folder that was being written
-        is_local = host == platform.node()
-        if record.get("inode") == lock_path(folder).stat().st_ino and (
-            not is_local or _runs(pid, record.get("started"))
-        ):
+        if record.get("inode") == lock_path(folder).stat().st_ino:  # else a copy of a folder that was being written
             return LockOwner(pid, host, since)
     return None
 
@@ -183,14 +165,6 @@ def _runs(pid: int, started: Any) -> bool:
         return False
     except psutil.AccessDenied:
         return True  # another user's process
-
-
-def _started(pid: int) -> float | None:
-    """Return the start time of a process, in seconds since boot."""
-    try:
-        return _since_boot(psutil.Process(pid))
-    except psutil.Error:
-        return None
 
 
 def _since_boot(process: psutil.Process) -> float:

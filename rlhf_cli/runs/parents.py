@@ -242,14 +242,13 @@ def _refuse_adapter(folder: Path, key: str) -> None:
     text = f"{key}: {shown(folder)} holds an adapter, not a full model"
     if not isinstance(base, str) or not base:
         raise RLHFError("M04", f"{text}, and does not name its base", hint="name a full model")
-    if is_available_locally(base) or is_available_locally(str(folder / base)):
-        adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
-        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
-        hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
-        raise RLHFError("M04", f"{text}; its base is {base}", hint=hint)
-    text += f", and its base {base} is neither a folder nor a cached hub id"
-    hint = f"fetch the base (hf download {shell_word(base)}), then merge the two"
-    raise RLHFError("M04", text, hint=hint)
+    if not (is_available_locally(base) or is_available_locally(str(folder / base))):
+        text += f", and its base {base} is neither a folder nor a cached hub id"
+        raise RLHFError("M04", text, hint=f"fetch the base (hf download {shell_word(base)}), then merge the two")
+    adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
+    merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
+    hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
+    raise RLHFError("M04", f"{text}; its base is {base}", hint=hint)
 
 
 def is_adapter_of(parent: Parent, base: Parent) -> bool:
@@ -358,8 +357,8 @@ def _no_folder_error(folder: Path, expect: Sequence[str], key: str) -> RLHFError
     if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
         hint = f"run that stage first: {_command(folder.name, folder)}"
         return RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
-    otherwise = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
-    return missing_folder_error(folder, f"{key}: ", otherwise)
+    hint = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
+    return missing_folder_error(folder, f"{key}: ", hint)
 
 
 def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError:

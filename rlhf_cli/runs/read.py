@@ -20,7 +20,7 @@ from rlhf_cli.runs.parents import FOREIGN, read_manifest
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.schemas import schema_error
 from rlhf_cli.runs.status import read_identity
-from rlhf_cli.tracking.metrics_log import read_log
+from rlhf_cli.tracking import read_log
 
 State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 Row = Mapping[str, Any]
@@ -241,7 +241,7 @@ def _report(stage: Stage, notes: list[str]) -> Row | None:
         return None
     if isinstance(at(report, "models.sft.judges"), Mapping):
         return report
-    notes.append("eval: report.json tells of no SFT model")
+    notes.append("eval: report.json has no SFT model")
     return None
 
 
@@ -254,7 +254,7 @@ def _answers(stage: Stage, notes: list[str]) -> tuple[Row, ...]:
         return ()
     answers = tuple(row for row in rows if row.keys() >= ANSWER_KEYS and isinstance(row["scores"], Mapping))
     if len(answers) < len(rows):
-        notes.append(f"eval: samples.jsonl has {len(rows) - len(answers)} rows that are no answers")
+        notes.append(f"eval: samples.jsonl has {len(rows) - len(answers)} rows that are not answers")
     return answers
 
 
@@ -267,7 +267,7 @@ def at_step(run: Run, step: str) -> Run:
     require_step(step)
     points = (run.report or {}).get("frontier") or []
     ends = [row["step"] for row in run.stages["ppo"].metrics] + [point["step"] for point in points]
-    # the best policy of a run that was stopped, which may have later snapshots
+    # of a stopped run: that of its best policy; later snapshots may exist
     end = (run.stages["ppo"].manifest or {}).get("step", max(ends, default=0))
     if step == LAST:
         return run
@@ -277,7 +277,7 @@ def at_step(run: Run, step: str) -> Run:
     point = next((point for point in points if point["step"] == number), None)
     if run.report is None or point is None:
         known = f"it knows {', '.join(str(point['step']) for point in points)}" if points else "it has no frontier"
-        text = f"--step {step}: the evaluation of {run.name} tells nothing of the policy after update {number}; {known}"
+        text = f"--step {step}: the evaluation of {run.name} does not cover the policy after update {number}; {known}"
         raise RLHFError("M10", text, hint="output.snapshots in ppo.yaml keeps policies, eval.frontier judges them")
     policy = f"ppo_step_{number:06d}"
     return replace(

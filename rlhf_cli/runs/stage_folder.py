@@ -48,7 +48,7 @@ _UNLISTED = ("manifest.json", REPORT, "state/", *(f"{tracker}/" for tracker in T
 
 
 def start_stage(
-    config: Config, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
+    config: Config, identity: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
 ) -> Literal["new", "resume", "finished"]:
     """Lock RUN/<stage> for this process and return how to proceed: from the start, from a checkpoint, or not at all.
 
@@ -66,7 +66,7 @@ def start_stage(
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock_folder(folder)
     except RLHFError:
-        if not fresh and stage_status(config, wanted, content=True).state == "finished":
+        if not fresh and stage_status(config, identity, content=True).state == "finished":
             return "finished"  # readers may continue
         raise
     except OSError as error:
@@ -75,7 +75,7 @@ def start_stage(
         raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
     if fresh:
         _move_aside(folder)
-    status = require_current(config, wanted, content=True)
+    status = require_current(config, identity, content=True)
     if status.state == "finished":
         release(folder)
         return "finished"
@@ -90,7 +90,7 @@ def start_stage(
         if status.step is not None:
             _refuse_another_group(config)
         _warn_of_changes(folder, environment)
-    write_json(folder / "identity.json", wanted | {"environment": environment})
+    write_json(folder / "identity.json", identity | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
@@ -141,7 +141,7 @@ def _move_aside(folder: Path) -> Path | None:
 
 
 def complete_stage(
-    config: Config, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
+    config: Config, identity: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
 ) -> None:
     """Write RUN/<stage>/manifest.json as the last file, and unlock the folder.
 
@@ -158,8 +158,8 @@ def complete_stage(
         "schema": 2,
         "stage": config.stage,
         "parents": entries,
-        "config_sha256": wanted["config_sha256"],
-        "data": wanted["data"],
+        "config_sha256": identity["config_sha256"],
+        "data": identity["data"],
         "seed": config.seed,
         "run_name": config.output.run_name,
         "versions": versions(),

@@ -76,19 +76,17 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
     return identity if tables and all(isinstance(table, dict) for table in tables) else None
 
 
-def identity_difference(
-    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _MISSING
-) -> list[str]:
+def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> list[str]:
     """Return one line per difference of two identities: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
 
-    A key that only the new one has is ignored if its value is what `default_of` returns: it was added by a newer
-    version of this package, and its default is the earlier behaviour.
+    A key that only the new one has is ignored if its value is that in `defaults`: it was added by a newer version of
+    this package, and its default is the earlier behaviour.
     """
     before, after = _settings(old), _settings(new)
     lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
     for key in before | after:
         if key not in before:
-            lines += [f"{key}: new key {_value(after[key])}"] if default_of(key) != after[key] else []
+            lines += [f"{key}: new key {_value(after[key])}"] if defaults.get(key, _MISSING) != after[key] else []
         elif key not in after:
             lines.append(f"{key}: no longer set (was {_value(before[key])})")
         elif before[key] != after[key]:
@@ -108,19 +106,14 @@ def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {current_name(key): value for key, value in flatten(identity.get("config", {})).items() if value != {}}
 
 
-def _default(config: Config, key: str) -> Any:
-    config_key = key_at(type(config), key.split("."))
-    return _MISSING if config_key is None else config_key.default(_MISSING)
-
-
 def _value(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def stage_status(config: Config, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
-    """Compare RUN/<stage> with the `wanted` identity. Reads only.
+def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+    """Compare RUN/<stage> with the `expected` identity. Reads only.
 
     A finished stage's files are checked by size, and by hash too if `content` is set.
     Raises RLHFError E08 for files that cannot be read now.
@@ -132,7 +125,9 @@ def stage_status(config: Config, wanted: Mapping[str, Any], *, content: bool = F
     recorded = read_identity(folder)
     if recorded is None:
         return StageStatus("stale", ("its files belong to no known run (identity.json is missing or damaged)",))
-    if reasons := identity_difference(recorded, wanted, lambda key: _default(config, key)):
+    config_keys = {key: key_at(type(config), key.split(".")) for key in _settings(expected)}
+    defaults = {key: config_key.default(_MISSING) for key, config_key in config_keys.items() if config_key}
+    if reasons := identity_difference(recorded, expected, defaults):
         # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
         return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
     if not path_exists(folder / "manifest.json"):
@@ -188,22 +183,19 @@ def _weights(parent: Parent) -> list[Path]:
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
-def require_current(config: Config, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+def require_current(config: Config, expected: Mapping[str, Any], *, content: bool = False) -> StageStatus:
     """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
-    status = stage_status(config, wanted, content=content)
+    status = stage_status(config, expected, content=content)
+    folder, reasons = config.folder, status.reasons
     if status.state == "stale":
-        raise _another_config_error(config, status.reasons)
+        more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+        text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
+        hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+        if not (folder / "manifest.json").exists():
+            started_with = shown(folder / "config.yaml")
+            hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
+        raise RLHFError("C15", text, where=shown(config.file), hint=hint)
     if status.state == "damaged":
-        text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
+        text = f"{shown(folder)} is finished but damaged: {reasons[0]}"
         raise RLHFError("M05", text, hint="--fresh runs the stage again; the old folder is kept in .old/")
     return status
-
-
-def _another_config_error(config: Config, reasons: tuple[str, ...]) -> RLHFError:
-    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
-    hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
-    if not (config.folder / "manifest.json").exists():
-        started_with = shown(config.folder / "config.yaml")
-        hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
-    return RLHFError("C15", text, where=shown(config.file), hint=hint)

@@ -28,8 +28,7 @@ from rlhf_cli.stages.ppo_setup import (
     scale_to_world_size,
 )
 from rlhf_cli.system import GracefulStop
-from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import Log, MetricsLog
+from rlhf_cli.tracking import Log, MetricsLog, Trackers
 
 HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 RATIO_TOLERANCE = 1e-3  # exactly 0 in float32: scoring and update use the same micro-batches

@@ -12,8 +12,7 @@ from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
 from rlhf_cli.stages.ppo_setup import PPOComponents
-from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import Log, LogPosition
+from rlhf_cli.tracking import Log, LogPosition, Trackers
 
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3

@@ -24,8 +24,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.training_setup import TRLConfig, describe_batches, packing_strategy, settings_of
 from rlhf_cli.system import GracefulStop
-from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import MetricsLog, read_log
+from rlhf_cli.tracking import MetricsLog, Trackers, read_log
 
 LOG_NAMES = {"learning_rate": "lr"}
 NOT_LOGGED = ("runtime", "per_second")  # timings, which differ between identical runs

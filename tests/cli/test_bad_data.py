@@ -61,11 +61,6 @@ ASKED, ANSWERED = {"from": "human", "value": "Tell me about the sun."}, {"from":
 WORSE = {"from": "gpt", "value": "It is dull."}
 ALPACA = {"instruction": "Tell me about it.", "input": "The sun.", "output": "It is bright."}
 RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is bright.", "rejected": "It is dull."}
-RATED = {
-    "prompt": "Tell me about the sun.",
-    "responses": [" It is.", " It is dull.", " Bright."],
-    "scores": [3, 1, 4.5],
-}
 
 
 @pytest.mark.parametrize(
@@ -74,16 +69,13 @@ RATED = {
         ("sft", {"conversations": [ASKED, ANSWERED]}, "D02"),
         ("sft", {"messages": [ASKED, ANSWERED]}, "D06"),
         ("sft", ALPACA, "D02"),
-        ("sft", RATED, "D02"),
         ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, "D02"),
         ("reward", RANKED, "D02"),
-        ("reward", RATED, "D02"),
     ],
 )
 def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
     folder: Path, stage: str, row: dict[str, Any], code: str
 ) -> None:
-    """ShareGPT's, Alpaca's, answers with scores."""
     (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
     write("theirs", *[row] * 64)
     result = rlhf(stage, "-s", "data.train=theirs.jsonl")
@@ -103,16 +95,10 @@ def test_what_becomes_of_another_systems_rows() -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
     }
     assert convert.convert_row({**ALPACA, "history": "", "output": "bright"}) == {"messages": [user, good]}  # of a CSV
-    assert convert.convert_row(RATED) == {
-        "prompt": RATED["prompt"],
-        "chosen": " Bright.",
-        "rejected": " It is dull.",
-    }
-    assert convert.convert_row({**RATED, "scores": [1, 1, 1]}) is None
     assert convert.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
         "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
     }  # fmt: skip
-    for odd in ({"text": "a"}, {**RATED, "scores": [1]}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
+    for odd in ({"text": "a"}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
         with pytest.raises(BadRow):
             convert.convert_row(odd)
 
@@ -156,9 +142,7 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
         ({**ALPACA, "history": [["a", None]]}, "D06", '"history" is null'),
         ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
         ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is not a turn of"),
-        ({**RATED, "responses": ["a", "b"], "scores": [1, None]}, "D06", '"scores" holds null'),
-        ({**RATED, "responses": ["a", None], "scores": [1, 2]}, "D06", '"responses" is null'),
-        ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores match neither"),
+        ({"prompt": "a"}, "D12", "columns prompt match neither"),
     ],
 )
 def test_a_row_that_cannot_be_converted_is_reported_by_line(
@@ -194,21 +178,18 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "says", "left"),
+    ("theirs", "text"),
     [
-        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped", 1),
-        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo", 1),
-        ([RATED, {**RATED, "scores": [1, 1, 1]}], "out.jsonl: 1 rows; 1 with equal scores dropped", 1),
-        ([{**RATED, "scores": [1, 1, 1]}], "error[D05]: theirs.jsonl: no usable row; 1 with equal scores dropped", 0),
+        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped"),
+        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo"),
     ],
 )
 def test_a_conversion_counts_what_it_leaves_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], says: str, left: int
+    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], text: str
 ) -> None:
     write("theirs", *theirs)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == (0 if left else 2)
-    assert capsys.readouterr().err.startswith(says)
-    assert not left or len(Path("out.jsonl").read_text().splitlines()) == left
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 0
+    assert capsys.readouterr().err.startswith(text) and len(Path("out.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_command_of_the_hint_prints_one_line(folder: Path) -> None:

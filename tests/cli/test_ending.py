@@ -22,7 +22,7 @@ SOURCE = Path(pipeline.__file__).parent
 
 @pytest.mark.parametrize("met", [True, False])
 @pytest.mark.parametrize("gold", [0.63, 0.2], ids=["good", "found out"])
-def test_the_page_comes_first_where_there_is_something_to_see(
+def test_the_report_comes_first_if_it_shows_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gold: float, met: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,17 +42,18 @@ def test_the_page_comes_first_where_there_is_something_to_see(
     assert ("Stage to fix first" in brief(run).headline) == (gold < 0.5)
 
 
-def test_a_page_that_is_missing_is_drawn_again(
+def test_a_missing_report_is_written_again(
     chain: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kill came between the manifest of the evaluation and its page: nothing is evaluated again."""
+    """After a kill between the manifest of the evaluation and its report: nothing is evaluated again."""
     monkeypatch.chdir(shutil.copytree(chain, tmp_path / "run"))
     before = Path("eval/manifest.json").read_bytes()
     first, second = (CliRunner().invoke(app, ["run", "."]) for _ in range(2))
     for result in (first, second):
         assert result.exit_code == 0 and "eval     up to date" in result.stdout, result.output
+        assert "win rate" in result.stdout and "report: eval/report.json" in result.stdout
         assert "\nthe page says: " in result.stdout
     assert Path("eval/manifest.json").read_bytes() == before
     drawn = Path("eval/report.html").stat()
@@ -60,46 +61,15 @@ def test_a_page_that_is_missing_is_drawn_again(
     assert Path("eval/report.html").stat().st_mtime_ns == drawn.st_mtime_ns  # one that is there stays
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain/name_1.yaml",
-        "sp ace",
-        "$(id)",
-        "a'b",
-        "x;y",
-        "é",
-        "line\nbreak",
-        "\x1b]0;t\x07",
-        "\udcff",
-        "#x",
-        "~",
-        "-rf",
-        "tab\t'",
-    ],
-)
+NAMES = ["plain/name_1.yaml", "sp ace", "$(id)", "a'b", "x;y", "é", "line\nbreak", "\x1b]0;t\x07", "\udcff", "#x", "~"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "-rf", "tab\t'"])
 def test_a_printed_name_is_one_word_of_a_shell(name: str) -> None:
-    """What is pasted names the very file, and no character of it moves a cursor."""
     printed = shell_word(name)
     assert printed.isprintable()
     echoed = subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, check=True).stdout
     assert echoed == name.encode("utf-8", "surrogateescape")
-
-
-def test_the_next_line_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = "sp ace $(id)\x1b"
-    assert (initialised := CliRunner().invoke(app, ["init", "hh", name])).exit_code == 0, initialised.output
-    pasted = r"$'sp ace $(id)\x1b'"
-    assert f"then rlhf run {pasted}\n" in initialised.stdout or f"rlhf run {pasted}\n" in initialised.stdout
-    assert f"next: rlhf run {pasted} " in CliRunner().invoke(app, ["status", name]).stdout
-    run = write_run(tmp_path / name)
-    configs: Any = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
-    with pytest.MonkeyPatch.context() as patch:
-        last_lines: list[str] = []
-        patch.setattr("rlhf_cli.terminal.out", last_lines.append)
-        pipeline.show_summary(run, configs, {"ppo": [], "eval": []})
-    assert f"rlhf chat {pasted} --compare sft,ppo; rlhf export {pasted} --out DIR" in last_lines[-1]
 
 
 def test_every_command_that_is_printed_has_its_names_quoted() -> None:

@@ -49,12 +49,12 @@ def test_a_stopped_stage_resumes(old: Path, stage: str) -> None:
     finished, folder = lines(old / "finished" / stage / "metrics.jsonl"), old / "finished" / stage
     shutil.rmtree(folder)
     shutil.copytree(old / "stopped" / stage, folder)
-    begun = (folder / "metrics.jsonl").read_text()
+    before = (folder / "metrics.jsonl").read_text()
     ran = rlhf(stage, "--config", f"{stage}.yaml")
     assert ran.exit_code == 0 and "resumes" in ran.stderr, ran.stderr
-    assert (folder / "metrics.jsonl").read_text().startswith(begun)
+    assert (folder / "metrics.jsonl").read_text().startswith(before)
     assert (folder / "manifest.json").is_file()
-    last, wanted = lines(folder / "metrics.jsonl")[-1], finished[-1]
-    assert last.keys() == wanted.keys()
-    same = {key: value for key, value in wanted.items() if not key.endswith(("_s", "_per_s"))}
+    last, expected = lines(folder / "metrics.jsonl")[-1], finished[-1]
+    assert last.keys() == expected.keys()
+    same = {key: value for key, value in expected.items() if not key.endswith(("_s", "_per_s"))}
     assert {key: last[key] for key in same} == pytest.approx(same, rel=1e-3, abs=1e-3)

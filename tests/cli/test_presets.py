@@ -161,17 +161,17 @@ def test_a_killed_init_can_be_given_again(there: bool, tmp_path: Path, monkeypat
 
     whole = prepared("whole")
     count = steps_of_init(whole, monkeypatch, None)
-    wanted = files(whole)
-    assert count > 12 and "data/pairs.jsonl" in wanted and ".schema/sft.json" in wanted
+    expected = files(whole)
+    assert count > 12 and "data/pairs.jsonl" in expected and ".schema/sft.json" in expected
     steps = range(1, count + 1, 3 if there else 1)  # a folder that is there takes some three times as many
     for step in steps:
         folder = prepared(f"killed{step}")
         steps_of_init(folder, monkeypatch, step)
         left = files(folder)
-        assert there or left in ({}, wanted), step
+        assert there or left in ({}, expected), step
         assert not there or left["notes.txt"] == b"mine"
-        assert steps_of_init(folder, monkeypatch, None) and files(folder) == wanted, step
-    assert steps_of_init(whole, monkeypatch, None) and files(whole) == wanted  # and a finished one
+        assert steps_of_init(folder, monkeypatch, None) and files(folder) == expected, step
+    assert steps_of_init(whole, monkeypatch, None) and files(whole) == expected  # and a finished one
     names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
     assert names == {"whole", *(f"killed{step}" for step in steps)}
 

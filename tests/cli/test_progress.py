@@ -1,4 +1,4 @@
-"""Progress: a live bar on a terminal, plain lines elsewhere, and what is under way within it."""
+"""Progress: a live bar on a terminal, plain lines elsewhere, and nested work."""
 
 import io
 import sys
@@ -34,11 +34,20 @@ def test_progress_off_a_terminal_is_a_line_at_most_every_ten_seconds(
     ]
 
 
-def test_slow_steps_are_counted_in_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("ppo", 1000) as bar:
-        clock[0] += 40
-        bar.advance(10)
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1 h 6 min left"
+@pytest.mark.parametrize(
+    ("total", "earlier", "seconds", "done", "line"),
+    [
+        (1000, 0, 40, 10, "ppo 10/1000 update, 4 s/update, 1 h 6 min left"),
+        (100, 90, 20, 1, "ppo 91/100 update, 20 s/update, 3 min left"),
+    ],
+)
+def test_the_rate_of_slow_steps_without_those_done_earlier(
+    total: int, earlier: int, seconds: int, done: int, line: str, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("ppo", total, "update", done=earlier) as bar:
+        clock[0] += seconds
+        bar.advance(done)
+    assert capsys.readouterr().err.splitlines()[0] == line
 
 
 def test_interrupted_progress_prints_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +58,8 @@ def test_interrupted_progress_prints_how_far_it_came(capsys: pytest.CaptureFixtu
 
 
 def test_progress_on_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, results = Tty(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(sys, "stdout", results)
+    monkeypatch.setattr(sys, "stderr", screen := Tty())
+    monkeypatch.setattr(sys, "stdout", results := io.StringIO())
     with Progress("ppo", 2) as bar:
         bar.advance(note="[bold]reward\x1b[2J 1")
         terminal.out("result")
@@ -59,13 +67,6 @@ def test_progress_on_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -
         bar.advance()
     assert "2/2" in screen.getvalue() and "[bold]reward[2J 1" in screen.getvalue() and "a log line" in screen.getvalue()
     assert results.getvalue() == "result\n"
-
-
-def test_what_was_done_before_counts_for_no_rate(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("ppo", 100, "update", done=90) as bar:
-        clock[0] += 20
-        bar.advance()
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 91/100 update, 20 s/update, 3 min left"
 
 
 def test_inner_progress_is_printed_last(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,18 +97,8 @@ def test_inner_progress_after_the_last_step_is_printed(clock: list[float], capsy
     ]  # fmt: skip
 
 
-def test_inner_progress_has_no_bar(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("ppo", 2, "update"), Progress("data", 8, "row") as inner:
-        clock[0] += 11
-        inner.advance(3)
-    assert capsys.readouterr().err.splitlines() == ["ppo 0/2 update, data 3/8 row", "ppo 0/2 update"]
-
-
-def test_without_a_progress_nothing_is_counted_aloud(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    screen = Tty()
-    monkeypatch.setattr(sys, "stderr", screen)
+def test_without_a_progress_nothing_is_printed(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Tty())
     seen = []
     for item in track_progress("rollout: token", range(3)):
         clock[0] += 60
@@ -115,7 +106,7 @@ def test_without_a_progress_nothing_is_counted_aloud(
     assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._open == []
 
 
-def test_a_loop_that_is_left_early_is_under_way_no_more() -> None:
+def test_a_loop_that_is_left_early_is_no_longer_shown() -> None:
     with Progress("ppo", 1) as bar:
         for _ in track_progress("rollout: token", range(9)):
             assert bar.nested_status() == "rollout: token 0/9"
@@ -123,7 +114,7 @@ def test_a_loop_that_is_left_early_is_under_way_no_more() -> None:
         assert bar.nested_status() == ""
 
 
-def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
+def test_an_error_ends_nested_progress_too() -> None:
     with pytest.raises(KeyError), Progress("ppo", 1):
         open_still = track_progress("rollout: token", range(9))
         next(open_still)
@@ -134,7 +125,7 @@ def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
         assert progress._open == [bar]
 
 
-def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_brief_work_is_shown_only_when_it_takes_long(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("data", 3, "row", brief=True) as bar:
         clock[0] += 9
         bar.advance()
@@ -151,8 +142,7 @@ def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pyt
 
 
 def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
-    screen = Tty()
-    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stderr", screen := Tty())
     with Progress("data", 3, "row", brief=True) as bar:
         clock[0] += 1
         bar.advance()
@@ -163,22 +153,20 @@ def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[f
 
 
 def test_the_bar_shows_inner_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Tty()
-    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stderr", screen := Tty())
     with Progress("ppo", 2, "update") as bar:
         for token in track_progress("rollout: token", range(53)):
             if token == 31:
                 assert bar._bar
-                bar._bar._live.refresh()
+                bar._bar.refresh()
                 assert "rollout: token 31/53" in screen.getvalue()
         bar.advance()
     last = screen.getvalue().rpartition("1/2")[2]
     assert last != screen.getvalue() and "rollout" not in last
 
 
-def test_of_several_processes_the_first_one_alone_shows_it(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
-    screen = Tty()
-    monkeypatch.setattr(sys, "stderr", screen)
+def test_only_the_main_process_shows_progress(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Tty())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with Progress("ppo", 2) as bar:

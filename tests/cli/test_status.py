@@ -13,6 +13,7 @@ from typing import Any
 
 import fake_stage
 import pytest
+from fake_config import other_process
 from report_run import change, metrics, write_run
 from test_pipeline import CONFIGS
 from typer.testing import CliRunner
@@ -28,10 +29,7 @@ from rlhf_cli.runs import discover
 from rlhf_cli.runs import status as stage_status
 from rlhf_cli.runs.locks import lock_path
 
-HOLDER = (
-    "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]));"
-    "print('held', flush=True); sys.stdin.read()"
-)
+WEIGHTS = "sft/model/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +84,9 @@ def unfinished(run: Path, stage: str, *rows: dict[str, Any], saved: int | None =
 
 @pytest.fixture
 def writer(run: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that has RUN/ppo."""
-    command = [sys.executable, "-c", HOLDER, str(run.resolve() / "ppo")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout and other.stdout.readline() == b"held\n"
+    """Another process that has locked RUN/ppo."""
+    with other_process("lock_folder", run.resolve() / "ppo") as other:
         yield other
-        other.kill()
 
 
 # Output
@@ -128,6 +123,7 @@ def test_the_table_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_json_has_all_keys_always(run: Path) -> None:
     finished = status_of(run)
+    assert status_of(run / "ppo") == finished  # the folder of a stage selects its run
     assert finished["next"] == {
         "action": "nothing",
         "steps": [
@@ -152,94 +148,66 @@ def test_json_has_all_keys_always(run: Path) -> None:
         assert list(stage) == keys.split()
     assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
     assert states(run) == ["new"] * 4 and new["stages"]["sft"]["changed"] is None
-    assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo and eval\n")
+    assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo, eval\n")
 
 
-def changed_key(run: Path) -> None:
-    path = run / "reward.yaml"
-    path.write_text(path.read_text().replace("1e-5", "2e-5"))
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
-def changed_data(run: Path) -> None:
-    (run / "held-out.jsonl").write_text("{}\n{}\n")
-
-
-def changed_base(run: Path) -> None:
-    (run / "base/config.json").write_text("{ }")
-
-
-def cut_weights(run: Path) -> None:
-    (run / "sft/model/model.safetensors").write_text("")
-
-
-def half_way(run: Path) -> None:
-    unfinished(run, "ppo", saved=30)
-
-
-def nothing_saved(run: Path) -> None:
-    unfinished(run, "reward")
-
-
-def nothing_at_all(run: Path) -> None:
-    for stage in CONFIGS:
-        shutil.rmtree(run / stage)
-
-
-def no_evaluation(run: Path) -> None:
-    shutil.rmtree(run / "eval")
+def change_key(run: Path) -> None:
+    replace(run / "reward.yaml", "1e-5", "2e-5")
 
 
 @pytest.mark.parametrize(
-    ("happens", "expected"),
+    ("change", "expected"),
     [
-        (changed_key, ["finished", "stale", "finished", "finished"]),
-        (changed_data, ["finished", "finished", "finished", "stale"]),
-        (changed_base, ["stale", "finished", "finished", "finished"]),
-        (cut_weights, ["damaged", "finished", "finished", "finished"]),
-        (half_way, ["finished", "finished", "stopped", "stale"]),
-        (nothing_saved, ["finished", "stopped", "stale", "stale"]),
-        (nothing_at_all, ["new"] * 4),
-        (no_evaluation, ["finished", "finished", "finished", "new"]),
+        (change_key, ["finished", "stale", "finished", "finished"]),
+        (lambda run: (run / "held-out.jsonl").write_text("{}\n{}\n"), ["finished", "finished", "finished", "stale"]),
+        (lambda run: (run / "base/config.json").write_text("{ }"), ["stale", "finished", "finished", "finished"]),
+        (lambda run: (run / WEIGHTS).write_text(""), ["damaged", "finished", "finished", "finished"]),
+        (lambda run: unfinished(run, "ppo", saved=30), ["finished", "finished", "stopped", "stale"]),
+        (lambda run: unfinished(run, "reward"), ["finished", "stopped", "stale", "stale"]),
+        (lambda run: [shutil.rmtree(run / stage) for stage in CONFIGS], ["new"] * 4),
+        (lambda run: shutil.rmtree(run / "eval"), ["finished", "finished", "finished", "new"]),
     ],
 )
-def test_what_comes_next_is_what_rlhf_run_would_do(run: Path, happens: Any, expected: list[str]) -> None:
-    happens(run)
-    found = status_of(run)
-    assert [stage["state"] for stage in found["stages"].values()] == expected
-    lines = [f"{step['stage']:<8} {step['why']}" for step in found["next"]["steps"]]
+def test_next_is_what_rlhf_run_would_do(run: Path, change: Any, expected: list[str]) -> None:
+    change(run)
+    status = status_of(run)
+    assert [stage["state"] for stage in status["stages"].values()] == expected
+    lines = [f"{step['stage']:<8} {step['why']}" for step in status["next"]["steps"]]
     result = CliRunner().invoke(app, ["run", str(run), "--dry-run"])
     if result.exit_code == 0:
-        assert lines == result.stdout.splitlines() and found["next"]["action"] == "run"
-    else:  # what sft left is damaged, and nobody but sft may go on from there
-        assert result.stderr.startswith(found["next"]["problems"][0]["code"], len("error["))
+        assert lines == result.stdout.splitlines() and status["next"]["action"] == "run"
+    else:  # damaged sft: no later stage can start from it
+        assert result.stderr.startswith(status["next"]["problems"][0]["code"], len("error["))
 
 
 def test_the_reasons_of_unfinished_stages_are_below_the_table(run: Path) -> None:
-    changed_key(run)
+    change_key(run)
     lines = rlhf("status", run).splitlines()
     assert "reward   reward.learning_rate 1e-05 -> 2e-05" in lines
     why = "(stale: reward.learning_rate 1e-05 -> 2e-05)"
-    assert lines[-1] == f"next: rlhf run run runs reward {why}, and ppo and eval if that changes what they start from"
+    assert lines[-1] == f"next: rlhf run run runs reward {why}, then ppo, eval if their inputs change"
     assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
 
 
 def test_a_stage_stopped_with_other_settings_resumes_by_its_own_config(run: Path) -> None:
     """Such as those of --set, which are in no file of the user's."""
-    changed_key(run)
-    nothing_saved(run)
+    change_key(run)
+    unfinished(run, "reward")
     (run / "reward/config.yaml").touch()
     (line,) = [line for line in rlhf("status", run).splitlines() if line.startswith("reward   reward.learning_rate")]
     assert line.endswith("; to resume it with its old config: rlhf reward --config run/reward/config.yaml")
 
 
-def test_unmet_requirements_are_those_of_rlhf_run(run: Path) -> None:
+def test_unmet_requirements_and_an_invalid_config_hide_no_stage(run: Path) -> None:
     (run / "eval.yaml").write_text(CONFIGS["eval"] + 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\n')
-    found = status_of(run)["next"]
-    assert (found["action"], [problem["code"] for problem in found["problems"]]) == ("nothing", ["R06"])
-    assert "is 0.5, required >= 0.6" in rlhf("status", run).splitlines()[-1]
-
-
-def test_an_invalid_config_hides_no_other_stage(run: Path) -> None:
+    unmet = status_of(run)["next"]
+    assert (unmet["action"], [problem["code"] for problem in unmet["problems"]]) == ("nothing", ["R06"])
     (run / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
     found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
@@ -254,14 +222,14 @@ def test_an_invalid_config_hides_no_other_stage(run: Path) -> None:
 def test_a_running_stage_has_its_process_and_the_time_left(run: Path, writer: subprocess.Popen[bytes]) -> None:
     rows = metrics(8)  # 5 s each
     unfinished(run, "ppo", *rows[:4], {**rows[4], "time_s": 30.0}, {**rows[5], "time_s": 60.0}, saved=4)
-    change_episodes(run, 512)
+    replace(run / "ppo/config.yaml", "total_episodes: 64", "total_episodes: 512")  # 64 episodes an update
     found = status_of(run)
     ppo = found["stages"]["ppo"]
     assert ppo["state"] == "running" and ppo["process"]["pid"] == writer.pid
     assert (ppo["step"], ppo["steps"]) == (6, 8)
     assert ppo["left_s"] == pytest.approx((8 - 6) * (60 - 5) / 5)
     assert ppo["headline_from"] == "metrics.jsonl" and ppo["headline"]["objective/scores"] == 0.5
-    assert found["stages"]["eval"]["state"] == "stale"  # it judged the one before
+    assert found["stages"]["eval"]["state"] == "stale"  # it evaluated the previous policy
     assert found["next"]["action"] == "wait"
     lines = rlhf("status", run).splitlines()
     assert any(
@@ -274,14 +242,6 @@ def test_a_running_stage_has_its_process_and_the_time_left(run: Path, writer: su
     ppo = status_of(run)["stages"]["ppo"]
     assert (ppo["state"], ppo["step"], ppo["process"], ppo["left_s"]) == ("stopped", 4, None, None)
     assert "stopped, saved at step 4 of 8" in rlhf("status", run)
-
-
-def change_episodes(run: Path, episodes: int) -> None:
-    """In the config that the stage was begun with: 64 episodes an update."""
-    path = run / "ppo/config.yaml"
-    text = path.read_text()
-    assert "total_episodes: 64" in text
-    path.write_text(text.replace("total_episodes: 64", f"total_episodes: {episodes}"))
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])
@@ -331,16 +291,13 @@ def test_an_untrained_base_comes_first(demo: Path) -> None:
 def test_status_waits_for_a_base_in_training(demo: Path) -> None:
     (demo / "base/sft").mkdir()
     unfinished(demo / "base", "sft", {"step": 3, "loss": 2.5, "time_s": 1.0})
-    command = [sys.executable, "-c", HOLDER, str(demo.resolve() / "base/sft")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout and other.stdout.readline() == b"held\n"
+    with other_process("lock_folder", demo.resolve() / "base/sft") as other:
         lines = rlhf("status", demo).splitlines()
         assert lines[1].startswith("base/sft  running, step 3  loss 2.500")
         assert f"base/sft process {other.pid}, for " in "\n".join(lines)
         assert lines[-1] == "next: wait for base/sft; rlhf run run would be refused until then"
         (line,) = rlhf("ls").splitlines()[1:]
         assert line.split("  ")[:2] == ["run", "base/sft (running, step 3)"]
-        other.kill()
 
 
 def test_a_base_is_listed_only_if_nothing_starts_from_it(demo: Path) -> None:
@@ -353,7 +310,7 @@ def test_a_base_is_listed_only_if_nothing_starts_from_it(demo: Path) -> None:
     assert {line.split()[0] for line in rlhf("ls").splitlines()[1:]} == {"run", "run/base"}
 
 
-# A run that was not named
+# Without a run on the command line
 
 
 TAKES_THE_ONLY_ONE = ("status", "report")
@@ -384,24 +341,19 @@ def test_a_command_without_a_run_lists_the_runs_here(run: Path, monkeypatch: pyt
     assert refusal() == ("There are run, other run", f"hint: rlhf {command} run")
     if command == "run":  # the options that were typed stay
         assert refusal("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
-    shutil.move(run, "runs/old")
-    if command not in TAKES_THE_ONLY_ONE:
-        assert refusal() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
     for number in range(6):
-        Path(f"runs/{number}").mkdir()
+        Path(f"runs/{number}").mkdir(parents=True)
         Path(f"runs/{number}/sft.yaml").touch()
-    assert refusal()[0].endswith(" and 2 more (rlhf ls)")
-    shutil.rmtree("runs")
-    if command not in TAKES_THE_ONLY_ONE:
-        assert refusal() == ("There are other run", f"hint: rlhf {command} 'other run'")
-        monkeypatch.chdir("other run")
-        assert refusal() == ("This folder is one", f"hint: rlhf {command} .")
+    assert refusal()[0].endswith(" and 1 more (rlhf ls)"), "as `rlhf ls` looks for them"
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
     assert refusal() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
+    if command not in TAKES_THE_ONLY_ONE:
+        monkeypatch.chdir("../other run")
+        assert refusal() == ("This folder is one", f"hint: rlhf {command} .")
 
 
-# Quick, and without a trace
+# Speed and locks
 
 
 def test_status_writes_nothing_and_takes_no_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,10 +370,10 @@ def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: p
     monkeypatch.setattr(stage_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
     monkeypatch.setattr(stage_status, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
-        os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # begun after this copy was made
+        os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # started after this copy was made
     assert states(run) == ["finished"] * 4
     assert [stage["unread"] for stage in status_of(run)["stages"].values()] == [[]] * 4
-    for name in ("base", "held-out.jsonl"):  # a file of the model is gone, say; the data were written anew
+    for name in ("base", "held-out.jsonl"):  # as after deleting a model file and rewriting the data
         os.utime(run / name, (time.time() + 10,) * 2)
     found = status_of(run)
     assert [stage["state"] for stage in found["stages"].values()] == ["finished"] * 4
@@ -432,7 +384,7 @@ def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: p
     monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 32_000_000)
     monkeypatch.setattr(stage_status, "open_reference", runs.open_reference)
     monkeypatch.setattr(stage_status, "files_sha256", files_sha256)
-    changed_base(run)
+    (run / "base/config.json").write_text("{ }")
     assert runs.quick_stage_status(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
@@ -485,19 +437,7 @@ def test_status_survives_any_damaged_file(run: Path, damage: str) -> None:
     rlhf("ls", ".")
 
 
-def test_status_survives_wrong_types_in_a_valid_manifest(tmp_path: Path) -> None:
-    write_run(tmp_path / "run")
-    kept = {stage: (tmp_path / f"run/{stage}/manifest.json").read_bytes() for stage in CONFIGS}
-    for value in (3, [1], {"a": 1}):
-        for key in ("files", "parents", "metrics", "step", "stopped", "model_sha256", "stage"):
-            for stage, content in kept.items():
-                (tmp_path / f"run/{stage}/manifest.json").write_bytes(content)
-                change(tmp_path / f"run/{stage}/manifest.json", **{key: value})
-            rlhf("status", tmp_path / "run")
-            rlhf("ls", tmp_path)
-
-
-# What is no run
+# Folders without a run
 
 
 def test_a_folder_without_a_run_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,10 +451,6 @@ def test_a_folder_without_a_run_is_one_error(tmp_path: Path, monkeypatch: pytest
     ):
         result = CliRunner().invoke(app, ["status", name])
         assert (result.exit_code, result.stdout) == (2, "") and result.stderr.startswith(f"error[C09]: {says}")
-
-
-def test_a_stage_folder_selects_its_run(run: Path) -> None:
-    assert status_of(run / "ppo") == status_of(run)
 
 
 # ls

@@ -25,15 +25,12 @@ def test_results_go_to_stdout_and_log_lines_to_stderr(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("result\n", "log\n")
 
 
-def test_control_characters_are_taken_out() -> None:
-    assert terminal.clean("a\x1b[31mb\x07\x9b2J\rc\x7f\x00\td\ne é😀") == "a[31mb2Jc\td\ne é😀"
-
-
 @pytest.mark.parametrize("write", [terminal.say, terminal.out, lambda text: terminal.warn("T02", text)])
 def test_no_way_out_lets_control_characters_through(write, capsys: pytest.CaptureFixture[str]) -> None:
     write("x\x1b]0;title\x07y")
     terminal.table(["a\x1b"], [["b\x1b[2J"]], title="c\x1b")
     assert "\x1b" not in "".join(capsys.readouterr())
+    assert terminal.clean("a\x1b[31mb\x07\x9b2J\rc\x7f\x00\td\ne é😀") == "a[31mb2Jc\td\ne é😀"
 
 
 def test_a_warning_is_printed_once_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,11 +67,6 @@ def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.Monk
     assert "[link=http://x]here[/link]" in drawn and "[red]t" in drawn and "a[31mred" in drawn
     assert "┃" in drawn
     assert "\x1b[31m" not in drawn
-
-
-def test_every_row_needs_all_columns() -> None:
-    with pytest.raises(AssertionError):
-        terminal.table(["a", "b"], [["1"]])
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +140,7 @@ def test_a_closed_reader_is_noticed() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work goes on, as where the reader is gone; that stdout is cut off is remembered."""
+    """The run continues, as without a reader; a truncated stdout is recorded."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, name, full)
         for _ in range(3):
@@ -172,3 +164,34 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
     code, output = ended("ls")
     assert code == 1 and output.startswith("error[E03]: stdout cannot be written: No space left")
     assert len(output.splitlines()) == 2
+
+
+# Durations
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0 s"),
+        (0.0123, "0.012 s"),
+        (4.68, "4.7 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (723, "12 min 3 s"),
+        (3599.7, "1 h"),
+        (12_000, "3 h 20 min"),
+        (7_210, "2 h"),
+        (190_000, "2 d 4 h"),
+    ],
+)
+def test_a_duration_has_at_most_two_units(seconds: float, expected: str) -> None:
+    assert terminal.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(-5, "just now"), (59, "just now"), (60, "1 min ago"), (7_199, "1 h ago"), (86_400 * 40, "40 d ago")],
+)
+def test_ages_have_one_unit(seconds: float, expected: str) -> None:
+    assert terminal.ago(seconds) == expected

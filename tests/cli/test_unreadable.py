@@ -91,16 +91,16 @@ def test_only_an_absent_file_is_missing(number: int, tmp_path: Path, monkeypatch
 def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None:
     """Its own: E08 and not M05. A parent's: E08 and not M10."""
     folder, config = make_stage(tmp_path, "sft"), FakeConfig(tmp_path)
-    wanted, weights = runs.compute_identity(config, {}, {}), folder / "model/model.safetensors"
+    identity, weights = runs.compute_identity(config, {}, {}), folder / "model/model.safetensors"
     parent = runs.open_parent(str(folder), expect=("sft",), key="model.path", where="w")
     with taken_away(weights):
         with pytest.raises(RLHFError, match="E08"):
-            runs.start_stage(config, wanted, {}, fresh=False)
+            runs.start_stage(config, identity, {}, fresh=False)
         with pytest.raises(RLHFError, match="E08"):
-            runs.start_stage(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
+            runs.start_stage(FakeConfig(tmp_path, "reward"), identity, {"model.path": parent}, fresh=False)
     weights.write_bytes(b"WEIGHTS")
     with pytest.raises(RLHFError, match=rf"M05.*{HASH_DIFFERS[:20]}"):
-        runs.start_stage(config, wanted, {}, fresh=False)
+        runs.start_stage(config, identity, {}, fresh=False)
 
 
 def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path) -> None:

@@ -35,24 +35,9 @@ def unfinished(run: Path) -> Path:
     return run / "reward"
 
 
-def only_states(run: Path) -> Path:
-    (run / "reward/state/checkpoint-3").mkdir(parents=True)
-    return run / "reward"
-
-
 def wrong_stage(run: Path) -> Path:
     make_stage(run, "reward")
     return make_stage(run, "sft")
-
-
-def shorter_weights(run: Path) -> Path:
-    (make_stage(run, "reward") / "model/model.safetensors").write_bytes(b"weig")
-    return run / "reward"
-
-
-def missing_weights(run: Path) -> Path:
-    (make_stage(run, "reward") / "model/model.safetensors").unlink()
-    return run / "reward"
 
 
 def similar_name(run: Path) -> Path:
@@ -60,31 +45,33 @@ def similar_name(run: Path) -> Path:
     return run / "my_reward"
 
 
-def config_only(run: Path) -> Path:
-    (run / "reward.yaml").write_text("")
+def write_at(run: Path, name: str, text: str = "") -> Path:
+    """Write a file into RUN/<name>, and return RUN/reward."""
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text(text)
     return run / "reward"
 
 
-def empty(run: Path) -> Path:
-    (run / "empty").mkdir()
-    return run / "empty"
+def change_weights(run: Path, change: Any) -> Path:
+    change(make_stage(run, "reward") / "model/model.safetensors")
+    return run / "reward"
 
 
 @pytest.mark.parametrize(
     ("make", "code", "says"),
     [
         (unfinished, "M10", ["ppo.yaml:4: models.reward: ", "rlhf reward --config RUN/reward.yaml"]),
-        (only_states, "M10", ["is not finished"]),
+        (lambda run: write_at(run, "reward/state/checkpoint-3/w"), "M10", ["is not finished"]),
         (wrong_stage, "M10", ["written by the sft stage, not by reward", "hint: set models.reward to RUN/reward"]),
-        (shorter_weights, "M10", ["model/model.safetensors"]),
-        (missing_weights, "M10", ["model/model.safetensors"]),
+        (lambda run: change_weights(run, lambda path: path.write_bytes(b"weig")), "M10", ["model/model.safetensors"]),
+        (lambda run: change_weights(run, Path.unlink), "M10", ["model/model.safetensors"]),
         (lambda run: make_stage(run, "reward") / "model", "M10", ["hint: set models.reward to RUN/reward"]),
         (similar_name, "M01", ["did you mean RUN/my-reward?"]),
-        (config_only, "M01", ["rlhf reward --config RUN/reward.yaml"]),
-        (empty, "M01", ["holds no model"]),
+        (lambda run: write_at(run, "reward.yaml"), "M01", ["rlhf reward --config RUN/reward.yaml"]),
+        (lambda run: write_at(run, "reward/notes.txt"), "M01", ["holds no model"]),
     ],
 )
-def test_a_folder_that_is_no_parent_is_refused(tmp_path: Path, make: Any, code: str, says: list[str]) -> None:
+def test_a_folder_that_is_not_a_parent_is_refused(tmp_path: Path, make: Any, code: str, says: list[str]) -> None:
     found, text = refusal(make(tmp_path), "reward")
     assert found == code and all(part.replace("RUN", str(tmp_path)) in text for part in says), text
 
@@ -109,18 +96,17 @@ def test_a_stage_refuses_weights_of_the_right_size_that_their_stage_did_not_writ
 def test_a_manifest_entry_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
     folder = make_stage(tmp_path / "run", "reward")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["schema"] = 1  # which has no hash of itself: anybody can write one
+    manifest["schema"] = 1  # without a checksum: anybody can write one
     manifest["files"][name] = {"sha256": "", "bytes": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert refusal(folder, "reward")[0] == "S03"
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
-    folder = make_stage(tmp_path / "run", "reward")
-    (tmp_path / "elsewhere").write_bytes(b"weights")
-    (folder / "model/model.safetensors").unlink()
-    (folder / "model/model.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert refusal(folder, "reward")[0] == "S03"
+    weights = make_stage(tmp_path / "run", "reward") / "model/model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert refusal(tmp_path / "run/reward", "reward")[0] == "S03"
 
 
 def test_a_plain_folder_is_foreign_and_has_the_hash_of_the_same_model_in_a_stage(tmp_path: Path) -> None:
@@ -184,7 +170,7 @@ def test_ppo_needs_the_reward_model_only_if_something_reads_it(value: str, rewar
     assert keys == ["models.sft", *expected]
 
 
-def test_judges_that_are_functions_are_no_parents() -> None:
+def test_judges_that_are_functions_are_not_parents() -> None:
     models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
     config = SimpleNamespace(stage="eval", models=models, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"})
     keys = [reference.key for reference in runs.references(config)]

@@ -61,11 +61,11 @@ def count_steps(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("model", ["policy", "value"])
 def test_trl_01_max_grad_norm_limits_the_step(limit, model):
     """With SGD the step is the clipped gradient itself."""
-    trainer, judged = tiny.judged(max_grad_norm=limit, num_ppo_epochs=1, vf_coef=1.0)
+    trainer, experience = tiny.trainer_and_experience(max_grad_norm=limit, num_ppo_epochs=1, vf_coef=1.0)
     trainer.optimizer = torch.optim.SGD([*trainer.policy.parameters(), *trainer.value.parameters()], lr=1.0)
     trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
     before = tiny.weights(getattr(trainer, model))
-    assert trainer.update(judged)[f"{model}/grad_norm"] > limit
+    assert trainer.update(experience)[f"{model}/grad_norm"] > limit
     assert (tiny.weights(getattr(trainer, model)) - before).norm().item() == pytest.approx(limit, rel=2e-2)
 
 
@@ -74,12 +74,12 @@ def test_trl_02_gradient_checkpointing_recomputes_every_layer_of_policy_and_valu
     """In the update, a layer's forward pass runs once, or twice if it is recomputed."""
     passes = {}
     for on in (False, True):
-        trainer, judged = tiny.judged(gradient_checkpointing=on, num_ppo_epochs=1)
-        assert len(judged.minibatches[0]) == 1, "one micro-batch"
+        trainer, experience = tiny.trainer_and_experience(gradient_checkpointing=on, num_ppo_epochs=1)
+        assert len(experience.minibatches[0]) == 1, "one micro-batch"
         calls: list[int] = []
         for layer in getattr(trainer, model).model.layers:
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        trainer.update(judged)
+        trainer.update(experience)
         passes[on] = len(calls)
     assert passes == {False: 2, True: 4}, "two layers"
 

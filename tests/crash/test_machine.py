@@ -207,17 +207,17 @@ def test_e09_what_bits_need_is_an_extra(
 CHILD = """
 import resource, signal
 from rlhf_cli.cli import app
-from rlhf_cli.tracking import metrics_log
+from rlhf_cli import tracking
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-plain = metrics_log.MetricsLog.log
+plain = tracking.MetricsLog.log
 
 def log(self, step, *rest):
     plain(self, step, *rest)
     if step == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 
-metrics_log.MetricsLog.log = log
+tracking.MetricsLog.log = log
 app({command})
 """
 

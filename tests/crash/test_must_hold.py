@@ -158,14 +158,14 @@ def test_log_probs_are_those_of_a_left_padded_forward_with_a_mask(family):
     """As another engine would read them: all rows together, left-padded, with attention mask and positions."""
     trainer = tiny.trainer(family=family, policy_seed=3)
     rollout = trainer.generate(tiny.prompts())
-    judged = trainer.make_experience(rollout, scores=torch.zeros(8))
+    experience = trainer.make_experience(rollout, scores=torch.zeros(8))
     mask = rollout.mask.long()
     positions = {} if family == "opt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     with torch.no_grad():
         logits = trainer.policy(input_ids=rollout.ids, attention_mask=mask, **positions).logits / 0.7
     width = rollout.prompt_width
     read = torch.log_softmax(logits, -1)[:, width - 1 : -1].gather(-1, rollout.ids[:, width:, None])[..., 0]
-    torch.testing.assert_close(judged.logprobs[judged.mask], read[judged.mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(experience.logprobs[experience.mask], read[experience.mask], atol=1e-5, rtol=1e-5)
 
 
 # 2. Scores and the EOS.
@@ -175,12 +175,12 @@ def test_the_eos_is_trained_in_step_with_its_advantage():
     """An advantage at the EOS alone: up with it, up goes the EOS; down with it, down."""
     moves = {}
     for sign in (1.0, -1.0):
-        trainer, judged = tiny.judged(num_ppo_epochs=1, vf_coef=0.0, learning_rate=1e-3)
-        advantages = torch.zeros_like(judged.advantages)
+        trainer, experience = tiny.trainer_and_experience(num_ppo_epochs=1, vf_coef=0.0, learning_rate=1e-3)
+        advantages = torch.zeros_like(experience.advantages)
         advantages[0, 1] = sign  # row 0 is [3, EOS]
-        trainer.update(replace(judged, advantages=advantages))
+        trainer.update(replace(experience, advantages=advantages))
         after = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
-        moves[sign] = (after.logprobs - judged.logprobs)[0, 1].item()
+        moves[sign] = (after.logprobs - experience.logprobs)[0, 1].item()
     assert moves[1.0] > 1e-3 and moves[-1.0] < -1e-3
 
 
@@ -206,10 +206,12 @@ def test_the_reward_model_is_fed_the_rollouts_own_ids():
 def test_gradient_is_the_same_for_any_micro_batching(options, dtype, limit):
     grads = []
     for rows, changes in ((8, {}), (8, {"gradient_checkpointing": True}), (1, {}), (4, {"micro_batch_tokens": 14})):
-        trainer, judged = tiny.judged(**options, max_grad_norm=1e9, dtype=dtype, **tiny.batch(rows), **changes)
+        trainer, experience = tiny.trainer_and_experience(
+            **options, max_grad_norm=1e9, dtype=dtype, **tiny.batch(rows), **changes
+        )
         if options:
             torch.nn.init.ones_(trainer.value.score.weight)
-        grads.append(tiny.gradient(trainer, replace(judged, values=judged.values + 0.1)))
+        grads.append(tiny.gradient(trainer, replace(experience, values=experience.values + 0.1)))
     assert all(difference(grads[0], other) <= limit for other in grads[1:])
 
 
@@ -231,11 +233,11 @@ def test_gradient_is_the_same_for_any_padding(dtype, limit):
 def test_weights_after_a_step_do_not_depend_on_micro_batches(kind, limit):
     rate, weights = 1e-2, []
     for rows in (8, 1):
-        trainer, judged = tiny.judged(num_ppo_epochs=1, learning_rate=rate, **tiny.batch(rows))
+        trainer, experience = tiny.trainer_and_experience(num_ppo_epochs=1, learning_rate=rate, **tiny.batch(rows))
         if kind == "SGD":
             trainer.optimizer = torch.optim.SGD([*trainer.policy.parameters(), *trainer.value.parameters()], lr=rate)
             trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
-        trainer.update(judged)
+        trainer.update(experience)
         weights.append(torch.cat([tiny.weights(trainer.policy), tiny.weights(trainer.value)]))
     assert (weights[0] - weights[1]).abs().max() <= limit
 
@@ -249,12 +251,12 @@ KL = float((PI * (PI / REF).log()).sum())
 SLOPE = (PI * ((PI / REF).log() - KL)).tolist()  # of KL(pi || ref) by the logits of pi, on paper
 
 
-def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **changes) -> list[float]:
+def expected_gradient(experience, sampled, ref_logits=None, temperature=1.0, **changes) -> list[float]:
     """Of the policy loss by the logits of pi, for tokens sampled from `sampled`."""
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
-    tokens = judged.gather(EACH.micro_batch(torch.arange(3)))
-    loss, _ = policy_losses(tokens, logits.expand(3, 3), ref_logits, judged.kl_coef, settings)
+    tokens = experience.gather(EACH.micro_batch(torch.arange(3)))
+    loss, _ = policy_losses(tokens, logits.expand(3, 3), ref_logits, experience.kl_coef, settings)
     return torch.autograd.grad((sampled * loss).sum(), logits)[0].tolist()
 
 
@@ -268,8 +270,8 @@ def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
     kl = losses.token_kl(column(PI), column(REF), kind)
     rewards = losses.compute_token_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
     advantages, _ = losses.gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
-    judged = tiny.experience(EACH, logprobs=column(PI), ref_logprobs=column(REF), advantages=advantages)
-    found = expected_gradient(judged, PI)
+    experience = tiny.experience(EACH, logprobs=column(PI), ref_logprobs=column(REF), advantages=advantages)
+    found = expected_gradient(experience, PI)
     assert (found == pytest.approx([0.5 * slope for slope in SLOPE], abs=1e-9)) is exact
     assert exact or (torch.tensor(found) - 0.5 * torch.tensor(SLOPE)).abs().max() > 0.05
 
@@ -279,20 +281,20 @@ def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
     """The KL's own gradient, also for samples of the policy as it was when the rollout was made."""
-    judged = tiny.experience(EACH, 0.5, logprobs=column(sampled), ref_logprobs=column(REF))
+    experience = tiny.experience(EACH, 0.5, logprobs=column(sampled), ref_logprobs=column(REF))
     ref_logits = (temperature * REF.log()).expand(3, 3) if kind == "full" else None
-    found = expected_gradient(judged, sampled, ref_logits, temperature, kl_in="loss", kl_estimator=kind)
+    found = expected_gradient(experience, sampled, ref_logits, temperature, kl_in="loss", kl_estimator=kind)
     assert found == pytest.approx([0.5 * slope / temperature for slope in SLOPE], abs=1e-9)
 
 
 def test_monte_carlo_returns_of_a_whole_update():
     """lam = gamma = 1: a return is the sum of the rewards from the token on, and the advantage that minus the value."""
     trainer = tiny.trainer(policy_seed=3, lam=1.0, gamma=1.0, advantage_norm="none", kl_coef=0.3)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
-    sums = judged.rewards.flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(judged.returns, torch.where(judged.mask, sums, 0), atol=1e-5, rtol=1e-5)
-    expected = torch.where(judged.mask, sums - judged.values, 0)
-    torch.testing.assert_close(judged.advantages, expected, atol=1e-5, rtol=1e-5)
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    sums = experience.rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(experience.returns, torch.where(experience.mask, sums, 0), atol=1e-5, rtol=1e-5)
+    expected = torch.where(experience.mask, sums - experience.values, 0)
+    torch.testing.assert_close(experience.advantages, expected, atol=1e-5, rtol=1e-5)
 
 
 # 5. What is frozen.
@@ -319,10 +321,12 @@ def test_nothing_frozen_moves(options):
 def test_junk_outside_the_responses_changes_no_bit():
     results = []
     for junk in (0.0, float("nan"), 1e30):
-        trainer, judged = tiny.judged(ratio_threshold=None, kl_in="loss", kl_estimator="k3", entropy_coef=0.1)
+        trainer, experience = tiny.trainer_and_experience(
+            ratio_threshold=None, kl_in="loss", kl_estimator="k3", entropy_coef=0.1
+        )
         names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
-        spoilt = {name: torch.where(judged.mask, getattr(judged, name), junk) for name in names}
-        stats = trainer.update(replace(judged, **spoilt))
+        spoilt = {name: torch.where(experience.mask, getattr(experience, name), junk) for name in names}
+        stats = trainer.update(replace(experience, **spoilt))
         results.append((stats, tiny.weights(trainer.policy), tiny.weights(trainer.value)))
     for stats, policy, value in results[1:]:
         assert stats == results[0][0] and torch.equal(policy, results[0][1]) and torch.equal(value, results[0][2])

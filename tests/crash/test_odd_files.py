@@ -1,4 +1,4 @@
-"""Manifests and reports that are sealed and hold other types than ours do: pages, cards and exports name them."""
+"""Manifests and reports with valid hashes and values of wrong types: report, model card and export name them."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, 1, 2, 3])
-def test_a_page_is_drawn_whatever_a_file_holds(
+def test_a_report_is_written_whatever_a_file_contains(
     seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws_nothing(monkeypatch)
@@ -69,7 +69,7 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
     assert 0 < written < len(CARDS)
 
 
-def test_what_is_odd_is_named() -> None:
+def test_the_error_names_the_key() -> None:
     assert schema_error("report.json", report()) is None and schema_error("manifest.json", {"card": CARD}) is None
     assert schema_error("report.json", report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
     odd = schema_error("manifest.json", {"card": {**CARD, "ece": None}})

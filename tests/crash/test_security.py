@@ -397,10 +397,10 @@ def test_fresh_moves_a_link_and_not_its_target(tmp_path: Path, precious: Path) -
     run.mkdir()
     (run / "sft").symlink_to(precious)
     config = FakeConfig(run)
-    wanted = runs.compute_identity(config, {}, {})
+    identity = runs.compute_identity(config, {}, {})
     with pytest.raises(RLHFError, match="C15"):
-        runs.start_stage(config, wanted, {}, fresh=False)
-    assert runs.start_stage(config, wanted, {}, fresh=True) == "new"
+        runs.start_stage(config, identity, {}, fresh=False)
+    assert runs.start_stage(config, identity, {}, fresh=True) == "new"
     assert not (run / "sft").is_symlink() and (run / ".old/sft-1").is_symlink()
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 

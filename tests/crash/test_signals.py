@@ -1,4 +1,4 @@
-"""A first signal is a wish, a second one is obeyed at once."""
+"""A first signal asks a stage to stop after its step, a second one ends the process immediately."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from rlhf_cli.system import GracefulStop
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_requests_a_stop(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(one) for one in GracefulStop.SIGNALS]
     with GracefulStop() as stop:
         os.kill(os.getpid(), number)
@@ -22,14 +22,14 @@ def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd
     assert [signal.getsignal(one) for one in GracefulStop.SIGNALS] == before
 
 
-def test_several_processes_end_at_one_place_whenever_a_signal_comes() -> None:
-    """One that comes behind their talk to one of them counts from the next talk on."""
+def test_all_ranks_stop_at_the_same_step() -> None:
+    """A signal that one rank receives after `sync` takes effect at the next one."""
     with GracefulStop() as stop:
         stop.sync(lambda own: [own, None])
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested is None
         stop.sync(lambda own: [signal.SIGINT, own])
-        assert stop.exit_code == 130  # of the first one in their order, the same for all
+        assert stop.exit_code == 130  # of the first one in order of rank, the same for all
 
 
 SCRIPT = """
@@ -55,8 +55,8 @@ def test_a_second_signal_ends_the_process_at_once(second: signal.Signals) -> Non
     assert (done.stdout, done.returncode) == ("first\n", -second)
 
 
-def test_one_blow_that_comes_twice_is_one_wish() -> None:
-    """What stops all processes of a service reaches a stage by itself, and once more through `rlhf run`."""
+def test_a_signal_that_arrives_twice_counts_once() -> None:
+    """A signal to a process group reaches a stage directly and through `rlhf run`."""
     done = child(0, int(signal.SIGTERM))
     assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)
 

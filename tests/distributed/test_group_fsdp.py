@@ -10,7 +10,7 @@ import pytest
 import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
-from test_group_ppo import NAMES, TWO, child, one_and_two, output, stage, started, when
+from test_group_ppo import NAMES, TWO, child, one_and_two, results_of, stage, started, when
 
 from rlhf_cli import runs
 from rlhf_cli.models import load, save
@@ -97,9 +97,9 @@ def test_resume_equals_a_straight_run(sharded: Path) -> None:
     assert process.returncode == 143, stderr
     resumed = child(*stage(sharded))
     assert resumed.returncode == 0 and "resumes at step" in resumed.stderr, resumed.stderr
-    files = output(sharded)
+    files = results_of(sharded)
     assert child(*stage(sharded, "--fresh")).returncode == 0
-    assert output(sharded) == files
+    assert results_of(sharded) == files
 
 
 def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(sharded: Path) -> None:

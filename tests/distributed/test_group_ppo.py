@@ -116,14 +116,14 @@ def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ob
     folder = shutil.copytree(origin, tmp_path_factory.mktemp("straight") / "run")
     write(folder, "ppo", LONG)
     assert child(*stage(folder)).returncode == 0
-    return output(folder)
+    return results_of(folder)
 
 
 def stage(folder: Path, *more: str) -> list[str]:
     return [*RLHF_COMMAND, "ppo", "-c", str(folder / "ppo.yaml"), "--nproc", "2", *more]
 
 
-def output(folder: Path) -> tuple[object, ...]:
+def results_of(folder: Path) -> tuple[object, ...]:
     hashes = {name: entry["sha256"] for name, entry in manifest(folder)["files"].items()}
     kept = {name: sha for name, sha in hashes.items() if name.endswith((".safetensors", "samples.jsonl"))}
     return kept, untimed(folder / "ppo/metrics.jsonl")
@@ -179,7 +179,7 @@ def test_stopped_by_a_signal_all_save_once_and_resume_to_the_same_bytes(
     assert output.count("saved; the same command resumes") == 1
     again = child(*stage(group_folder))
     assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
-    assert output(group_folder) == straight
+    assert results_of(group_folder) == straight
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -199,7 +199,7 @@ def test_if_one_process_is_killed_the_other_ends(group_folder: Path, straight: t
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(group_folder))
     assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
-    assert output(group_folder) == straight
+    assert results_of(group_folder) == straight
 
 
 def test_the_best_policy_is_kept_if_a_limit_stops_the_run(group_folder: Path) -> None:

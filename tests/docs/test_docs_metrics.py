@@ -16,7 +16,7 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import EnsembleReward
-from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import MetricsLog
 
 ROOT = Path(__file__).parents[2]
 

@@ -79,10 +79,10 @@ def test_presets_work_from_the_wheel(site: Path, tmp_path: Path, preset: str) ->
 def test_every_dependency_is_pinned_inside_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [text for extra in project["optional-dependencies"].values() for text in extra]
-    wanted = [text for text in (*project["dependencies"], *extras) if not text.startswith("rlhf-cli[")]
+    expected = [text for text in (*project["dependencies"], *extras) if not text.startswith("rlhf-cli[")]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {name.lower(): version for name, _, version in (line.partition("==") for line in lines) if version}
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, expected):
         assert pins[requirement.name.lower()] in requirement.specifier, requirement
     assert pins["torch"] == "2.13.0"
 

@@ -57,6 +57,17 @@ def some_ids() -> Any:
     return torch.randint(2, 300, (3, 12), generator=torch.Generator().manual_seed(0))
 
 
+def adapter_settings(folder: Path, base: str) -> dict[str, Any]:
+    """Check that a model's folder has only adapters, of the model in the relative path `base`; return its settings."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert names >= {"adapter_config.json", "adapter_model.safetensors", "merged/config.json", "tokenizer.json"}
+    assert "model.safetensors" not in names and "config.json" not in names
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == base and (folder / base).is_dir()
+    assert settings["target_modules"] == sorted(settings["target_modules"]) and len(settings["target_modules"]) == 7
+    return settings
+
+
 def run(folder: Path, stage: str, *arguments: str) -> dict[str, Any]:
     """Run a stage by its command and return its manifest."""
     result = rlhf(stage, "-c", str(folder / f"{stage}.yaml"), *arguments)

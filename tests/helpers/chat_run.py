@@ -101,8 +101,8 @@ class Terminal:
 
     def until(self, text: str, seconds: float = 60) -> str:
         """What is shown up to and with a text, since the last time."""
-        wanted, limit = text.encode(), time.monotonic() + seconds
-        while wanted not in self.seen:
+        expected, limit = text.encode(), time.monotonic() + seconds
+        while expected not in self.seen:
             left = limit - time.monotonic()
             if left <= 0 or not select.select([self.master], [], [], left)[0]:
                 raise AssertionError(f"{text!r} did not come: {self.seen.decode(errors='replace')}")
@@ -110,7 +110,7 @@ class Terminal:
                 self.seen += os.read(self.master, 65536)
             except OSError:  # the other side is closed
                 raise AssertionError(f"it ended before {text!r}: {self.seen.decode(errors='replace')}") from None
-        end = self.seen.index(wanted) + len(wanted)
+        end = self.seen.index(expected) + len(expected)
         found, self.seen = self.seen[:end], self.seen[end:]
         return found.decode(errors="replace")
 

@@ -56,15 +56,15 @@ def write_model(folder: Path, weights: bytes = b"weights") -> None:
 
 def begin(config: FakeConfig, parents: Any = None, *, fresh: bool = False, device: str | None = None) -> str:
     """Start a stage that reads no data; return new, resume or finished."""
-    wanted = runs.compute_identity(config, parents or {}, {})
-    return runs.start_stage(config, wanted, parents or {}, fresh=fresh, device=device)
+    identity = runs.compute_identity(config, parents or {}, {})
+    return runs.start_stage(config, identity, parents or {}, fresh=fresh, device=device)
 
 
 def complete(config: FakeConfig, parents: Any = None, weights: bytes = b"weights", **fields: Any) -> Path:
     """Write the model and the manifest of a stage that has started; return its folder."""
     write_model(config.folder / "model", weights)
-    wanted = runs.compute_identity(config, parents or {}, {})
-    runs.complete_stage(config, wanted, parents=parents or {}, fields=fields)
+    identity = runs.compute_identity(config, parents or {}, {})
+    runs.complete_stage(config, identity, parents=parents or {}, fields=fields)
     return config.folder
 
 

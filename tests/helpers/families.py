@@ -1,6 +1,6 @@
 """Tiny random models of real families, with a tokenizer each: the family's special tokens, and its chat template.
 
-The templates are not the families' own texts, but make the same string of a conversation.
+The templates render a conversation as the families' templates do.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Family:
     roles: dict[str, str]  # eos_token, and where the family has them bos_token and pad_token
     stop: str
     template: str | None = None
-    begins: str | None = None  # what the tokenizer puts before a text
+    prefix: str | None = None  # token that the tokenizer puts before a text
     extra: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
 
@@ -71,7 +71,7 @@ FAMILIES = {
         {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"},
         "<end_of_turn>",
         GEMMA,
-        begins="<bos>",
+        prefix="<bos>",
     ),
     "llama3": Family(
         "llama",
@@ -79,45 +79,39 @@ FAMILIES = {
         {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"},
         "<|eot_id|>",
         LLAMA3,
-        begins="<|begin_of_text|>",
+        prefix="<|begin_of_text|>",
     ),
 }
 
 
 def tokenizer(family: Family, texts: Sequence[str]) -> Any:
-    """Byte-level BPE trained on `texts`, with the family's tokens."""
-    made = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, family.tokens), **family.roles)
-    if family.begins:
-        begins = [(family.begins, made.convert_tokens_to_ids(family.begins))]
-        made.backend_tokenizer.post_processor = TemplateProcessing(f"{family.begins} $A", special_tokens=begins)
-    made.chat_template = family.template
-    return made
+    """Train byte-level BPE on `texts`, with the family's tokens."""
+    trained = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, family.tokens), **family.roles)
+    if family.prefix:
+        special = [(family.prefix, trained.convert_tokens_to_ids(family.prefix))]
+        trained.backend_tokenizer.post_processor = TemplateProcessing(f"{family.prefix} $A", special_tokens=special)
+    trained.chat_template = family.template
+    return trained
 
 
 def write_causal(folder: Path, name: str, texts: Sequence[str]) -> None:
-    """A causal model of family `name` with fresh weights, as the hub would hold it."""
+    """Write a causal model of family `name` with random weights, and its tokenizer."""
     family = FAMILIES[name]
-    spells = tokenizer(family, texts)
+    trained = tokenizer(family, texts)
     size = "n_positions" if name == "gpt2" else "max_position_embeddings"
-    ids = {f"{role}_token_id": getattr(spells, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    # The embeddings of real models have rows to spare; Pythia's are what its added pad token falls into.
-    rows = len(spells) + (7 if name == "pythia" else 0)
-    model = tiny.causal(family.architecture, vocab_size=rows, **{size: 512}, **ids)
-    model.save_pretrained(folder)
-    spells.save_pretrained(folder)
+    ids = {f"{role}_token_id": getattr(trained, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    rows = len(trained) + (7 if name == "pythia" else 0)  # its embeddings have unused rows, for the added pad token
+    tiny.causal(family.architecture, vocab_size=rows, **{size: 512}, **ids).save_pretrained(folder)
+    trained.save_pretrained(folder)
 
 
 def write_sentiment_classifier(folder: Path, texts: Sequence[str]) -> None:
-    """A DistilBERT with two labels, NEGATIVE and POSITIVE."""
-    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    spells = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, special), pad_token="[PAD]")
-    labels = {0: "NEGATIVE", 1: "POSITIVE"}
-    config = DistilBertConfig(
-        vocab_size=len(spells), dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64,
-        id2label=labels, label2id={name: number for number, name in labels.items()},
-    )  # fmt: skip
+    """Write a DistilBERT with the labels NEGATIVE and POSITIVE."""
+    trained = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, ["[PAD]"]), pad_token="[PAD]")
+    sizes = {"vocab_size": len(trained), "dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
+    config = DistilBertConfig(**sizes, id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})
     DistilBertForSequenceClassification(config).save_pretrained(folder)
-    spells.save_pretrained(folder)
+    trained.save_pretrained(folder)
 
 
 def _byte_level(texts: Sequence[str], special: Sequence[str]) -> Tokenizer:

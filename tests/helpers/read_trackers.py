@@ -1,4 +1,4 @@
-"""What the trackers hold, read back: by EventAccumulator, from wandb's transaction log and from trackio's database."""
+"""Read the contents of TensorBoard (EventAccumulator), wandb (its transaction log) and trackio (its database)."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def events(stage: Path) -> Any:
 
 
 def tensorboard_steps(stage: Path) -> dict[int, list[dict[str, float]]]:
-    """Step -> what was told of it: as many rows as a name has values."""
+    """Return the rows of each step: as many as a name has values."""
     read, found = events(stage), {}
     for name in read.Tags()["scalars"]:
         for event in read.Scalars(name):

@@ -43,7 +43,7 @@ class Commit:
 class Repo:
     private: bool = True
     commits: list[Commit] = field(default_factory=lambda: [Commit("new", {".gitattributes": b"*.safetensors lfs\n"})])
-    ours: bool = True  # whether the token may write to it
+    writable: bool = True  # with the token
 
     @property
     def head(self) -> Commit:
@@ -110,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
     def _repository(self, name: str, repo: Repo, rest: str) -> None:
         files, (action, *names) = repo.head.files, rest.split("/", 2)
         if action == "auth-check":
-            self.send_json({}, 200 if repo.ours or "write" not in names else 403)
+            self.send_json({}, 200 if repo.writable or "write" not in names else 403)
         elif action == "preupload":
             paths = [file["path"] for file in json.loads(self.body)["files"]]
             self.send_json({"files": [_preupload(path, files) for path in paths]})
@@ -126,8 +126,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send_file(repo, names[1])
         elif action == "paths-info":
             body = self.body.decode()
-            wanted = json.loads(body)["paths"] if body.startswith("{") else [unquote(p[6:]) for p in body.split("&")]
-            self.send_json([entry for entry in _entries(files) if entry["path"] in wanted])
+            requested = json.loads(body)["paths"] if body.startswith("{") else [unquote(p[6:]) for p in body.split("&")]
+            self.send_json([entry for entry in _entries(files) if entry["path"] in requested])
         elif action == "tree":
             folder = "".join(f"{each}/" for each in names[1:])
             below = [entry for entry in _entries(files) if entry["path"].startswith(folder)]

@@ -1,4 +1,4 @@
-"""As much of W&B's server as its client asks for: it takes a run, and says how far one that is resumed has come."""
+"""The part of W&B's server that its client uses: it stores a run, and returns the last step of a resumed one."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ class StandIn(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is done goes without a word."""
+        """Print nothing when a client disconnects."""
 
     def answer(self, query: str, asked: dict[str, Any]) -> dict[str, Any]:
         entity = {"id": "e", "name": "me"}
@@ -62,12 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *arguments: Any) -> None:
-        """A test's output is its own."""
+        """Print nothing."""
 
 
 @contextmanager
 def stand_in() -> Iterator[StandIn]:
-    """Within, the server is there."""
+    """Context manager that runs the server."""
     server = StandIn()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

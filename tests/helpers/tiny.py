@@ -101,7 +101,7 @@ def rollout() -> Rollout:
     return Rollout.from_lists(QUERIES, RESPONSES, stop_token_id=EOS)
 
 
-def judged(**changes):
+def trainer_and_experience(**changes):
     """A trainer whose policy differs from its reference, and its experience of the four rows."""
     ours = trainer(**{"policy_seed": 3, **changes})
     return ours, ours.make_experience(rollout(), scores=torch.tensor(SCORES))
@@ -109,7 +109,7 @@ def judged(**changes):
 
 def one_step(**changes):
     """A trainer after its update on the four rows, and the update's metrics."""
-    ours, experience = judged(**changes)
+    ours, experience = trainer_and_experience(**changes)
     return ours, ours.update(experience)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ppo_folder
 import pytest
 import torch
-from adapter_folder import run, some_ids, widen, write
+from adapter_folder import adapter_settings, run, some_ids, widen, write
 from bad_inputs import replace, rlhf
 from conftest import World
 from safetensors.torch import load_file
@@ -86,17 +86,16 @@ def test_only_adapters_and_the_value_head_are_trained(adapters_copy: Path, value
     optimized = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     for name in ("policy", "value"):
         groups = [each for each in trainer.optimizer.param_groups if each["name"].startswith(name)]
-        wanted = [weight for weight in models[name].parameters() if weight.requires_grad]
-        assert {id(weight) for group in groups for weight in group["params"]} == {id(weight) for weight in wanted}
+        expected = {id(weight) for weight in models[name].parameters() if weight.requires_grad}
+        assert {id(weight) for group in groups for weight in group["params"]} == expected
     assert len(optimized) == len(trainable(models["policy"])) + len(trainable(models["value"]))
     for _ in range(2):  # at the first step A has no gradient: B is zero
         trainer.step(Prompts.from_lists([prompt.ids for prompt in parts.prompts[:8]]))
     for role, model in models.items():
         for name, weight in model.named_parameters():
             is_trained = name in trainable(model)
-            assert (weight.grad is not None) == is_trained and torch.equal(weight, before[role][name]) != is_trained, (
-                name
-            )
+            assert (weight.grad is not None) == is_trained, name
+            assert torch.equal(weight, before[role][name]) != is_trained, name
 
 
 def test_the_first_kl_is_exactly_0_and_the_policy_moves(trained: Path) -> None:
@@ -154,17 +153,13 @@ def test_ppo_writes_adapters_of_the_sft_model(trained: Path) -> None:
         (trained / "ppo/value", "../../sft/model"),
         *((path, "../../../sft/model") for path in snapshots),
     ):
-        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names >= {"adapter_config.json", "adapter_model.safetensors", "merged/config.json", "tokenizer.json"}
-        assert "model.safetensors" not in names and "config.json" not in names
-        settings = json.loads((folder / "adapter_config.json").read_text())
-        assert settings["base_model_name_or_path"] == base and settings["target_modules"] == sorted(
-            settings["target_modules"]
-        )
-        assert settings["r"] == (4 if folder.name == "value" else 3)  # copied from the reward model
+        rank = 4 if folder.name == "value" else 3  # copied from the reward model
+        assert adapter_settings(folder, base)["r"] == rank
     assert {path.name for path in snapshots} >= {"step_000002", "step_000005"}  # and 0 if it is the best
     assert manifest["parents"]["models.sft"]["path"] == "../sft"
     assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
+    other = {"models.sft": {**manifest["parents"]["models.sft"], "sha256": "0" * 64}}
+    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], manifest["parents"] | other)
     assert str(trained) not in "".join(path.read_text() for path in (trained / "ppo").rglob("*.json"))
 
 
@@ -198,17 +193,6 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
         assert values.abs().max() > 1e-3 and torch.allclose(scorer.score(hidden)[..., 0], values, atol=1e-5)
         read = load_reward_model("reward/model").eval()(input_ids=ids).logits
         assert torch.allclose(models["reward"](input_ids=ids).logits, read, atol=1e-5)
-
-
-def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(adapters_copy: Path) -> None:
-    result = rlhf("ppo", *LONG, "-s", "ppo.kl_stop=0.001", "-s", "output.snapshots=0")
-    assert result.exit_code == 1 and "error[R04]" in result.stderr, result.stderr
-    manifest = json.loads(Path("ppo/manifest.json").read_text())
-    (kept,) = Path("ppo/snapshots").glob("step_*")
-    assert kept.name == f"step_{manifest['step']:06d}" and manifest["model_is"] == "the best step"
-    assert manifest["step"] < lines(adapters_copy)[-1]["step"]  # by then it has moved on
-    name = "adapter_model.safetensors"
-    assert (kept / name).read_bytes() == (adapters_copy / "ppo/model" / name).read_bytes()
 
 
 # Resume
@@ -268,10 +252,8 @@ def test_eval_and_verify_read_adapters(copied: Path) -> None:
         verified = json.loads(result.stdout)
         assert result.exit_code == 0 and verified["exact"] and verified["agrees"], verified["told"]
         counts = {each["name"]: each["count"] for each in verified["quantities"]}
-        assert counts["policy weights, change"] == 3 * sum(
-            tensor.shape[tensor.shape.index(4) - 1]
-            for tensor in load_file("sft/model/adapter_model.safetensors").values()
-        )
+        shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
+        assert counts["policy weights, change"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
 
 
 def test_a_snapshot_of_adapters_is_evaluated_until_its_base_changes(copied: Path) -> None:

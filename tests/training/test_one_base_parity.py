@@ -74,33 +74,6 @@ def test_one_base_equals_four_separate_copies(family: str, packing: bool, checkp
         assert all(weight.grad is None for weight in shared[role].parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_one_base_equals_the_merged_models(family: str) -> None:
-    """Each of the four models equals a separate model, merged by peft."""
-    ids = torch.randint(3, tiny.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    shared = on_one_base(family)
-    before = {role: model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits for role, model in shared.items()}
-    for role, model in shared.items():
-        alone = copy.deepcopy(model)
-        for layer in alone.modules():
-            if hasattr(layer, "merge") and hasattr(layer, "lora_A"):
-                layer.merge()
-                layer.lora_A.clear()
-        read = alone(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        assert torch.allclose(read, before[role], atol=1e-5), role
-    assert not torch.allclose(before["policy"], before["ref"], atol=1e-2)
-
-
-def test_clone_sharing_weights_copies_modules_and_shares_tensors() -> None:
-    model = tiny.causal()
-    other = sharding.clone_sharing_weights(model)
-    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()} and model.config is not other.config
-    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert all(a is b for a, b in zip(model.buffers(), other.buffers(), strict=True))
-    other.model.layers[0] = torch.nn.Identity()
-    assert not isinstance(model.model.layers[0], torch.nn.Identity)
-
-
 def test_load_adapter_equals_merge_adapter_and_is_saved_unchanged(tmp_path: Path) -> None:
     base = tiny.causal()
     head = torch.nn.Linear(32, 1, bias=False)

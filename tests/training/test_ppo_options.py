@@ -62,9 +62,9 @@ def test_num_samples_per_prompt_gives_adjacent_rows_with_different_responses():
 def test_micro_batch_tokens_bounds_the_forward_passes(tokens, packing, monkeypatch):
     trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2, packing=packing, response_length=3)
     shapes = tiny.spy_on_shapes(monkeypatch)
-    judged = trainer.make_experience(trainer.generate(tiny.prompts()), torch.zeros(8))
-    trainer.update(judged)
-    micro_batches = judged.minibatches[0]
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()), torch.zeros(8))
+    trainer.update(experience)
+    micro_batches = experience.minibatches[0]
     assert len(shapes) == 7 * len(micro_batches), "scoring: policy, value and reference; two models in two epochs"
     assert all(len(rows) <= 4 for rows in micro_batches)
     assert all(rows * width <= 12 or rows == 1 for rows, width in shapes) is (tokens == 12)
@@ -101,14 +101,14 @@ def test_missing_eos_penalty_by_value():
 
 
 def test_kl_coef_by_value():
-    (_, free), (_, charged) = tiny.judged(kl_coef=0.0), tiny.judged(kl_coef=0.5)
+    (_, free), (_, charged) = tiny.trainer_and_experience(kl_coef=0.0), tiny.trainer_and_experience(kl_coef=0.5)
     difference = (free.rewards - charged.rewards)[free.mask]
     torch.testing.assert_close(difference, 0.5 * free.log_ratio[free.mask], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "full"])
 def test_kl_estimator_in_the_reward(kind):
-    trainer, experience = tiny.judged(kl_estimator=kind, kl_coef=1.0)
+    trainer, experience = tiny.trainer_and_experience(kl_estimator=kind, kl_coef=1.0)
     mask = experience.mask
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
@@ -128,12 +128,12 @@ def test_kl_estimator_in_the_reward(kind):
 
 @pytest.mark.parametrize("kind", ["full", "k2", "k3"])
 def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
-    _, experience = tiny.judged(kl_in="loss", kl_estimator=kind, kl_coef=1.0)
+    _, experience = tiny.trainer_and_experience(kl_in="loss", kl_estimator=kind, kl_coef=1.0)
     assert experience.rewards.sum(1).tolist() == pytest.approx([1.0, -1.0, 0.5, 2.0])
     distance = {}
     for coef in (0.0, 5.0):
         options = {"kl_in": "loss", "kl_estimator": kind, "kl_coef": coef}
-        trainer, experience = tiny.judged(**options, learning_rate=3e-3, num_ppo_epochs=8)
+        trainer, experience = tiny.trainer_and_experience(**options, learning_rate=3e-3, num_ppo_epochs=8)
         trainer.update(experience)
         after = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
         distance[coef] = losses.masked_mean(after.log_ratio**2, after.mask).item()
@@ -142,7 +142,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
 
 
 def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
-    (_, plain), (_, white) = tiny.judged(), tiny.judged(whiten_rewards=True)
+    (_, plain), (_, white) = tiny.trainer_and_experience(), tiny.trainer_and_experience(whiten_rewards=True)
     mask = plain.mask
     assert losses.masked_var(white.rewards, mask).item() == pytest.approx(1.0, abs=1e-4)
     means = [losses.masked_mean(experience.rewards, mask).item() for experience in (plain, white)]
@@ -150,7 +150,7 @@ def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
 
 
 def test_advantage_norm_none_leaves_advantages_raw():
-    (_, raw), (_, white) = tiny.judged(advantage_norm="none"), tiny.judged()
+    (_, raw), (_, white) = tiny.trainer_and_experience(advantage_norm="none"), tiny.trainer_and_experience()
     torch.testing.assert_close(raw.advantages + raw.values.masked_fill(~raw.mask, 0), raw.returns)
     torch.testing.assert_close(losses.masked_whiten(raw.advantages, raw.mask), white.advantages)
 
@@ -172,10 +172,13 @@ def test_vf_coef_scales_the_value_gradient_exactly():
 
 
 def test_gamma_and_lam_by_value():
-    (_, one), (_, other) = tiny.judged(gamma=0.5, lam=1.0, kl_coef=0.0), tiny.judged(gamma=1.0, lam=1.0, kl_coef=0.0)
+    (_, one), (_, other) = (
+        tiny.trainer_and_experience(gamma=0.5, lam=1.0, kl_coef=0.0),
+        tiny.trainer_and_experience(gamma=1.0, lam=1.0, kl_coef=0.0),
+    )
     assert other.returns[1].tolist() == pytest.approx([-1.0] * 5, abs=1e-5)
     assert one.returns[1].tolist() == pytest.approx([-(0.5**4), -(0.5**3), -(0.5**2), -0.5, -1.0], abs=1e-5)
-    _, zero = tiny.judged(lam=0.0, kl_coef=0.0)
+    _, zero = tiny.trainer_and_experience(lam=0.0, kl_coef=0.0)
     v = zero.values[1].tolist()
     assert zero.returns[1].tolist() == pytest.approx([v[1], v[2], v[3], v[4], -1.0], abs=1e-5)
 

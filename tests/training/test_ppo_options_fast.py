@@ -25,7 +25,7 @@ EXACT = {"dtype": torch.float64, "max_grad_norm": 1e9}
 
 
 def gradients(**changes) -> torch.Tensor:
-    return tiny.gradient(*tiny.judged(**changes))
+    return tiny.gradient(*tiny.trainer_and_experience(**changes))
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -90,12 +90,12 @@ def test_a_cpu_attends_to_no_padding():
 def test_no_padding_goes_through_the_models(packed, monkeypatch):
     trainer = tiny.trainer(packing=packed)
     shapes = tiny.spy_on_shapes(monkeypatch)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
     passed = sum(rows * width for rows, width in shapes)
     needed = int(tiny.rollout().mask.sum()) - 4  # the last token of each of the four rows predicts nothing
     assert (passed == 3 * needed) is packed, "policy, value and reference"
-    assert passed == 3 * (judged.forward_tokens - 4)
-    assert trainer.update(judged)["tokens/padded"] == judged.forward_tokens
+    assert passed == 3 * (experience.forward_tokens - 4)
+    assert trainer.update(experience)["tokens/padded"] == experience.forward_tokens
 
 
 def test_a_window_narrower_than_a_row_is_kept():
@@ -153,8 +153,10 @@ def test_logits_at_a_time_bounds_them(monkeypatch):
     )
     for size, most in ((3, 3), ("all", 11)):
         sizes.clear()
-        trainer, judged = tiny.judged(logits_at_a_time=size, ptx_coef=1.0, ptx=[([5, 6], [7, 8, 2]), ([9], [10, 2])])
-        trainer.update(judged)
+        trainer, experience = tiny.trainer_and_experience(
+            logits_at_a_time=size, ptx_coef=1.0, ptx=[([5, 6], [7, 8, 2]), ([9], [10, 2])]
+        )
+        trainer.update(experience)
         assert max(sizes) == most
     trainer = tiny.trainer()
     assert trainer.model_runner.logit_chunks(10**6)[0].stop == 2**20 // tiny.VOCABULARY
@@ -180,9 +182,9 @@ def test_gradients_of_embedding_and_head_are_added_in_place(family):
     """With logits_at_a_time, autograd creates no matrix of the vocabulary's size; the numbers are its own."""
     gradient, large = {}, {}
     for size in ("all", 3):
-        trainer, judged = tiny.judged(logits_at_a_time=size, family=family, **EXACT)
+        trainer, experience = tiny.trainer_and_experience(logits_at_a_time=size, family=family, **EXACT)
         with Operations() as operations:
-            gradient[size] = tiny.gradient(trainer, judged)
+            gradient[size] = tiny.gradient(trainer, experience)
         shape = tuple(trainer.policy.get_input_embeddings().weight.shape)
         large[size] = {name for name, of in operations.calls if of == shape}
         large[size] &= {"embedding_dense_backward", "mm", "add_"}

@@ -65,31 +65,31 @@ def test_use_score_scaling_and_use_score_norm_by_numpy(norm):
     trainer = tiny.trainer(use_score_scaling=True, use_score_norm=norm, learning_rate=0.0)
     previous = []
     for scores in ([1.0, -1.0, 0.5, 2.0], [10.0, 12.0, 9.0, 11.0], [0.0, 0.0, 0.0, 0.0]):
-        judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(scores))
+        experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(scores))
         previous += scores
         shift = np.mean(previous) if norm else 0.0
         expected = (np.array(scores) - shift) / np.std(previous, ddof=1)
-        assert judged.scores.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-        assert judged.score_result.weighted_sum.tolist() == scores
-        trainer.update(judged)
+        assert experience.scores.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert experience.score_result.weighted_sum.tolist() == scores
+        trainer.update(experience)
 
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_equal_scores_are_not_scaled(norm):
     trainer = tiny.trainer(use_score_scaling=True, use_score_norm=norm)
     for _ in range(3):
-        judged = trainer.make_experience(tiny.rollout(), scores=torch.full((4,), 0.1))
-        assert judged.scores.tolist() == pytest.approx([0.1] * 4)
-        trainer.update(judged)
+        experience = trainer.make_experience(tiny.rollout(), scores=torch.full((4,), 0.1))
+        assert experience.scores.tolist() == pytest.approx([0.1] * 4)
+        trainer.update(experience)
 
 
 @pytest.mark.parametrize("scaling", [False, True])
 def test_score_clip_bounds_what_is_placed(scaling):
     trainer = tiny.trainer(score_clip=0.75, use_score_scaling=scaling)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor([8.0, -8.0, 0.25, 0.0]))
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor([8.0, -8.0, 0.25, 0.0]))
     spread = np.std([8.0, -8.0, 0.25, 0.0], ddof=1) if scaling else 1.0
-    assert judged.scores.tolist() == pytest.approx([0.75, -0.75, 0.25 / spread, 0.0])
-    assert judged.rewards.sum(1).tolist() == pytest.approx(judged.scores.tolist())
+    assert experience.scores.tolist() == pytest.approx([0.75, -0.75, 0.25 / spread, 0.0])
+    assert experience.rewards.sum(1).tolist() == pytest.approx(experience.scores.tolist())
 
 
 def frozen_state(trainer):
@@ -102,12 +102,12 @@ def frozen_state(trainer):
 def test_make_experience_changes_nothing_and_update_commits():
     trainer = tiny.trainer(use_score_scaling=True, adap_kl_ctrl=True)
     before = frozen_state(trainer)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
     trainer.make_experience(tiny.rollout(), scores=torch.tensor([100.0, 0.0, 0.0, 0.0]))  # shown, not trained on
     after = frozen_state(trainer)
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert before[1:4] == after[1:4] and torch.equal(before[4], after[4])
-    trainer.update(judged)
+    trainer.update(experience)
     assert (trainer.score_stats.count, trainer.score_stats.mean) == (4, pytest.approx(0.625))
     assert trainer.score_stats.std == pytest.approx(np.std(tiny.SCORES, ddof=1))
 
@@ -115,11 +115,11 @@ def test_make_experience_changes_nothing_and_update_commits():
 # The adaptive KL coefficient
 
 
-def with_kl(judged, nats: float):
+def with_kl(experience, nats: float):
     """The same experience, with objective/kl set by hand."""
-    kl = torch.zeros_like(judged.kl)
+    kl = torch.zeros_like(experience.kl)
     kl[:, 0] = nats
-    return replace(judged, kl=kl)
+    return replace(experience, kl=kl)
 
 
 def test_adap_kl_ctrl_by_hand_over_three_updates():
@@ -130,10 +130,10 @@ def test_adap_kl_ctrl_by_hand_over_three_updates():
     trainer = tiny.trainer(adap_kl_ctrl=True, kl_coef=0.2, target=6.0, horizon=100)
     coefficients = []
     for nats in (12.0, 0.0, 6.6):
-        judged = with_kl(trainer.make_experience(tiny.rollout(), scores=torch.zeros(4)), nats)
-        stats = trainer.update(judged)
+        experience = with_kl(trainer.make_experience(tiny.rollout(), scores=torch.zeros(4)), nats)
+        stats = trainer.update(experience)
         coefficients.append(trainer.kl_coef)
-        assert stats["objective/kl"] == pytest.approx(nats) and stats["objective/kl_coef"] == judged.kl_coef
+        assert stats["objective/kl"] == pytest.approx(nats) and stats["objective/kl_coef"] == experience.kl_coef
     assert coefficients == pytest.approx([0.2016, 0.1999872, 0.2007871488], rel=1e-6)
 
 
@@ -152,17 +152,19 @@ def moved(**changes):
 
 
 def test_the_adapted_coefficient_is_used_in_the_reward():
-    judged = moved().make_experience(tiny.rollout(), scores=torch.zeros(4))
-    torch.testing.assert_close(judged.rewards[judged.mask], -0.14 * judged.log_ratio[judged.mask], rtol=1e-4, atol=1e-6)
+    experience = moved().make_experience(tiny.rollout(), scores=torch.zeros(4))
+    torch.testing.assert_close(
+        experience.rewards[experience.mask], -0.14 * experience.log_ratio[experience.mask], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_adapted_coefficient_is_used_in_the_loss():
     """The gradient's KL part is in proportion to it."""
     trainer = moved(kl_in="loss", kl_estimator="full", max_grad_norm=1e9, vf_coef=0.0, dtype=torch.float64)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
-    assert judged.kl_coef == trainer.kl_coef == pytest.approx(0.14)
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
+    assert experience.kl_coef == trainer.kl_coef == pytest.approx(0.14)
     with_none, with_it, twice = (
-        tiny.gradient(trainer, replace(judged, kl_coef=factor * judged.kl_coef)) for factor in (0.0, 1.0, 2.0)
+        tiny.gradient(trainer, replace(experience, kl_coef=factor * experience.kl_coef)) for factor in (0.0, 1.0, 2.0)
     )
     once, again = with_it - with_none, twice - with_it
     assert (once - again).norm() / once.norm() < 1e-4 and once.norm() > 1e-3

@@ -38,9 +38,11 @@ def test_value_learning_rate_moves_only_the_value_model(policy_rate, value_rate)
 @pytest.mark.parametrize("rate", [1e-3, 4e-3])
 def test_value_learning_rate_by_the_size_of_adams_first_step(rate):
     """AdamW's first step is the learning rate, whatever the gradient."""
-    trainer, judged = tiny.judged(value_learning_rate=rate, learning_rate=1e-4, num_ppo_epochs=1, adam_epsilon=1e-12)
+    trainer, experience = tiny.trainer_and_experience(
+        value_learning_rate=rate, learning_rate=1e-4, num_ppo_epochs=1, adam_epsilon=1e-12
+    )
     before = both(trainer)
-    trainer.update(judged)
+    trainer.update(experience)
     moves = [(after - start).abs().max().item() for after, start in zip(both(trainer), before, strict=True)]
     assert moves == pytest.approx([1e-4, rate], rel=1e-2)
 
@@ -70,8 +72,8 @@ def decay(name: str, k: int, warm: int) -> float:
 def test_every_lr_scheduler_type_with_a_separate_value_warmup(name):
     warm = {} if name == "constant" else {"warmup_steps": WARM, "value_warmup_steps": VALUE_WARM}
     trainer = tiny.trainer(total_episodes=80, learning_rate=PEAK, lr_scheduler_type=name, num_ppo_epochs=1, **warm)
-    judged = trainer.make_experience(tiny.rollout())
-    history = [trainer.update(judged) for _ in range(UPDATES)]
+    experience = trainer.make_experience(tiny.rollout())
+    history = [trainer.update(experience) for _ in range(UPDATES)]
     for key, steps in (("lr", WARM), ("value/lr", VALUE_WARM)):
         expected = [PEAK * decay(name, k, steps) for k in range(UPDATES)]
         assert [stats[key] for stats in history] == pytest.approx(expected, abs=1e-12)
@@ -126,18 +128,18 @@ def test_a_value_head_needs_no_extra_forward_pass():
     parts, calls = len(trainer._make_minibatches(rows, 0)[0]), Counter()
     for name in ("policy", "ref", "value"):
         getattr(trainer, name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-    judged = trainer.make_experience(rows, scores=torch.tensor(tiny.SCORES))
+    experience = trainer.make_experience(rows, scores=torch.tensor(tiny.SCORES))
     assert parts > 1 and calls == {"policy": parts, "ref": parts, "value": parts}
-    trainer.update(judged)
+    trainer.update(experience)
     assert calls == {"policy": 4 * parts, "ref": parts, "value": 4 * parts}
     assert [tuple(p.shape) for p in trainer.value.parameters()] == [(1, 32)], "not a copy of a model"
 
 
 def test_a_value_head_starts_at_zero_and_learns():
     trainer = tiny.trainer(head=True)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
-    assert (judged.values == 0).all()
-    first = trainer.update(judged)
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    assert (experience.values == 0).all()
+    first = trainer.update(experience)
     assert first["policy/first_ratio_error"] == 0.0 and first["val/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     later = [
         trainer.update(trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)
@@ -149,18 +151,20 @@ def test_a_value_head_reads_what_the_output_head_reads():
     """Values by hand: the last hidden state before each response token, times the head."""
     trainer = tiny.trainer(head=True)
     torch.nn.init.normal_(trainer.value.score.weight)
-    judged = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
     for row, (query, response) in enumerate(zip(tiny.QUERIES, tiny.RESPONSES, strict=True)):
         with torch.no_grad():
             hidden = trainer.policy.model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
         expected = hidden[len(query) - 1 : -1] @ trainer.value.score.weight[0]
-        torch.testing.assert_close(judged.values[row, : len(response)], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(experience.values[row, : len(response)], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_value_gradient_reaches_the_trunk():
     """From the second step on: a head of zeros hands nothing back."""
-    trainer, judged = tiny.judged(head=True, vf_coef=1.0, max_grad_norm=1e9)
-    flat = replace(judged, advantages=torch.zeros_like(judged.advantages))  # the policy itself has nothing to learn
+    trainer, experience = tiny.trainer_and_experience(head=True, vf_coef=1.0, max_grad_norm=1e9)
+    flat = replace(
+        experience, advantages=torch.zeros_like(experience.advantages)
+    )  # the policy itself has nothing to learn
     trunk = {}
     for scale in (0.0, 1.0):
         trainer.value.score.weight.data.fill_(scale)

@@ -1,9 +1,10 @@
-"""The recipes of configs/, their hub ids as they stand, with stand-ins in the hub's cache: tiny models of the same
-families, and data sets in the hub's layout. Only sizes are overridden."""
+"""The recipes of configs/ with their own hub ids: tiny models of the same families and small datasets in the Hub cache.
 
-import gzip
+Only sizes are overridden.
+"""
+
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,19 @@ from rlhf_cli.cli import app
 RECIPES = ("tldr", "hh", "sentiment", "instruct")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 THINGS = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood")
+STEPS = ("max_steps=2", "per_device_train_batch_size=4", "gradient_accumulation_steps=1")
 SIZES = {
-    "sft": ["sft.max_steps=2", "sft.per_device_train_batch_size=4", "sft.gradient_accumulation_steps=1"],
-    "reward": [
-        "reward.max_steps=2",
-        "reward.per_device_train_batch_size=4",
-        "reward.gradient_accumulation_steps=1",
-        "reward.normalize_samples=4",
-    ],
+    "sft": [f"sft.{option}" for option in STEPS],
+    "reward": [f"reward.{option}" for option in (*STEPS, "normalize_samples=4")],
     "ppo": ["ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=1", "output.snapshots=0"],
     "eval": ["eval.n=4", "eval.best_of=[2]", "eval.per_device_batch_size=4"],
 }
-SHORT = ["ppo.total_episodes=8", "ppo.response_length=8"]
+SHORT = {"ppo": ["ppo.total_episodes=8", "ppo.response_length=8"]}
 Rows = list[dict[str, Any]]
 
 
 class Hub:
-    """A stand-in of the hub's cache."""
+    """A Hub cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,36 +47,28 @@ class Hub:
         (stored / "snapshots" / COMMIT).mkdir(parents=True)
         return stored / "snapshots" / COMMIT
 
-    def model(self, name: str, write: Callable[..., None], *how: Any) -> None:
-        write(self._snapshot("models", name), *how)
+    def model(self, name: str, write: Callable[..., None], *arguments: Any) -> None:
+        write(self._snapshot("models", name), *arguments)
 
-    def parquet(self, name: str, splits: Mapping[str, Rows], inside: str = "data", card: str = "") -> None:
-        """A data set as `push_to_hub` leaves it."""
+    def dataset(self, name: str, row: Callable[[str, int], dict[str, Any]], *splits: str, inside: str = "data") -> Rows:
+        """Write a dataset as `push_to_hub` does, held-out rows in all splits but train; return the training rows."""
         folder = self._snapshot("datasets", name)
-        (folder / "README.md").write_text(card or "---\ntags:\n- trl\n---\n")
+        (folder / "README.md").write_text("---\ntags:\n- trl\n---\n")
         (folder / inside).mkdir()
-        for split, content in splits.items():
+        rows = [row(thing, number) for number in range(3) for thing in THINGS[:8]]
+        for split in ("train", *splits):
+            content = rows if split == "train" else [row(thing, 50) for thing in THINGS[8:]]
             path = folder / inside / f"{split}-00000-of-00001.parquet"
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
-
-    def gzipped(self, name: str, folders: Mapping[str, Mapping[str, Rows]]) -> None:
-        """A data set of folders that hold gzipped JSON lines."""
-        snapshot = self._snapshot("datasets", name)
-        (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
-        for inside, splits in folders.items():
-            (snapshot / inside).mkdir()
-            for split, content in splits.items():
-                text = "".join(json.dumps(row) + "\n" for row in content)
-                (snapshot / inside / f"{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        return rows
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    cache = tmp_path / "cache"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "ours"))
-    yield Hub(cache)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "rlhf"))
+    return Hub(tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)
@@ -88,116 +77,39 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     draws_nothing(monkeypatch)
 
 
-def both(make: Callable[[str, int], Rows]) -> dict[str, Rows]:
-    """Rows for training and other ones for evaluation, under both names that a split may have."""
-    held_out = [row for thing in THINGS[8:] for row in make(thing, 50)]
-    train = [row for number in range(3) for thing in THINGS[:8] for row in make(thing, number)]
-    return {"train": train, "validation": held_out, "test": held_out}
-
-
-def post(thing: str, number: int) -> str:
-    return f"SUBREDDIT: r/{thing}\n\nTITLE: The {thing}\n\nPOST: I saw the {thing} {number} times.\n\nTL;DR:"
-
-
-def put_tldr(hub: Hub) -> None:
-    hub.parquet("trl-lib/tldr", both(lambda t, n: [{"prompt": post(t, n), "completion": f" Saw the {t}."}]))
-
-    def pairs(thing: str, number: int) -> Rows:
-        row = {"prompt": post(thing, number), "chosen": f" Saw the {thing}.", "rejected": f" Saw {number}"}
-        return [row, {**row, "rejected": row["chosen"]}, {**row, "chosen": ""}] if number == 0 else [row]
-
-    hub.parquet("trl-lib/tldr-preference", both(pairs))
-    texts = [post(thing, 3) for thing in THINGS]
-    hub.model("EleutherAI/pythia-1b-deduped", families.write_causal, "pythia", texts)
-
-
-def dialogues(thing: str, number: int) -> Rows:
-    opening = (
-        f"\n\nHuman: What is a {thing}?\n\nAssistant: It is number {number}.\n\nHuman: And what else?\n\nAssistant:"
-    )
-    row = {"chosen": f"{opening} A {thing} is good.", "rejected": f"{opening} No idea."}
-    if number:
-        return [row]
-    empty = {"chosen": opening, "rejected": f"{opening} No."}
-    parted = {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes", "rejected": "\n\nHuman: Ho\n\nAssistant: No"}
-    return [row, {**row, "rejected": row["chosen"]}, empty, parted]
-
-
-def put_hh(hub: Hub) -> None:
-    splits = both(dialogues)
-    del splits["validation"]
-    hub.gzipped("Anthropic/hh-rlhf", {"helpful-base": splits, "harmless-base": {"train": [], "test": []}})
-    texts = [row["chosen"] for row in splits["train"]]
-    hub.model("EleutherAI/pythia-1.4b-deduped", families.write_causal, "pythia", texts)
-
-
-def put_sentiment(hub: Hub) -> None:
-    def reviews(thing: str, number: int) -> Rows:
-        return [{"text": f"I saw a {thing} film {number} times, and it was very good indeed.", "label": number % 2}]
-
-    splits = both(reviews)
-    splits["unsupervised"] = splits.pop("validation")
-    files = "".join(f"\n  - split: {split}\n    path: plain_text/{split}-*" for split in splits)
-    card = f"---\nconfigs:\n- config_name: plain_text\n  data_files:{files}\n  default: true\n---\n"
-    hub.parquet("stanfordnlp/imdb", splits, "plain_text", card)
-    texts = [row["text"] for row in splits["train"]]
-    hub.model("openai-community/gpt2", families.write_causal, "gpt2", texts)
-    hub.model("lvwerra/distilbert-imdb", families.write_sentiment_classifier, texts)
-
-
-def put_instruct(hub: Hub, family: str = "qwen2") -> None:
-    def pairs(thing: str, number: int) -> Rows:
-        asked = [{"role": "user", "content": f"What is a {thing}, {number}?"}]
-        if number == 1:  # a turn before the one that is asked about
-            asked = [*asked, {"role": "assistant", "content": "It is."}, {"role": "user", "content": "What else?"}]
-        good, bad = ([*asked, {"role": "assistant", "content": text}] for text in (f"A {thing} shines.", "No."))
-        same = {"chosen": good, "rejected": good, "score_chosen": 5.0, "score_rejected": 5.0}
-        return [{"chosen": good, "rejected": bad, "score_chosen": 8.0, "score_rejected": 2.0}] + [same] * (number == 0)
-
-    splits = both(pairs)
-    del splits["validation"]
-    files = "".join(f"\n  - split: {split}\n    path: data/{split}-*" for split in splits)
-    card = f"---\nconfigs:\n- config_name: default\n  data_files:{files}\n---\n"
-    hub.parquet("trl-lib/ultrafeedback_binarized", splits, card=card)
-    texts = [turn["content"] for row in splits["train"] for turn in row["chosen"]]
-    hub.model("Qwen/Qwen2.5-0.5B-Instruct", families.write_causal, family, texts)
-
-
-PUT = {"tldr": put_tldr, "hh": put_hh, "sentiment": put_sentiment, "instruct": put_instruct}
-
-
 def rlhf(*arguments: object) -> Any:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result
 
 
-def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """`rlhf init`, then every stage that the recipe has; returns their manifests, and what was said as `said`."""
+def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Run `rlhf init` and every stage of the recipe; return the manifests and stderr.
+
+    On every family the policy starts at the reference, and the first ratios are 1.
+    """
     rlhf("init", name, folder)
     manifests, stderr = {}, ""
     for stage in ("sft", "reward", "ppo", "eval"):
         path = folder / f"{stage}.yaml"
         if path.exists():
-            given = [part for line in SIZES[stage] + overrides.get(stage, []) for part in ("-s", line)]
-            stderr += rlhf(stage, "-c", path, *given).stderr
+            changes = [part for line in SIZES[stage] + overrides.get(stage, []) for part in ("-s", line)]
+            stderr += rlhf(stage, "-c", path, *changes).stderr
             manifests[stage] = json.loads((folder / stage / "manifest.json").read_text())
-    return {**manifests, "stderr": {"text": stderr}}
+    first = lines(folder / "ppo/metrics.jsonl")[0]
+    assert first["policy/first_ratio_error"] == first["objective/kl"] == 0
+    report = json.loads((folder / "eval/report.json").read_text())
+    assert {"sft", "ppo"} <= report["models"].keys() and report["best_of"][0]["n"] == 2
+    assert all("reward_mean" in model for model in report["models"].values())
+    return manifests, stderr
 
 
 def lines(path: Path) -> Rows:
     return [row for _, row in jsonl.read_jsonl(path)]
 
 
-def check_ppo(folder: Path) -> None:
-    """What must hold on every family: the policy starts at the reference, and the first ratios are 1."""
-    first = lines(folder / "ppo/metrics.jsonl")[0]
-    assert first["policy/first_ratio_error"] == 0
-    assert first["objective/kl"] == 0
-    report = json.loads((folder / "eval/report.json").read_text())
-    assert {"sft", "ppo"} <= report["models"].keys() and report["best_of"][0]["n"] == 2
-    for model in report["models"].values():
-        assert "reward_mean" in model
+def eval_prompts(folder: Path) -> set[str]:
+    return {row["prompt"] for row in lines(folder / "eval/samples.jsonl")}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -210,75 +122,81 @@ def test_every_file_of_a_recipe_is_a_config_that_names_its_requirements(name: st
         loaded = config.load(stage, tmp_path / f"run/{stage}.yaml")
         assert loaded.seed == 7 and all("/" in source.name for source in loaded.sources().values())
     header = (tmp_path / f"run/{stages[0]}.yaml").read_text().partition("\nseed:")[0]
-    for word in ("# Before:", "# Run:", "# Needs:", "# Expect:", "# Tested:"):
-        assert word in header, word
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_finds_all_that_it_names(name: str, hub: Hub, tmp_path: Path) -> None:
-    PUT[name](hub)
-    rlhf("init", name, tmp_path / "run")
-    plan = rlhf("run", tmp_path / "run", "--dry-run").stdout.splitlines()
-    assert plan[0].split()[1] == "new" and len(plan) == len(list((tmp_path / "run").glob("*.yaml")))
+    assert all(word in header for word in ("# Before:", "# Run:", "# Needs:", "# Expect:", "# Tested:"))
 
 
 @pytest.mark.training
 def test_tldr_on_a_model_like_pythia(hub: Hub, tmp_path: Path) -> None:
-    put_tldr(hub)
-    run = tmp_path / "run"
-    found = run_all("tldr", run, {"ppo": SHORT})
-    stderr = found["stderr"]["text"]
-    assert "warning[T02]" in stderr and "chosen" in stderr, "a pad token is added; bad and identical pairs are counted"
-    assert found["reward"]["special_tokens"] == found["ppo"]["special_tokens"]
-    stop = found["ppo"]["special_tokens"]
-    assert stop["stop"] == stop["eos"] != stop["pad"]
-    check_ppo(run)
-    asked = {row["prompt"] for row in lines(run / "eval/samples.jsonl")}
-    assert asked == {post(thing, 50) for thing in THINGS[8:]}
-    report = json.loads((run / "eval/report.json").read_text())
+    def post(thing: str, number: int) -> str:
+        return f"SUBREDDIT: r/{thing}\n\nTITLE: The {thing}\n\nPOST: I saw the {thing} {number} times.\n\nTL;DR:"
+
+    def pair(thing: str, number: int) -> dict[str, str]:
+        chosen = "" if (thing, number) == ("sun", 0) else f" Saw the {thing}."
+        return {"prompt": post(thing, number), "chosen": chosen, "rejected": f" Saw {number}"}
+
+    rows = hub.dataset(
+        "trl-lib/tldr", lambda t, n: {"prompt": post(t, n), "completion": f" Saw the {t}."}, "validation", "test"
+    )
+    hub.dataset("trl-lib/tldr-preference", pair, "validation")
+    texts = [row["prompt"] for row in rows]
+    hub.model("EleutherAI/pythia-1b-deduped", families.write_causal, "pythia", texts)
+    manifests, stderr = run_all("tldr", tmp_path / "run", SHORT)
+    assert "warning[T02]" in stderr and '"chosen" is empty' in stderr
+    special = manifests["ppo"]["special_tokens"]
+    assert manifests["reward"]["special_tokens"] == special and special["stop"] == special["eos"] != special["pad"]
+    assert eval_prompts(tmp_path / "run") == {post(thing, 50) for thing in THINGS[8:]}
+    report = json.loads((tmp_path / "run/eval/report.json").read_text())
     assert "base" in report["models"] and report["reward_model"]["accuracy"] >= 0
 
 
 @pytest.mark.training
 def test_hh_on_a_model_without_a_chat_template(hub: Hub, tmp_path: Path) -> None:
-    put_hh(hub)
+    def prompt(thing: str, number: int) -> str:
+        turns = f"\n\nHuman: What is a {thing}?\n\nAssistant: It is number {number}."
+        return f"{turns}\n\nHuman: And what else?\n\nAssistant:"
+
+    def dialogue(thing: str, number: int) -> dict[str, str]:
+        text = prompt(thing, number)
+        return {"chosen": f"{text} A {thing} is good.", "rejected": f"{text} No idea."}
+
+    texts = [row["chosen"] for row in hub.dataset("Anthropic/hh-rlhf", dialogue, "test", inside="helpful-base")]
+    hub.model("EleutherAI/pythia-1.4b-deduped", families.write_causal, "pythia", texts)
     run = tmp_path / "run"
-    found = run_all("hh", run, {"ppo": SHORT})
-    check_ppo(run)
-    assert found["sft"]["template_sha256"] is None
-    tokenizer = AutoTokenizer.from_pretrained(run / "reward/model")
-    probe = found["reward"]["probes"][0]
-    asked, answer = (tokenizer.decode(probe[key]) for key in ("prompt_ids", "response_ids"))
-    assert asked.startswith("\n\nHuman: What is a ") and asked.endswith("And what else?\n\nAssistant:")
-    assert answer == f" A {THINGS[8]} is good.<|endoftext|>"
-    assert {row["prompt"] for row in lines(run / "eval/samples.jsonl")} == {
-        dialogues(thing, 50)[0]["chosen"].removesuffix(f" A {thing} is good.") for thing in THINGS[8:]
-    }
+    manifests, _ = run_all("hh", run, SHORT)
+    assert manifests["sft"]["template_sha256"] is None
+    tokenizer, probe = AutoTokenizer.from_pretrained(run / "reward/model"), manifests["reward"]["probes"][0]
+    texts = [tokenizer.decode(probe[key]) for key in ("prompt_ids", "response_ids")]
+    assert texts == [prompt(THINGS[8], 50), f" A {THINGS[8]} is good.<|endoftext|>"]
+    assert eval_prompts(run) == {prompt(thing, 50) for thing in THINGS[8:]}
 
 
 @pytest.mark.training
 def test_sentiment_without_any_reward_model(hub: Hub, tmp_path: Path) -> None:
-    put_sentiment(hub)
-    run = tmp_path / "run"
-    found = run_all("sentiment", run, {"sft": ["sft.max_length=64"], "ppo": ["ppo.num_train_epochs=0.5"]})
-    check_ppo(run)
-    assert found["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()
-    updates = lines(run / "ppo/metrics.jsonl")
-    assert len(updates) == 3, "half of 24 reviews, 4 at a time"
-    lengths = {row["length"] for row in lines(run / "ppo/samples.jsonl")}
-    assert lengths <= set(range(4, 16)), "nothing ends early, nothing is longer"
-    openings = [row["prompt"] for row in lines(run / "ppo/samples.jsonl")]
-    assert all(text.startswith("I saw") and 2 <= len(text.split()) <= 6 for text in openings)
+    def review(thing: str, number: int) -> dict[str, Any]:
+        return {"text": f"I saw a {thing} film {number} times, and it was very good indeed.", "label": number % 2}
+
+    # The card names the split `unsupervised`, which no file name rule of `datasets` finds.
+    rows = hub.dataset("stanfordnlp/imdb", review, "test", "unsupervised", inside="plain_text")
+    files = "".join(f"\n  - split: {s}\n    path: plain_text/{s}-*" for s in ("train", "test", "unsupervised"))
+    (card,) = hub.folder.glob("datasets--*/snapshots/*/README.md")
+    card.write_text(f"---\nconfigs:\n- config_name: plain_text\n  data_files:{files}\n  default: true\n---\n")
+    texts, run = [row["text"] for row in rows], tmp_path / "run"
+    hub.model("openai-community/gpt2", families.write_causal, "gpt2", texts)
+    hub.model("lvwerra/distilbert-imdb", families.write_sentiment_classifier, texts)
+    manifests, _ = run_all("sentiment", run, {"sft": ["sft.max_length=64"], "ppo": ["ppo.num_train_epochs=0.5"]})
+    assert manifests["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()
+    assert len(lines(run / "ppo/metrics.jsonl")) == 3  # half of 24 reviews, 4 at a time
+    samples = lines(run / "ppo/samples.jsonl")
+    assert {row["length"] for row in samples} <= set(range(4, 16))  # the recipe's response lengths
+    assert all(row["prompt"].startswith("I saw") and 2 <= len(row["prompt"].split()) <= 6 for row in samples)
     assert {"reward"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
 
 
 @pytest.mark.training
 def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fewer = {"sft": ["sft.max_steps=4"], "ppo": ["ppo.total_episodes=16"]}
-    found = run_all("functions", run, fewer)
-    check_ppo(run)
-    assert found["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()
+    manifests, _ = run_all("functions", run, {"sft": ["sft.max_steps=4"], "ppo": ["ppo.total_episodes=16"]})
+    assert manifests["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()
     scores = lines(run / "ppo/samples.jsonl")[0]["scores"]
     assert scores.keys() == {"on_topic", "brief", "fresh"} and 0 <= scores["on_topic"] <= 1
     assert {"reward", "gold"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
@@ -290,32 +208,33 @@ def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> Non
     "family", ["qwen3", "llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma"))]
 )
 def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
-    put_instruct(hub, family)
+    def pair(thing: str, number: int) -> dict[str, Any]:
+        turns = [{"role": "user", "content": f"What is a {thing}, {number}?"}]
+        if number == 1:
+            turns += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "What else?"}]
+        good, bad = ([*turns, {"role": "assistant", "content": text}] for text in (f"A {thing} shines.", "No."))
+        return {"chosen": good, "rejected": bad, "score_chosen": 8.0, "score_rejected": 2.0}
+
+    rows = hub.dataset("trl-lib/ultrafeedback_binarized", pair, "test")
+    texts = [turn["content"] for row in rows for turn in row["chosen"]]
+    hub.model("Qwen/Qwen2.5-0.5B-Instruct", families.write_causal, family, texts)
     run, kind = tmp_path / "run", families.FAMILIES[family]
-    found = run_all("instruct", run, {"ppo": SHORT})
-    check_ppo(run)
+    manifests, _ = run_all("instruct", run, SHORT)
     tokenizer = AutoTokenizer.from_pretrained(run / "ppo/model")
     assert tokenizer.chat_template == kind.template
     stop = tokenizer.convert_tokens_to_ids(kind.stop)
-    assert found["reward"]["special_tokens"]["stop"] == found["ppo"]["special_tokens"]["stop"] == stop
-    for probe in found["reward"]["probes"]:
+    assert all(manifests[stage]["special_tokens"]["stop"] == stop for stage in ("reward", "ppo"))
+    for probe in manifests["reward"]["probes"]:
         assert probe["response_ids"][-1] == stop and probe["response_ids"].count(stop) == 1
-        if kind.begins:
-            begins = tokenizer.convert_tokens_to_ids(kind.begins)
-            assert probe["prompt_ids"][0] == begins and probe["prompt_ids"].count(begins) == 1
+        if kind.prefix:
+            prefix = tokenizer.convert_tokens_to_ids(kind.prefix)
+            assert probe["prompt_ids"][0] == prefix and probe["prompt_ids"].count(prefix) == 1
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_checked_as_far_as_can_be_without_a_hub(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every name of the hub is told as not checked, once for each key; all else is right."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
-    assert CliRunner().invoke(app, ["init", name, str(tmp_path / "run")]).exit_code == 0
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "run"), "--json"])
-    report = json.loads(result.stdout)
-    assert result.exit_code == 0 and report["ok"] and report["problems"] == [], result.output
-    stages = {path.stem for path in (tmp_path / "run").glob("*.yaml")}
-    assert {one["stage"] for one in report["checked"]} == stages
-    assert report["not_checked"] and any("HF_HUB_OFFLINE" in one for one in report["not_checked"])
+def test_a_recipe_is_checked_as_far_as_possible_without_a_hub(name: str, hub: Hub, tmp_path: Path) -> None:
+    rlhf("init", name, tmp_path / "run")
+    report = json.loads(rlhf("check", tmp_path / "run", "--json").stdout)
+    assert report["ok"] and report["problems"] == []
+    assert {each["stage"] for each in report["checked"]} == {path.stem for path in (tmp_path / "run").glob("*.yaml")}
+    assert any("HF_HUB_OFFLINE" in text for text in report["not_checked"])

@@ -1,4 +1,4 @@
-"""`output.report_to`: what TensorBoard, wandb and trackio hold is what the run's own logs hold, and they do no harm."""
+"""`output.report_to`: TensorBoard, wandb and trackio have the numbers of the run's logs, and change no run."""
 
 import itertools
 import json
@@ -60,7 +60,7 @@ def _offline() -> Any:
 
 @pytest.fixture(scope="module")
 def chain(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of all four stages, each told to all three trackers, started from another folder."""
+    """A run of all four stages, logged to all three trackers, started from another folder."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     shutil.copytree(origin, folder)
     write_chain(folder)
@@ -79,7 +79,7 @@ def sent_values(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "step"}
 
 
-# What they hold
+# Contents
 
 
 @pytest.mark.training
@@ -143,9 +143,9 @@ def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
     for name, scalar in means.items():
         found = {event.step: event.histogram_value for event in read.Histograms(f"rollout/{name}")}
         assert found.keys() == logged.keys()
-        for step, told_of in found.items():
-            assert told_of.num == 8  # episodes of an update
-            assert told_of.sum / told_of.num == pytest.approx(logged[step][f"objective/{scalar}"], abs=1e-5)
+        for step, histogram in found.items():
+            assert histogram.num == 8  # episodes of an update
+            assert histogram.sum / histogram.num == pytest.approx(logged[step][f"objective/{scalar}"], abs=1e-5)
     advantages = read.Histograms("rollout/advantages")[0].histogram_value
     assert advantages.num == 8 * logged[1]["objective/response_length"]
     assert advantages.sum == pytest.approx(0, abs=1e-3)  # whitened
@@ -159,7 +159,7 @@ def test_histograms_have_the_means_that_are_logged(chain: Path) -> None:
 def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     report = json.loads((chain / "eval/report.json").read_text())
     won, reward = report["win_rate"]["ppo_vs_sft"]["short"], report["models"]["ppo"]["reward_mean"]
-    wanted = {
+    expected = {
         "win_rate/ppo_vs_sft/short/value": won["value"],
         "win_rate/ppo_vs_sft/short/ci95/low": won["ci95"][0],
         "models/ppo/reward_mean": reward,
@@ -170,8 +170,8 @@ def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
     history = {row["_step"]: row for row in wandb_history(chain / "eval")}
     numbers = [(step, values) for step, values in trackio_rows("chain", "demo-eval") if "samples" not in values]
     in_tensorboard = {step: some for step, (some,) in tensorboard_steps(chain / "eval").items()}
-    assert wanted.items() <= history[0].items() and wanted.items() <= numbers[0][1].items()
-    assert {name: in_tensorboard[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-6)
+    assert expected.items() <= history[0].items() and expected.items() <= numbers[0][1].items()
+    assert {name: in_tensorboard[0][name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert {2, 4} <= curve.keys()
     for name, found in (("wandb", history), ("trackio", dict(numbers[1:])), ("tensorboard", in_tensorboard)):
         along = {step: row["frontier/kl"] for step, row in found.items() if "frontier/kl" in row}
@@ -186,8 +186,13 @@ def test_an_evaluation_sends_the_numbers_of_the_report(chain: Path) -> None:
 def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     names = {"sft": "demo-sft", "reward": "demo-reward", "ppo": "mine", "eval": "demo-eval"}
     for stage, name in names.items():
-        (begun,) = wandb_runs(chain / stage)
-        assert (begun.display_name, begun.project, begun.run_group, begun.job_type) == (name, "chain", "demo", stage)
+        (run,) = wandb_runs(chain / stage)
+        assert (run.display_name, run.project, run.run_group, run.job_type) == (
+            name,
+            "chain",
+            "demo",
+            stage,
+        )
     config = {item.key: json.loads(item.value_json) for item in wandb_runs(chain / "ppo")[0].config.update}
     asked = "SELECT run_name, config FROM configs"
     in_trackio = {name: json.loads(text) for name, text in trackio_database("chain").execute(asked)}
@@ -201,7 +206,7 @@ def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     assert str(chain) not in json.dumps([config, in_trackio])
 
 
-# What they do to a run
+# Effect on a run
 
 
 @pytest.mark.training
@@ -224,7 +229,7 @@ def test_trackers_change_no_byte_of_a_run(chain: Path, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, time
-from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import MetricsLog
 real = MetricsLog.log
 def log(self, step, metrics):
     real(self, step, metrics)

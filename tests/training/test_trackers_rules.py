@@ -14,23 +14,22 @@ from stand_in_wandb import stand_in
 from rlhf_cli import tracking
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
-from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import MetricsLog, Trackers
 from rlhf_cli.tracking.trackers import TrackerRun, Trackio
 
 ROOT = Path(__file__).parents[2]
 
 
 class Listener:
-    """Notes what it is told; of an earlier start it holds the steps up to `held`."""
+    """A tracker that records its calls; `logged` is the last step that an earlier start logged."""
 
-    place, held = "here", -1
+    place, logged = "here", -1
     calls: list[tuple[str, int]]
 
     def __init__(self, run: TrackerRun) -> None:
-        self.last, self.run = self.held, run
+        self.last, self.run = self.logged, run
         type(self).calls = []
-        type(self).begun = run
+        type(self).started = run
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append(("eval" if "eval_loss" in values else "line", step))
@@ -48,9 +47,9 @@ class Listener:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Of a run whose one tracker only listens."""
+    """A config whose only tracker is a Listener."""
     monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
-    monkeypatch.setattr(Listener, "held", -1)
+    monkeypatch.setattr(Listener, "logged", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
     return load("sft", tmp_path / "sft.yaml")
 
@@ -67,7 +66,7 @@ def began(config: Config) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
+    ("logged", "expected"),
     [
         (-1, [1, 2, 3, 4, 5]),  # named only now: all so far
         (1, [2, 3, 4, 5]),  # the last line before the state was lost on the way
@@ -76,27 +75,27 @@ def began(config: Config) -> tuple[Path, Any]:
     ],
 )
 def test_a_tracker_gets_only_what_it_lacks(
-    config: Config, held: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    config: Config, logged: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, mark = began(config)
-    monkeypatch.setattr(Listener, "held", held)
-    with Trackers(config) as nobody:
+    monkeypatch.setattr(Listener, "logged", logged)
+    with Trackers(config) as unused:
         log = MetricsLog(path, mark, tracked := Trackers(config))
-        assert nobody and not tracked
+        assert unused and not tracked
         with tracked:
-            assert (tracked.config, Listener.begun.saved_step, Listener.begun.logged_step) == (config, 2, 4)
+            assert (tracked.config, Listener.started.saved_step, Listener.started.logged_step) == (config, 2, 4)
             for step in (3, 4, 5):
                 log.log(step, {"loss": 1.0})
                 tracked.table(step, "samples", [{"a": 1}])
     assert [step for what, step in Listener.calls if what == "line"] == expected
-    assert [step for what, step in Listener.calls if what == "samples"] == [step for step in (3, 4, 5) if step > held]
+    assert [step for what, step in Listener.calls if what == "samples"] == [step for step in (3, 4, 5) if step > logged]
     assert Listener.calls[-1] == ("closed", 0)
 
 
 def test_a_line_of_an_interrupted_step_is_sent(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in an evaluation: the step's own line was told, the evaluation's was not."""
+    """Killed in an evaluation: the step's own line was sent, the evaluation's was not."""
     path, mark = began(config)
-    monkeypatch.setattr(Listener, "held", 4)
+    monkeypatch.setattr(Listener, "logged", 4)
     log = MetricsLog(path, mark, tracked := Trackers(config))
     with tracked:
         for step in (3, 4):
@@ -112,7 +111,7 @@ def test_a_failed_run_is_marked_as_failed(config: Config) -> None:
         assert Listener.calls == [("closed", code)]
 
 
-def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_main_process_logs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     Listener.calls = []
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -122,7 +121,7 @@ def test_the_first_of_several_processes_alone_talks(config: Config, monkeypatch:
     assert Listener.calls == []
 
 
-def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_has_text_and_numbers_and_no_secret(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a-secret-of-the-environment")
     row = {"response": "it is a-secret-of-the-environment", "scores": {"a": 1.5}, "ended": True, "tokens": [1, 2]}
     with Trackers(config) as tracked:
@@ -134,7 +133,7 @@ def test_a_table_holds_text_and_numbers_and_no_secret(config: Config, monkeypatc
 
 
 @pytest.mark.parametrize("moment", ["__init__", "metrics", "table", "histograms", "close"])
-def test_r16_a_tracker_that_fails_is_left_alone(
+def test_r16_a_tracker_that_fails_is_closed(
     config: Config, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*arguments: Any) -> None:
@@ -177,9 +176,9 @@ import sys
 from pathlib import Path
 from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import Trackers, metrics_log
+from rlhf_cli.tracking import MetricsLog, Trackers
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
-    metrics_log.MetricsLog(Path("metrics.jsonl"), None, trackers)
+    MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
 """
 
@@ -199,8 +198,7 @@ ONLINE = """
 import sys
 from pathlib import Path
 from rlhf_cli.config import load
-from rlhf_cli.tracking.metrics_log import MetricsLog
-from rlhf_cli.tracking import Trackers, metrics_log
+from rlhf_cli.tracking import MetricsLog, Trackers
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)
@@ -213,7 +211,7 @@ with trackers:
 
 
 def online(folder: Path, url: str, *steps: int, **variables: str) -> subprocess.Popen[str]:
-    """A process that logs these steps, the first ones maybe again, once it is told to."""
+    """A process that logs these steps, the first ones maybe again."""
     (folder / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb]}\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder), "NETRC": str(folder / "netrc")}
@@ -253,21 +251,21 @@ def test_r16_a_server_that_goes_away(tmp_path: Path) -> None:
     assert out == "False\n" and err.startswith("warning[R16]: wandb: CommError: ") and len(err.splitlines()) == 2
 
 
-def test_without_a_key_wandb_neither_asks_nor_waits(tmp_path: Path) -> None:
+def test_without_a_key_wandb_fails_at_once(tmp_path: Path) -> None:
     out, err = online(tmp_path, "http://127.0.0.1:9").communicate("\n", timeout=60)
     assert out == "False\n" and err.startswith("warning[R16]: wandb: RuntimeError: there is no API key: ")
 
 
-def test_what_trackio_only_warns_of_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_of_trackio_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # where nobody listens
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # without a server
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="could not create a remote client"):
         warnings.simplefilter("default")
         Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
 
 
-def test_the_names_of_a_project_are_taken_once(tmp_path: Path) -> None:
+def test_a_name_is_used_once_per_project(tmp_path: Path) -> None:
     places = []
     for folder in ("a", "b", "a"):
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -238,37 +238,18 @@ def test_a_fault_has_its_code_and_place(
     assert place in str(error) and text in str(error), str(error)
 
 
-ASKED, ANSWER = "How do I make a soup?", "With pleasure! Just add some leek."
-SEEMS = "the first line of {} looks like data; add a header line"
-COLUMNS = "map the columns, e.g. data.columns: "
-
-
 @pytest.mark.parametrize(
-    ("read", "name", "text", "columns", "hint"),
+    ("header", "hint"),
     [
-        (data.sft_rows, "a.csv", f"{ASKED},{ANSWER}\nb,c\n", {}, SEEMS.format("a.csv") + " 'prompt,completion'"),
-        (data.sft_rows, "a.tsv", f"{ASKED}\t{ANSWER}\nb\tc\n", {}, SEEMS.format("a.tsv") + " 'prompt\\tcompletion'"),
-        (data.preference_rows, "a.csv", f"{ASKED},{ANSWER},No.\nb,c,d\n", {},
-         SEEMS.format("a.csv") + " 'prompt,chosen,rejected'"),
-        (data.preference_rows, "a.csv", f"{ASKED},{ANSWER}\nb,c\n", {}, SEEMS.format("a.csv") + " 'chosen,rejected'"),
-        # names of the file that are mapped
-        (data.sft_rows, "a.csv", f"How,{ASKED} {ANSWER}\nb,c\n", {"prompt": "how", "completion": "said"},
-         SEEMS.format("a.csv") + " 'how,said'"),
-        (data.preference_rows, "a.csv", f"{ASKED},{ASKED},{ANSWER}\nb,c,d\n", {}, SEEMS.format("a.csv")),
-        # names that are unknown, or not in a header
-        (data.sft_rows, "a.csv", "question,answer\nb,c\n", {}, COLUMNS + "{prompt: question}"),
-        (data.sft_rows, "a.csv", f"prompt,What do you prefer?,{ASKED}\nb,c,d\n", {},
-         COLUMNS + "{completion: What do you prefer?}"),
-        (data.sft_rows, "a.jsonl", f'{{"{ASKED}": "b", "{ANSWER}": "c"}}\n', {}, COLUMNS + f"{{prompt: {ASKED}}}"),
+        ("question,answer", "{prompt: question}"),
+        ("prompt,What do you prefer?,Why?", "{completion: What do you prefer?}"),
+        (f"How do I make {'a very ' * 40}good soup?,Just add leek", "{completion: Just add leek}"),
     ],
-)  # fmt: skip
-def test_a_table_without_a_header_gets_a_hint(
-    tmp_path: Path, read: Any, name: str, text: str, columns: dict[str, str], hint: str
-) -> None:
-    (tmp_path / name).write_text(text)
-    (problem,) = error_of(read, DataSource(str(tmp_path / name), columns=columns), None).problems
-    assert problem.code in ("D02", "D03") and problem.hint == hint
-    assert len(problem.text) < 200  # rows are not printed in full
+)
+def test_d02_suggests_a_column_and_shortens_long_names(tmp_path: Path, header: str, hint: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n{header}\n")
+    (problem,) = error_of(data.sft_rows, DataSource(str(tmp_path / "a.csv")), None).problems
+    assert problem.code == "D02" and str(problem.hint).startswith("map the columns") and len(problem.text) < 200
 
 
 @pytest.mark.parametrize(
@@ -288,11 +269,7 @@ def test_d02_of_mapped_columns(tokenizer: Any, tmp_path: Path, columns: dict, te
 def test_d12_a_conversation_has_no_first_words(chat: Any, tmp_path: Path) -> None:
     source = DataSource(str(write(tmp_path, {"prompt": [USER]})), first_words=(2, 2))
     (problem,) = error_of(data.prompt_rows, source, chat).problems
-    assert (
-        problem.code == "D12"
-        and "truncate_prompt_words cuts only text" in problem.text
-        and "rows.jsonl:1" in str(problem)
-    )
+    assert problem.code == "D12" and "truncate_prompt_words cuts only text" in problem.text
 
 
 def test_d05_counts_the_rows_lost_to_each_fault(tokenizer: Any, tmp_path: Path) -> None:

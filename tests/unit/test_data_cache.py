@@ -10,7 +10,7 @@ import pytest
 from conftest import World
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.data import sources, tokens
+from rlhf_cli.data import tokens
 from rlhf_cli.models import tokenizers
 
 CONTENTS = [
@@ -137,7 +137,3 @@ def test_the_least_recently_used_files_are_deleted(
 def test_equal_ids_are_one_object(tokenizer: Any) -> None:
     (_, first), (_, second) = data.encode_many(tokenizer, [None, None], ["Tell 😀 me", "Tell 😀 me"])
     assert max(first) > 256 and all(one is other for one, other in zip(first, second, strict=True))
-
-
-def test_the_test_suite_does_not_use_the_users_cache() -> None:
-    assert not sources.cache_folder().is_relative_to(Path.home() / ".cache")

@@ -91,6 +91,8 @@ def test_data_format_selects_how_texts_are_read(tokenizer: Any, chat: Any, tmp_p
     assert tokenizer.decode(row["input_ids"]) == f"{TWO} Sure.<eos>"
     (problem,) = problems(data.sft_rows, source(tmp_path, plain, format="transcripts"), chat)
     assert problem.code == "D12" and "data.format" in str(problem)
+    (problem,) = problems(data.sft_rows, source(tmp_path, {"prompt": f"{ONE} Well", "completion": " no"}), chat)
+    assert problem.code == "D12" and "an assistant turn" in problem.text
 
 
 PAIR = {"chosen": f"{TWO} Sure.", "rejected": f"{TWO} No."}
@@ -119,11 +121,6 @@ def test_bad_dialogues_have_a_code_or_are_dropped(
     assert f"warning[{code}]" in warning and "2 of 3 rows dropped: " in warning and "(first: line 2)" in warning
 
 
-def test_d12_a_prompt_that_ends_with_an_assistant_turn(chat: Any, tmp_path: Path) -> None:
-    (problem,) = problems(data.sft_rows, source(tmp_path, {"prompt": f"{ONE} Well", "completion": " no"}), chat)
-    assert problem.code == "D12" and "an assistant turn" in problem.text
-
-
 # --- data.on_bad
 
 
@@ -145,19 +142,6 @@ def test_on_bad_does_not_drop_identical_or_long_rows(tokenizer: Any, tmp_path: P
         rows = source(tmp_path, GOOD, contents, on_bad="drop")
         (problem,) = problems(data.preference_rows, rows, tokenizer, max_length=99, on_long="error")
         assert problem.code == code
-
-
-def test_d05_lists_the_faults_of_the_dropped_rows(tokenizer: Any, tmp_path: Path) -> None:
-    contents = {**GOOD, "rejected": ""}, {**GOOD, "prompt": ""}, {**GOOD, "chosen": " "}
-    (problem,) = problems(data.preference_rows, source(tmp_path, *contents, on_bad="drop"), tokenizer)
-    assert problem.code == "D05"
-    assert '3 read, dropped 2 "rejected" is empty; the others are similar; 1 the prompt is empty' in problem.text
-
-
-def test_the_hint_of_many_bad_rows_names_the_option_that_drops_them(tokenizer: Any, tmp_path: Path) -> None:
-    for contents, hint in (({**GOOD, "rejected": ""}, "set data.on_bad: drop"), (SAME, None)):
-        *_, last = problems(data.preference_rows, source(tmp_path, *[contents] * 9), tokenizer)
-        assert last.text.startswith("9 of 9 rows are bad") and last.hint == hint
 
 
 # --- held-out splits
@@ -185,7 +169,7 @@ def test_every_form_order_and_file_holds_out_the_same_prompts(chat: Any, tmp_pat
     forms: list[tuple[Any, int, list[dict[str, Any]]]] = [  # reader, rows per prompt, rows
         (data.prompt_rows, 1, [{"prompt": prompt} for prompt in PROMPTS]),
         (data.sft_rows, 1, [{"prompt": f"{prompt} ", "completion": " Yes"} for prompt in PROMPTS]),
-        (data.sft_rows, 2, [{"messages": asked + answer + more} for asked in reversed(turns)]),
+        (data.sft_rows, 2, [{"messages": question + answer + more} for question in reversed(turns)]),
         (data.preference_rows, 2, [{"prompt": prompt, "chosen": "Yes", "rejected": "No"} for prompt in PROMPTS * 2]),
         (data.preference_rows, 1, [{"chosen": f"{text} Yes", "rejected": f"{text} No"} for text in dialogues]),
     ]
@@ -193,10 +177,10 @@ def test_every_form_order_and_file_holds_out_the_same_prompts(chat: Any, tmp_pat
     for number, (read, count, contents) in enumerate(forms):
         path = tmp_path / f"{number}.json"
         path.write_text(json.dumps(contents))
-        training, kept = split(chat, path, read, 0.25, 0)
-        assert set(training) | set(kept) == set(range(400)) and not set(training) & set(kept)
-        assert set((training + kept).values()) == {count}
-        held_out.append(set(kept))
+        training, held_out_prompts = split(chat, path, read, 0.25, 0)
+        assert set(training) | set(held_out_prompts) == set(range(400)) and not set(training) & set(held_out_prompts)
+        assert set((training + held_out_prompts).values()) == {count}
+        held_out.append(set(held_out_prompts))
     assert all(numbers == held_out[0] for numbers in held_out) and 70 < len(held_out[0]) < 130  # a quarter of 400
 
 

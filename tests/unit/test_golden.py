@@ -124,11 +124,11 @@ def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
         ids, real = torch.cat([prompt, torch.zeros_like(mask).long()], 1), torch.cat([prompt.bool(), mask], 1)
         rollout = Rollout(ids, real, mask, torch.ones(len(mask), dtype=torch.bool))
         fields = {name: tensors[name][rows] for name in ("logprobs", "advantages", "values", "returns")}
-        judged = tiny.experience(rollout, ref_logprobs=fields["logprobs"], **fields)
-        tokens = judged.gather(rollout.micro_batch(torch.arange(len(mask))))
+        experience = tiny.experience(rollout, ref_logprobs=fields["logprobs"], **fields)
+        tokens = experience.gather(rollout.micro_batch(torch.arange(len(mask))))
         if kind == "policy":
             logits = two_token_logits(step["new_logprobs"][mask], temperature)
-            loss, metrics = policy_losses(tokens, logits, None, judged.kl_coef, settings)
+            loss, metrics = policy_losses(tokens, logits, None, experience.kl_coef, settings)
             torch.testing.assert_close(metrics["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
         else:
             loss, metrics = value_losses(tokens, step["vpred"][mask], settings)

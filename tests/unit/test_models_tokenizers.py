@@ -109,12 +109,6 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(tokenizer: Any, tmp_path: Pa
         tokenizers.set_chat_template(tokenizer, "chatlm")
 
 
-def test_m01_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(RLHFError) as error:
-        tokenizers.load_tokenizer(tmp_path)
-    assert error.value.problems[0].code == "M01" and error.value.exit_code == 2
-
-
 def test_a_tokenizer_of_digits_without_an_unknown_token_loads(tmp_path: Path) -> None:
     backend = Tokenizer(WordLevel({**{str(digit): digit for digit in range(10)}, "<eos>": 10}))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)

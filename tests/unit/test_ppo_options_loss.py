@@ -24,9 +24,9 @@ from rlhf_cli.ppo.forward_backward import ModelRunner, policy_losses
     ],
 )
 def test_dual_clip_and_cliprange_high_reach_the_update(changes, ratio, advantage, loss, clipped):
-    trainer, judged = tiny.judged(num_ppo_epochs=1, **changes)
-    fields = {"logprobs": judged.logprobs - math.log(ratio), "advantages": advantage * judged.mask.float()}
-    stats = trainer.update(replace(judged, **fields))
+    trainer, experience = tiny.trainer_and_experience(num_ppo_epochs=1, **changes)
+    fields = {"logprobs": experience.logprobs - math.log(ratio), "advantages": advantage * experience.mask.float()}
+    stats = trainer.update(replace(experience, **fields))
     assert stats["loss/policy_avg"] == pytest.approx(loss, rel=1e-4) and stats["policy/clipfrac_avg"] == clipped
     assert (stats["policy/grad_norm"] == 0.0) is clipped
 
@@ -55,9 +55,13 @@ def test_entropy_gradient_on_three_tokens():
 def test_entropy_coef_keeps_the_policy_broad():
     after = {}
     for coef in (0.0, 1.0):
-        trainer, judged = tiny.judged(entropy_coef=coef, learning_rate=3e-3, num_ppo_epochs=8, ratio_threshold=None)
-        before = trainer.update(replace(judged, advantages=torch.zeros_like(judged.advantages)))["policy/entropy_avg"]
-        micro = judged.rollout.micro_batch(torch.arange(4))
+        trainer, experience = tiny.trainer_and_experience(
+            entropy_coef=coef, learning_rate=3e-3, num_ppo_epochs=8, ratio_threshold=None
+        )
+        before = trainer.update(replace(experience, advantages=torch.zeros_like(experience.advantages)))[
+            "policy/entropy_avg"
+        ]
+        micro = experience.rollout.micro_batch(torch.arange(4))
         log_probs = losses.log_probs(forward.response_logits(trainer.policy, micro), trainer.settings.temperature)
         after[coef] = float(losses.entropy(log_probs.detach()).mean())
     start = tiny.one_step(learning_rate=0.0)[1]["policy/entropy_avg"]
@@ -97,8 +101,8 @@ def ptx_rows(monkeypatch) -> list[tuple[tuple[int, ...], int]]:
 
 def test_ptx_coef_adds_the_gradient_of_the_mean_nll_of_the_sampled_rows(ptx_rows):
     exact = {"dtype": torch.float64, "max_grad_norm": 1e9}
-    without = tiny.gradient(*tiny.judged(**exact))
-    gained = tiny.gradient(*tiny.judged(ptx_coef=2.5, ptx=PTX, **exact)) - without
+    without = tiny.gradient(*tiny.trainer_and_experience(**exact))
+    gained = tiny.gradient(*tiny.trainer_and_experience(ptx_coef=2.5, ptx=PTX, **exact)) - without
     assert len(ptx_rows) == 4, "as many rows as the minibatch has episodes"
     known = {tuple(prompt + completion): len(completion) for prompt, completion in PTX}
     assert all(known[ids] == count for ids, count in ptx_rows)
@@ -118,11 +122,11 @@ def test_ptx_rows_depend_only_on_seed_update_and_epoch(ptx_rows):
     sampled = {}
     for minibatches, seed in ((1, 0), (2, 0), (1, 1)):
         ptx_rows.clear()
-        trainer, judged = tiny.judged(
+        trainer, experience = tiny.trainer_and_experience(
             ptx_coef=0.1, ptx=many, num_mini_batches=minibatches, ratio_threshold=None, seed=seed
         )
         torch.rand(7)
-        assert trainer.update(judged)["loss/ptx_avg"] > 0.0
+        assert trainer.update(experience)["loss/ptx_avg"] > 0.0
         trainer.update(trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
         ids = [ids for ids, _ in ptx_rows]
         sampled[minibatches, seed] = [tuple(sorted(ids[start : start + 4])) for start in range(0, len(ids), 4)]
@@ -131,8 +135,8 @@ def test_ptx_rows_depend_only_on_seed_update_and_epoch(ptx_rows):
 
 
 def test_ptx_loss_falls_as_it_is_trained():
-    trainer, judged = tiny.judged(ptx_coef=1.0, ptx=PTX[:1])
-    flat = replace(judged, advantages=torch.zeros_like(judged.advantages))
+    trainer, experience = tiny.trainer_and_experience(ptx_coef=1.0, ptx=PTX[:1])
+    flat = replace(experience, advantages=torch.zeros_like(experience.advantages))
     history = [trainer.update(flat)["loss/ptx_avg"] for _ in range(3)]
     assert history[0] > history[1] > history[2]
     assert "loss/ptx_avg" not in tiny.one_step()[1]
@@ -143,10 +147,12 @@ def test_ptx_loss_falls_as_it_is_trained():
 
 def recorded(**changes):
     """A trainer after an update; the policykl of each of its optimizer steps; its metrics."""
-    trainer, judged = tiny.judged(learning_rate=3e-3, ratio_threshold=None, **{"num_ppo_epochs": 6, **changes})
+    trainer, experience = tiny.trainer_and_experience(
+        learning_rate=3e-3, ratio_threshold=None, **{"num_ppo_epochs": 6, **changes}
+    )
     steps, plain = [], trainer._train_minibatch
     trainer._train_minibatch = lambda *args: (steps.append(plain(*args)), steps[-1])[1]
-    stats = trainer.update(judged)
+    stats = trainer.update(experience)
     return trainer, [step["policy/policykl"] for step in steps], stats
 
 
@@ -166,18 +172,18 @@ def test_early_stopping_ends_the_epochs_after_the_last_minibatch_of_one(minibatc
     assert recorded(early_stopping=True, target_kl=100.0)[2]["policy/epochs"] == 6
 
 
-def off_by(judged, rows, shift: float = 5.0):
+def off_by(experience, rows, shift: float = 5.0):
     """The experience with the old log-probs of some rows lowered: their ratios are e^5, about 148."""
-    old = judged.logprobs.clone()
+    old = experience.logprobs.clone()
     old[rows] -= shift
-    return replace(judged, logprobs=old)
+    return replace(experience, logprobs=old)
 
 
 @pytest.mark.parametrize("threshold,skipped", [(10.0, 8), (None, 0)])  # two minibatches, four epochs
 def test_ratio_threshold_lets_no_weight_change(threshold, skipped):
-    trainer, judged = tiny.judged(num_mini_batches=2, ratio_threshold=threshold)
+    trainer, experience = tiny.trainer_and_experience(num_mini_batches=2, ratio_threshold=threshold)
     before = tiny.weights(trainer.policy), tiny.weights(trainer.value)
-    stats = trainer.update(off_by(judged, torch.arange(4)))
+    stats = trainer.update(off_by(experience, torch.arange(4)))
     assert stats["policy/skipped_minibatches"] == skipped
     assert torch.equal(before[0], tiny.weights(trainer.policy)) is torch.equal(before[1], tiny.weights(trainer.value))
     assert torch.equal(before[0], tiny.weights(trainer.policy)) is bool(skipped)
@@ -187,9 +193,11 @@ def test_ratio_threshold_lets_no_weight_change(threshold, skipped):
 def test_ratio_threshold_skips_the_one_minibatch_that_exceeds_it():
     def after(threshold, *which):
         """An update of one epoch on the minibatches `which`, of which the first one is off."""
-        trainer, judged = tiny.judged(num_mini_batches=2, num_ppo_epochs=1, ratio_threshold=threshold)
-        judged = off_by(judged, torch.cat(judged.minibatches[0]))
-        return trainer, trainer.update(replace(judged, minibatches=tuple(judged.minibatches[i] for i in which)))
+        trainer, experience = tiny.trainer_and_experience(
+            num_mini_batches=2, num_ppo_epochs=1, ratio_threshold=threshold
+        )
+        experience = off_by(experience, torch.cat(experience.minibatches[0]))
+        return trainer, trainer.update(replace(experience, minibatches=tuple(experience.minibatches[i] for i in which)))
 
     (trainer, stats), (alone, second) = after(10.0, 0, 1), after(10.0, 1)
     assert stats["policy/skipped_minibatches"] == 1
@@ -201,9 +209,9 @@ def test_ratio_threshold_skips_the_one_minibatch_that_exceeds_it():
 @pytest.mark.parametrize("threshold,skipped", [(10.0, 1), (20.0, 0)])
 def test_ratio_threshold_applies_to_the_mean_ratio(threshold, skipped):
     """One ratio of 148 among eleven: a mean of 14, over 10 and under 20."""
-    trainer, judged = tiny.judged(num_ppo_epochs=1, ratio_threshold=threshold)
-    old = judged.logprobs.clone()
+    trainer, experience = tiny.trainer_and_experience(num_ppo_epochs=1, ratio_threshold=threshold)
+    old = experience.logprobs.clone()
     old[0, 0] -= 5.0
-    stats = trainer.update(replace(judged, logprobs=old))
+    stats = trainer.update(replace(experience, logprobs=old))
     assert stats["val/ratio"] == pytest.approx((148.41 + 10) / 11, rel=1e-2)
     assert stats["policy/skipped_minibatches"] == skipped

@@ -195,10 +195,10 @@ def test_minibatches_are_shuffled_for_each_epoch_and_update():
 
 def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
     """As a caller may pass one; none of the minibatches is empty."""
-    trainer, judged = tiny.judged(num_mini_batches=8, num_ppo_epochs=3, ratio_threshold=None)
+    trainer, experience = tiny.trainer_and_experience(num_mini_batches=8, num_ppo_epochs=3, ratio_threshold=None)
     steps: list[int] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))
-    assert trainer.update(judged)["policy/epochs"] == 3 and len(steps) == 4 * 3
+    assert trainer.update(experience)["policy/epochs"] == 3 and len(steps) == 4 * 3
 
 
 # Models that the caller passes

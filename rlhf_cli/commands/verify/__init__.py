@@ -28,7 +28,7 @@ from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import ppo_samples, ppo_setup
-from rlhf_cli.tracking.metrics_log import read_log
+from rlhf_cli.tracking import read_log
 
 TOLERANCE = 1e-6
 FLOOR = 1e-3  # least denominator of a relative difference

@@ -112,15 +112,15 @@ def everything(args: argparse.Namespace, origin: World, pool: ProcessPoolExecuto
     return found
 
 
-def _kills(pool: ProcessPoolExecutor, origin: World, stage: str, wanted: int, seed: int) -> Iterator[Outcome]:
-    """Run until `wanted` kills have hit, or none of a round does."""
+def _kills(pool: ProcessPoolExecutor, origin: World, stage: str, requested: int, seed: int) -> Iterator[Outcome]:
+    """Run until `requested` kills have hit, or none of a round does."""
     hit, number, before = 0, 0, -1
-    while before < hit < wanted:
-        before, missing = hit, wanted - hit
+    while before < hit < requested:
+        before, missing = hit, requested - hit
         sizes = [min(trials.KILLS_PER_RUN, missing - done) for done in range(0, missing, trials.KILLS_PER_RUN)]
         jobs = [partial(trials.killed, origin, stage, 10_000 * seed + number + i, n) for i, n in enumerate(sizes)]
         number += len(jobs)
-        for outcome in _all(pool, jobs, f"{stage}: {hit} of {wanted} kills, runs"):
+        for outcome in _all(pool, jobs, f"{stage}: {hit} of {requested} kills, runs"):
             hit += len(outcome.kills)
             yield outcome
 
@@ -134,7 +134,7 @@ def _all(pool: ProcessPoolExecutor, jobs: Iterable[Callable[[], Any]], label: st
     return [future.result() for future in futures]
 
 
-def report(found: Found, wanted: int) -> list[str]:
+def report(found: Found, requested: int) -> list[str]:
     """Print the tables; return all faults."""
     faults: list[str] = []
     rows = []
@@ -146,7 +146,7 @@ def report(found: Found, wanted: int) -> list[str]:
         rows.append([stage, len(kills), share, covered if stage in found.killed else "-", early, len(outcomes), same])
         faults += [f"{outcome.name}: {text}" for outcome in outcomes for text in outcome.wrong]
         if stage in found.killed:
-            faults += vacuous(stage, len(kills), inside, steps, wanted)
+            faults += vacuous(stage, len(kills), inside, steps, requested)
     _table(["killed", "kills", "inside a write", "steps hit", "before a step", "runs", "identical"], rows)
     rows = []
     for stage, parts in found.tried.items():
@@ -165,9 +165,9 @@ def _table(columns: list[str], rows: list[list[Any]]) -> None:
     terminal.out()
 
 
-def vacuous(stage: str, count: int, inside: int, steps: int, wanted: int) -> list[str]:
+def vacuous(stage: str, count: int, inside: int, steps: int, requested: int) -> list[str]:
     """Return why these kills would show nothing. Few kills must hit different steps, every second one."""
-    faults = [f"{stage}: {count} kills hit, {wanted} were requested"] if count < wanted else []
+    faults = [f"{stage}: {count} kills hit, {requested} were requested"] if count < requested else []
     if inside < LEAST_INSIDE * count:
         faults.append(f"{stage}: {inside} of {count} kills landed inside a write: vacuous")
     if steps < LEAST_COVERED * min(STEPS, count // 2):

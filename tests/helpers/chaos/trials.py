@@ -70,11 +70,11 @@ def finish(world: World, stage: str, folder: Path, *, keep: bool = False) -> lis
 # Kills at random moments: half of them anywhere, half aimed at the writing of a checkpoint, a snapshot or the models
 
 
-def killed(world: World, stage: str, seed: int, wanted: int = KILLS_PER_RUN) -> Outcome:
-    """Kill a run `wanted` times, as far as it lives that long, then finish and compare it."""
+def killed(world: World, stage: str, seed: int, requested: int = KILLS_PER_RUN) -> Outcome:
+    """Kill a run `requested` times, as far as it lives that long, then finish and compare it."""
     draw = random.Random(f"{stage}/{seed}")
     folder, outcome = world.trial(stage, f"kills-{seed}"), Outcome(f"{stage} {seed}")
-    for number, target in enumerate(sorted(draw.choices(range(1, STEPS + 1), k=wanted))):
+    for number, target in enumerate(sorted(draw.choices(range(1, STEPS + 1), k=requested))):
         if draw.random() < 0.1:
             run = Run(stage, folder)
             time.sleep(draw.uniform(0, 0.5))
@@ -126,14 +126,14 @@ def writing(folder: Path) -> set[tuple[str, int]]:
 # Kills of `rlhf run`
 
 
-def chain_killed(world: World, stages: Sequence[str], seed: int, wanted: int) -> Outcome:
-    """Kill `rlhf run` `wanted` times; every second time the parent only, whose stage must stop by itself."""
+def chain_killed(world: World, stages: Sequence[str], seed: int, requested: int) -> Outcome:
+    """Kill `rlhf run` `requested` times; every second time the parent only, whose stage must stop by itself."""
     draw = random.Random(f"chain/{seed}")
     outcome, folder = Outcome(f"rlhf run {seed}"), world.folder / "trials" / f"chain-{seed}"
     shutil.copytree(world.origin / "data", folder / "data")
     for stage in stages:
         shutil.copy(world.origin / f"{stage}.yaml", folder)
-    targets = sorted((draw.randrange(len(stages)), draw.randrange(STEPS)) for _ in range(wanted))
+    targets = sorted((draw.randrange(len(stages)), draw.randrange(STEPS)) for _ in range(requested))
     for number, (stage_number, step) in enumerate(targets):
         place = folder / stages[stage_number]
         traces, parent = writing(place), _start_chain(folder)

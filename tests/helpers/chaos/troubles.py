@@ -22,11 +22,10 @@ from chaos import faults
 from chaos.faults import Point
 from chaos.trials import Outcome, finish, unclean
 from chaos.world import STEPS, Run, World
-from rlhf_cli import runs, terminal
+from rlhf_cli import runs, terminal, tracking
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs import checkpoints, stage_folder
 from rlhf_cli.stages import trl_common
-from rlhf_cli.tracking import metrics_log
 
 
 def full_disk(world: World, stage: str, seed: int) -> Outcome:
@@ -173,7 +172,7 @@ LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run with few steps l
 FAULTS: dict[str, tuple[str, Point, Callable[[pytest.MonkeyPatch], None]]] = {
     "scheduler forgotten": ("ppo", LATE, _load_state(lambda trainer: {"scheduler": trainer.scheduler.state_dict()})),
     "coefficient forgotten": ("ppo", LATE, _load_state(lambda trainer: {"kl_coef": trainer.settings.kl_coef})),
-    "log not cut": ("ppo", LATE, _replace(metrics_log, "_truncate", _keep_log)),
+    "log not cut": ("ppo", LATE, _replace(tracking, "_truncate", _keep_log)),
     "litter left": (
         "ppo",
         Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2),
