@@ -97,20 +97,20 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
 
     Raises RLHFError as `rlhf check` does, for missing or invalid models and data.
     """
-    apart = chain.apart(config) if mode is None else set()
+    separate = chain.separate_models(config) if mode is None else set()
     shares_base = isinstance(config, PPOConfig) and config.models.adapters
     mode = mode or ("one-base" if shares_base else hardware.adapter_kind(config) or "full")
     starts = {use.key: chain.start(config, use.key) for use in hardware.models_in_memory(config)}
     data = chain.data_size(config, next(iter(starts.values())))
     if isinstance(config, PPOConfig):
-        models, found = _ppo(config, starts, data, mode, target, apart)
+        models, stage_phases = _ppo(config, starts, data, mode, target, separate)
     elif isinstance(config, EvalConfig):
         mode = "full"  # evaluated models are loaded in full
-        models, found = _evaluation(config, starts, data, target, chain)
+        models, stage_phases = _evaluation(config, starts, data, target, chain)
     else:
         assert isinstance(config, SFTConfig | RewardConfig)
-        models, found = _trl(config, starts, data, mode, target)
-    return Estimate(config, mode, models, data, found, _steps(config, data.rows, target.processes), target)
+        models, stage_phases = _trl(config, starts, data, mode, target)
+    return Estimate(config, mode, models, data, stage_phases, _steps(config, data.rows, target.processes), target)
 
 
 def _stage_model(config: Any, key: str, start: ModelSpec, *, scorer: bool, **options: Any) -> StageModel:
@@ -134,14 +134,14 @@ def _trl(
     scorer, start = config.stage == "reward", starts["model.path"]
     model = _stage_model(config, "model.path", start, scorer=scorer, **options, **_adapters(mode, config.model))
     eight_bits = config.trainer.get("optim") in ADAMW_8BIT_NAMES
-    found = phases.trl_phases(config.stage, model, settings, data.lengths, gpu=target.gpu, eight_bits=eight_bits)
-    return {"reward" if scorer else "policy": model}, found
+    stage_phases = phases.trl_phases(config.stage, model, settings, data.lengths, gpu=target.gpu, eight_bits=eight_bits)
+    return {"reward" if scorer else "policy": model}, stage_phases
 
 
 def _ppo(
-    config: PPOConfig, starts: dict[str, ModelSpec], data: DataSize, mode: str, target: Target, apart: set[str]
+    config: PPOConfig, starts: dict[str, ModelSpec], data: DataSize, mode: str, target: Target, separate: set[str]
 ) -> tuple[dict[str, StageModel], list[Phase]]:
-    """`apart`: keys of models that are no adapters of the policy's weights, although PPO trains adapters."""
+    """`separate`: keys of models that are not adapters of the policy's weights, although PPO trains adapters."""
     ppo_setup.check_num_shared_layers(config, starts["models.sft"].body)
     settings = target.usable(config.ppo)
     options = {"bf16": settings.bf16, "checkpointing": settings.gradient_checkpointing}
@@ -152,12 +152,12 @@ def _ppo(
         if use.role in ("value", "reward"):
             name = use.role if use.role not in models else f"{use.role} {use.key}"
             # a frozen reward model has adapters if it shares its base, and in 4 bits
-            has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in apart)
+            has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in separate)
             extra = adapted if has_adapters else {}
             models[name] = _stage_model(config, use.key, starts[use.key], scorer=True, **options, **extra)
             keys[name] = use.key
     rewards = {name: model for name, model in models.items() if name.startswith("reward")}
-    sharing = {name for name, key in keys.items() if mode == "one-base" and key not in apart}
+    sharing = {name for name, key in keys.items() if mode == "one-base" and key not in separate}
     paths = {reference.key: reference.path for reference in runs.references(config)}
     if mode == "one-base" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
@@ -178,8 +178,8 @@ def _evaluation(
     if settings.frontier and (trainer := chain.trainer(config)):
         rounds += max(0, trainer.output.snapshots - 1)  # beside PPO's last policy; its best one may be evaluated too
     total = -(-data.rows // target.processes) * rounds
-    found = phases.evaluation_phases([*policies.values()], [*judges.values()], settings, total, data.lengths)
-    return {**policies, **judges}, found
+    stage_phases = phases.evaluation_phases([*policies.values()], [*judges.values()], settings, total, data.lengths)
+    return {**policies, **judges}, stage_phases
 
 
 def _steps(config: Config, rows: int, processes: int) -> int:

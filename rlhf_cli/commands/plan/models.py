@@ -176,8 +176,8 @@ class ModelResolver:
         complete = next(islice(sources.read_rows(source), count, None), None) is None
         return ModelSpec(body, tokenizer, exact=complete)
 
-    def apart(self, config: Config) -> set[str]:
-        """Return the keys of models that are no adapters of models.sft's weights, if PPO trains adapters."""
+    def separate_models(self, config: Config) -> set[str]:
+        """Return the keys of models that are not adapters of models.sft's weights, if PPO trains adapters."""
         if not isinstance(config, PPOConfig) or not config.models.adapters:
             return set()
         sft, *others = runs.references(config)
