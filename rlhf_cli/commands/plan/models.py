@@ -222,5 +222,6 @@ class ModelResolver:
             return config.ppo.max_response_length
         if isinstance(config, EvalConfig):
             trainer, policy = self.trainer(config), Path(config.models.ppo)
-            return eval_stage.sampling_params(config, trainer and trainer.ppo, policy, None).response_length
+            settings = trainer.ppo if trainer else None
+            return eval_stage.sampling_params(config, settings, policy, None).response_length
         return 0
