@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ class Report:
         order = list(CONFIGS)
         self.checked.sort(key=lambda item: order.index(item["stage"]))
         if as_json:
-            terminal.out(json.dumps(self._as_json(), indent=2))
+            levels = [(problem, "error") for problem in self.errors]
+            levels += [(problem, "warning") for problem in terminal.emitted_problems()]
+            problems = [{**asdict(problem), "level": level} for problem, level in levels]
+            report = {"ok": not self.errors, "problems": problems, "checked": self.checked}
+            terminal.out(json.dumps({**report, "not_checked": list(self.not_checked)}, indent=2))
             return 2 if self.errors else 0
         if self.checked:
             columns = ["stage", "what", "found"]
@@ -57,35 +61,20 @@ class Report:
         for text in self.not_checked:
             terminal.out(f"not checked: {text}")
         if not self.errors:
-            count = len(self.not_checked)
-            summary = f"ok, but for {count} that could not be checked" if count else "ok"
-            terminal.out("; ".join([summary, *self._dropped_rows()]))
+            dropped = [
+                f"{item['stage']} {item['what']} {count} of {item['asked']} ({count / item['asked']:.1%})"
+                for item in self.checked
+                if (count := item.get("left_out"))
+            ]
+            summary = f"ok, but for {len(self.not_checked)} that could not be checked" if self.not_checked else "ok"
+            terminal.out(summary + (f"; rows dropped: {', '.join(dropped)}" if dropped else ""))
         return self.show_errors()
-
-    def _dropped_rows(self) -> list[str]:
-        """Return a text on the rows that stages would drop, if any: counts and share."""
-        counts = [
-            f"{item['stage']} {item['what']} {dropped} of {item['asked']} ({dropped / item['asked']:.1%})"
-            for item in self.checked
-            if (dropped := item.get("left_out"))
-        ]
-        return [f"rows dropped: {', '.join(counts)}"] if counts else []
 
     def show_errors(self) -> int:
         """Print the errors only; return the exit code."""
         for problem in self.errors:
             terminal.say(str(problem))
         return 2 if self.errors else 0
-
-    def _as_json(self) -> dict[str, Any]:
-        levels = [("error", problem) for problem in self.errors]
-        levels += [("warning", problem) for problem in terminal.emitted_problems()]
-        problems = [
-            {"code": problem.code, "text": problem.text, "where": problem.where, "hint": problem.hint, "level": level}
-            for level, problem in levels
-        ]
-        not_checked = list(self.not_checked)
-        return {"ok": not self.errors, "problems": problems, "checked": self.checked, "not_checked": not_checked}
 
 
 MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a model id of the hub

@@ -62,23 +62,43 @@ class StageValidator:
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and model_config:
                 lora.check_target_modules(config, model_config)
-                tokenizers.check_vocabulary_size(
-                    model_config.get_text_config().vocab_size, start.tokenizer, config.where("model.path")
-                )
+                vocab_size = model_config.get_text_config().vocab_size
+                tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, config.where("model.path"))
                 tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
             with self.report.collecting():
                 training_setup.log_packing(config)
-            rows, held_out = (
-                self._read_rows(
-                    stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
-                )
-                for key in ("train", "eval")
+        self._check_training(stage, tokenizer, model_config)
+
+    def _check_reward(self, stage: StageCheck) -> None:
+        config = cast(RewardConfig, stage.config)
+        start, tokenizer = self._load_start(stage, "model.path"), None
+        model_config = start.model_config if start else None
+        with self.report.collecting():
+            if start and model_config is not None:
+                training_setup.check_can_sample(config, model_config)
+                lora.check_target_modules(config, model_config)
+            if start and start.tokenizer:
+                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
+        self._check_training(stage, tokenizer, model_config)
+
+    def _check_training(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:
+        """Check the rows and batches of SFT or the reward model; the number of packed sequences is not yet known."""
+        config = cast(SFTConfig | RewardConfig, stage.config)
+        rows, held_out = (
+            self._read_rows(
+                stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
             )
-            if rows is not None:
-                with self.report.collecting():
-                    training_setup.check_rows(config, rows, held_out, model_config)
-                self._report_batches(config, rows, packed=config.sft.packing)
+            for key in ("train", "eval")
+        )
+        if rows is not None:
+            with self.report.collecting():
+                training_setup.check_rows(config, rows, held_out, model_config)
+            packed, settings = isinstance(config, SFTConfig) and config.sft.packing, training_setup.settings_of(config)
+            if not packed or settings.max_steps:
+                setup.warn_long_intervals(config, settings.steps(len(rows)))
+            batches = training_setup.describe_batches(config, rows, packed=0 if packed else None)
+            self.report.add(config.stage, "batches", batches)
         self._add_pending_output(stage, tokenizer, model_config)
 
     def _new_tokenizer(self, stage: StageCheck) -> Any:
@@ -93,28 +113,6 @@ class StageValidator:
                 build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
         return None
-
-    def _check_reward(self, stage: StageCheck) -> None:
-        config = cast(RewardConfig, stage.config)
-        start, tokenizer = self._load_start(stage, "model.path"), None
-        model_config = start.model_config if start else None
-        with self.report.collecting():
-            if start and model_config is not None:
-                training_setup.check_can_sample(config, model_config)
-                lora.check_target_modules(config, model_config)
-            if start and start.tokenizer:
-                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
-        rows, held_out = (
-            self._read_rows(
-                stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
-            )
-            for key in ("train", "eval")
-        )
-        if rows is not None:
-            with self.report.collecting():
-                training_setup.check_rows(config, rows, held_out, model_config)
-            self._report_batches(config, rows, packed=False)
-        self._add_pending_output(stage, tokenizer, model_config)
 
     def _check_ppo(self, stage: StageCheck) -> None:
         config = cast(PPOConfig, stage.config)
@@ -180,10 +178,7 @@ class StageValidator:
         """Return the start of PPO and evaluation; check that all models that generate tokenize like models.sft."""
         config, options = stage.config, self.options
         start = self._load_start(stage, "models.sft")
-        known = dict(stage.parents)
-        for key, folder in stage.pending.items():
-            if pending_output := self.pending_outputs.get(folder):
-                known[key] = replace(pending_output.parent, key=key)
+        known = self._known_parents(stage)
         if "models.sft" in known:
             with self.report.collecting():
                 setup.check_same_tokenization(config, options, known)
@@ -194,9 +189,8 @@ class StageValidator:
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}")
                     if start and start.tokenizer:
-                        tokenizers.check_vocabulary_size(
-                            model_config.get_text_config().vocab_size, start.tokenizer, None
-                        )
+                        vocab_size = model_config.get_text_config().vocab_size
+                        tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, None)
         return start
 
     def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,13 +201,13 @@ class StageValidator:
         model_configs: dict[str, Any] = {}
         own_tokenizers: dict[str, Any] = {}
         seen: set[Path] = set()
-        start = self._policy(stage)
+        policy = self._known_parents(stage).get("models.sft")
         for key, parent in stage.parents.items():
             if hardware.is_scorer_key(key) and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), at_location(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-                    own_tokenizer = start and setup.load_own_tokenizer(stage.config, self.options, start, parent)
+                    own_tokenizer = policy and setup.load_own_tokenizer(stage.config, self.options, policy, parent)
                     note = "; encoded again for it" if own_tokenizer else ""
                     text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
                     self.report.add(stage.config.stage, key, text)
@@ -224,14 +218,10 @@ class StageValidator:
                         tokenizers.check_vocabulary_size(vocab_size, own_tokenizer or tokenizer, None)
         return model_configs, own_tokenizers
 
-    def _policy(self, stage: StageCheck) -> Parent | None:
-        """Return the SFT model that exists or that an earlier stage would write; None if neither is known."""
-        if parent := stage.parents.get("models.sft"):
-            return parent
-        pending_output = (
-            self.pending_outputs.get(stage.pending["models.sft"]) if "models.sft" in stage.pending else None
-        )
-        return replace(pending_output.parent, key="models.sft") if pending_output else None
+    def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
+        """Return the input models that exist or that earlier stages will write."""
+        pending = {key: self.pending_outputs.get(folder) for key, folder in stage.pending.items()}
+        return stage.parents | {key: replace(each.parent, key=key) for key, each in pending.items() if each}
 
     def _check_retokenized(
         self, stage: StageCheck, scorers: dict[str, Any], own_tokenizers: dict[str, Any], prompts: list[data.Prompt]
@@ -299,27 +289,14 @@ class StageValidator:
             return None
         with self.report.collecting():
             rows = read()
-            unit = "prompts" if key.endswith("prompts") else "rows"
-            result = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
-            if rows.num_dropped:
-                result += f"; {rows.dropped_text()}"
-            numbers = {
-                "rows": len(rows),
-                "read": rows.num_read,
-                "asked": rows.num_expected,
-                "left_out": rows.num_dropped,
-            }
-            self.report.add(stage.config.stage, key, result, **numbers, longest=rows.longest)
+            result = f"{len(rows)} {'prompts' if key.endswith('prompts') else 'rows'}"
+            result += f", at most {rows.longest} tokens" if rows.longest else ""
+            result += f"; {rows.dropped_text()}" if rows.num_dropped else ""
+            self.report.add(
+                stage.config.stage, key, result, rows=len(rows), read=rows.num_read, asked=rows.num_expected,
+                left_out=rows.num_dropped, longest=rows.longest,
+            )  # fmt: skip
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)
             return rows
         return None
-
-    def _report_batches(self, config: SFTConfig | RewardConfig, rows: data.Rows[Any], *, packed: bool) -> None:
-        """Add the batch arithmetic to the report. The number of sequences is unknown until rows are packed."""
-        settings = config.sft if isinstance(config, SFTConfig) else config.reward
-        if not packed or settings.max_steps:
-            setup.warn_long_intervals(config, settings.steps(len(rows)))
-        self.report.add(
-            config.stage, "batches", training_setup.describe_batches(config, rows, packed=0 if packed else None)
-        )

@@ -12,7 +12,7 @@ import pytest
 from bad_inputs import check, foreign_scorer, replace, rlhf
 from cost import cost
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from rlhf_cli import distributed, jsonl
 from rlhf_cli.cli import app
@@ -33,14 +33,22 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def found(*arguments: str) -> dict[str, Any]:
-    """What --json says."""
-    report: dict[str, Any] = json.loads(check(*(arguments or (".",)), "--json").stdout)
+def json_report(file: str, *arguments: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(check(file, *arguments, "--json").stdout)
     return report
 
 
+def messages(result: Result, start: str = "error[") -> list[str]:
+    """Return the printed lines that start with a text."""
+    return [line for line in result.output.splitlines() if line.startswith(start)]
+
+
+def codes(result: Result) -> list[str]:
+    return [line[6:9] for line in messages(result)]
+
+
 def lines(stdout: str) -> dict[tuple[str, str], str]:
-    """(stage, what) -> found, of the table."""
+    """Return (stage, what) -> found of the table."""
     cells = [line.split(None, 2) for line in stdout.splitlines()[1:] if line[:1] not in ("n", "o")]
     return {(stage, what): rest for stage, what, rest in cells}
 
@@ -75,12 +83,9 @@ def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     command = [sys.executable, "-m", "rlhf_cli", "run", "."]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    first, *errors = done.stderr.splitlines()
-    assert first.startswith("run      checking")
-    assert errors == [
-        'error[D06]: prompts.jsonl:71: "prompt" is null; expected text or a list of messages',
-        "hint: correct the row, or set data.on_bad: drop",
-    ]
+    first, error, hint = done.stderr.splitlines()
+    assert first.startswith("run      checking") and hint.startswith("hint: ")
+    assert error.startswith('error[D06]: prompts.jsonl:71: "prompt" is null')
     assert not (run_folder / "sft").exists()
 
 
@@ -95,40 +100,24 @@ def test_lengths_are_those_of_the_stage(folder: Path) -> None:
     tokenizer = tokenizers.load_tokenizer(folder / "model")
     texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]
     jsonl.write_jsonl(folder / "rows.jsonl", texts)
-    lengths = [
-        len(tokenizer(row["prompt"]).input_ids) + len(tokenizer(row["completion"]).input_ids) + 1 for row in texts
-    ]
-    (numbers,) = [one for one in found("sft.yaml")["checked"] if one["what"] == "data.train"]
-    assert (numbers["rows"], numbers["longest"], numbers["left_out"]) == (96, max(lengths), 0)
-    (numbers,) = [one for one in found("sft.yaml", "sft.max_length=20")["checked"] if one["what"] == "data.train"]
-    assert numbers["left_out"] == sum(length > 20 for length in lengths) > 0
-
-
-def test_all_errors_are_reported_together(run_folder: Path) -> None:
-    replace("sft.yaml", "max_steps: 1", "max_steps: 1, lr: 1")
-    jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
-    replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
-    replace("eval.yaml", "eval:", 'judges: {mine: "no_such_module:score"}\neval:')
-    result = check(".")
-    codes = [line[6:9] for line in result.stderr.splitlines() if line.startswith("error[")]
-    assert result.exit_code == 2 and codes == ["C01", "D01", "D07", "C17"], result.stderr
-    places = ("sft.yaml:3: ", "ppo.yaml:1: ", "pairs.jsonl:1: ", "eval.yaml:2: ")
-    assert all(place in result.stderr for place in places) and "hint: did you mean prompts.jsonl?" in result.stderr
-    assert not result.stdout.rstrip().endswith("ok") and "Traceback" not in result.stderr
+    lengths = [sum(len(tokenizer(text).input_ids) for text in row.values()) + 1 for row in texts]
+    for limit, left_out in (1000, 0), (20, sum(length > 20 for length in lengths)):
+        checked = json_report("sft.yaml", f"sft.max_length={limit}")["checked"]
+        (numbers,) = [each for each in checked if each["what"] == "data.train"]
+        assert (numbers["rows"], numbers["left_out"]) == (96 - left_out, left_out)
+        assert numbers["longest"] == max(length for length in lengths if length <= limit)
 
 
 def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless what is wrong may be a file's name: what is not there by another one would be a fault that nobody made."""
+    """Unless a wrong key may name the file: a missing file would then be an error that follows from another."""
     replace("reward.yaml", "max_steps: 1", "max_steps: -1, no_such_key: 3")
     replace("reward.yaml", "pairs.jsonl", "pears.jsonl")
     replace("ppo.yaml", "prompts: prompts.jsonl", "prompts: promts.jsonl, prompt: prompts.jsonl")
     result = check(".")
-    messages = [line for line in result.stderr.splitlines() if line.startswith("error[")]
-    assert [line[6:9] for line in messages] == ["C06", "C01", "C01", "D01"], result.stderr
-    assert "reward.yaml:1: data.train: no such file pears.jsonl" in messages[3]
-    assert "not checked: reward: rows and models, until the errors in reward.yaml are fixed" in result.stdout
-    alone = check("reward.yaml").stderr
-    assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
+    assert codes(result) == ["C06", "C01", "C01", "D01"], result.stderr
+    assert "reward.yaml:1: data.train: " in messages(result)[3]
+    assert messages(result, "not checked: reward: rows and models")
+    assert set(codes(check("reward.yaml"))) == {"C06", "C01", "D01", "M01"}
     children: list[list[str]] = []
     monkeypatch.setattr(run, "_run_child", lambda command: children.append(command) or 2)
     done = CliRunner().invoke(app, ["run", "."])  # which hands on what its child says
@@ -159,14 +148,16 @@ def test_json(folder: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
-    report = found("sft.yaml")
+    report = json_report("sft.yaml")
     place, hint = "rows.jsonl:1", "correct the row, or set data.on_bad: drop"
     problem = {"code": "D09", "text": '"completion" is empty', "where": place, "hint": hint, "level": "error"}
     assert (report["ok"], report["problems"]) == (False, [problem])
     assert report["not_checked"][0].startswith("sft model.path: owner/model is not in the hub's cache")
-    warned = found("reward.yaml")
+    warned = json_report("reward.yaml")
     assert warned["ok"] and [(one["code"], one["level"]) for one in warned["problems"]] == [("D13", "warning")]
-    assert found("nowhere")["problems"][0]["code"] == "C09"
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
+    assert json_report("reward.yaml")["problems"] == []  # one prompt for all rows is no leak
+    assert json_report("nowhere")["problems"][0]["code"] == "C09"
 
 
 def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
@@ -175,32 +166,24 @@ def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
     replace("ppo.yaml", "prompts.jsonl", "owner/prompts")
     result = check(".")
     assert (result.exit_code, result.stderr) == (0, "")
-    messages = [line for line in result.stdout.splitlines() if line.startswith("not checked: ")]
-    assert (
-        len(messages) == 5
-        and "hf download owner/model" in messages[0]
-        and "ppo data.prompts: owner/prompts" in messages[1]
-    )
-    assert "tokenizer is not known" in messages[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
+    skipped = messages(result, "not checked: ")
+    assert len(skipped) == 5 and "hf download owner/model" in skipped[0] and "owner/prompts" in skipped[1]
+    assert "tokenizer is not known" in skipped[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
     jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
     assert check(".").exit_code == 2
 
 
-def test_a_misspelt_folder_is_not_a_hub_id(folder: Path) -> None:
-    replace("sft.yaml", "path: model", "path: modle")
-    assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
+@pytest.mark.parametrize("name", ["modle", "base/model"])
+def test_a_misspelt_folder_is_not_a_hub_id(folder: Path, name: str) -> None:
     (folder / "base").mkdir()
-    replace("sft.yaml", "path: modle", "path: base/model")
-    assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
+    replace("sft.yaml", "path: model", f"path: {name}")
+    assert messages(check("sft.yaml"), "error[M01]: sft.yaml:1: model.path")
 
 
 def test_a_missing_model_is_reported_once_with_all_its_keys(folder: Path) -> None:
     replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {sft: model, reward: ./gone, value: ./gone}")
-    messages = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
-    assert messages == ["error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"]
-    replace("ppo.yaml", ", value: ./gone", "")
-    (messages,) = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
-    assert messages == "error[M01]: ppo.yaml:1: models.reward: no such folder gone"
+    (message,) = messages(check("ppo.yaml"), "error[M01]")
+    assert message == "error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"
 
 
 def test_fresh_weights(run_folder: Path) -> None:
@@ -218,18 +201,18 @@ def test_fresh_weights(run_folder: Path) -> None:
 
 
 def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
-    """D13 across stages, told for each data that holds them."""
+    """D13 across stages, once for each training file that contains them."""
     _, pair = next(jsonl.read_jsonl(run_folder / "pairs.jsonl"))
     jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
     result = check(".")
-    messages = [line for line in result.stderr.splitlines() if line.startswith("warning[D13]: eval.yaml:1: ")]
-    assert [line.rpartition(" ")[2] for line in messages] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
-    assert result.exit_code == 0 and all("1 of 2 evaluation prompts also occur in" in line for line in messages)
+    warnings = messages(result, "warning[D13]: eval.yaml:1: 1 of 2 evaluation prompts also occur in")
+    assert [line.rpartition(" ")[2] for line in warnings] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
+    assert result.exit_code == 0
 
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_models_are_loaded_only_with_the_option(folder: Path, deep: bool) -> None:
-    """M13: one matrix is meant, and two are there; whether they are alike only their numbers tell."""
+    """M13: one tied matrix is expected, and two are stored; only their numbers show if they are equal."""
     tensors = load_file(folder / "model/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, folder / "model/model.safetensors", metadata={"format": "pt"})
@@ -243,11 +226,6 @@ def test_a_missing_head_is_found_without_loading(folder: Path) -> None:
     shutil.copy(folder / "model/model.safetensors", folder / "scorer")
     result = check("ppo.yaml")
     assert result.exit_code == 2 and "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
-
-
-def test_errors_in_a_reward_models_config_need_no_weights(folder: Path) -> None:
-    replace("ppo.yaml", "reward: scorer", "reward: model")
-    assert "error[M02]: ppo.yaml:1: model has no trained reward head" in check("ppo.yaml").stderr
 
 
 def test_t04_and_t05_against_a_stage_that_is_still_to_run(run_folder: Path) -> None:
@@ -274,15 +252,15 @@ def test_finished_stages_and_the_output_of_another_config(run_folder: Path) -> N
 
 
 def test_the_stage_of_a_file(folder: Path) -> None:
-    for name, text, stage in (
-        ("mine.yaml", "stage: reward\n" + (folder / "reward.yaml").read_text(), "reward"),
-        ("first.yaml", (folder / "sft.yaml").read_text(), "sft"),
-        ("judged.yaml", "judges: {}\ndata: {prompts: rows.jsonl}\nmodels: {sft: model}\n", "eval"),
+    for stage, text in (
+        ("reward", "stage: reward\n" + (folder / "reward.yaml").read_text()),
+        ("sft", (folder / "sft.yaml").read_text()),
+        ("eval", "judges: {}\ndata: {prompts: rows.jsonl}\nmodels: {sft: model}\n"),
     ):
-        (folder / name).write_text(text)
-        assert (stage, name) in lines(check(name).stdout)
-    (folder / "odd.yaml").write_text("seed: 1\n")
-    assert "error[C07]: odd.yaml: cannot tell which stage" in check("odd.yaml").stderr
+        (folder / "mine.yaml").write_text(text)
+        assert (stage, "mine.yaml") in lines(check("mine.yaml").stdout)
+    (folder / "mine.yaml").write_text("seed: 1\n")
+    assert messages(check("mine.yaml"), "error[C07]: mine.yaml: ")
 
 
 def test_overrides_reach_the_stages(run_folder: Path) -> None:
@@ -317,13 +295,13 @@ def test_static_faults_are_found_quickly_without_torch(run_folder: Path) -> None
 
     done = checked()
     assert done.returncode == 2 and done.stdout.splitlines()[-1] == "[]", done.stdout
-    codes = [line[6:9] for line in done.stderr.splitlines() if line.startswith("error[")]
-    assert codes == ["C01", "C06", "C05", "C05"]
+    errors = [line[6:9] for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert errors == ["C01", "C06", "C05", "C05"]
     assert cost(checked) <= 5
 
 
 def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of configs, files, rows, batches, models, functions and the output, each with its place; two of one stage."""
+    """In configs, files, rows, batches, models, functions and the environment, each with its place."""
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 999, per_device_train_batch_size: 99")
     jsonl.write_jsonl(run_folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 60}] * 8)
     replace("reward.yaml", "data:", "model: {path: ./modle}\ndata:")
@@ -333,23 +311,16 @@ def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest
     replace("eval.yaml", "n: 9", "m: 9")
     monkeypatch.setenv("WORLD_SIZE", "4")
     result = check(".")
-    found = sorted(line[6:9] for line in result.stderr.splitlines() if line.startswith("error["))
-    assert found == ["C01", "C06", "C13", "C17", "D01", "D07", "D11", "E04", "M01"], result.stderr
+    assert sorted(codes(result)) == ["C01", "C06", "C13", "C17", "D01", "D07", "D11", "E04", "M01"], result.stderr
     for place in ("WORLD_SIZE: ", "sft.yaml:3: ", "pairs.jsonl:1: ", "reward.yaml:1: ", "ppo.yaml:1: ", "ppo.yaml:4: "):
         assert f"]: {place}" in result.stderr, (place, result.stderr)
     assert result.exit_code == 2 and result.stderr.count("hint: ") >= 9 and "Traceback" not in result.stderr
+    assert not result.stdout.rstrip().endswith("ok")
 
 
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
     init.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
-
-
-def test_one_prompt_for_all_rows_is_no_leak(folder: Path) -> None:
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
-    replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
-    assert "D13" not in check("reward.yaml").stderr
 
 
 def test_prompts_that_do_not_fit_have_a_reason(folder: Path) -> None:

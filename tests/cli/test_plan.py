@@ -12,18 +12,17 @@ import tiny
 import torch
 from bad_inputs import check, foreign_scorer, replace
 from plan_cases import Case, measured, write
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from rlhf_cli import progress, system, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import plan as advice
-from rlhf_cli.commands import speed
-from rlhf_cli.commands.plan import show
+from rlhf_cli.commands.plan import estimate, show
 from rlhf_cli.commands.plan.estimate import Target
 from rlhf_cli.commands.plan.models import ModelResolver
-from rlhf_cli.commands.plan.phases import DEFAULT_ADAPTERS, MODES, Lengths
+from rlhf_cli.commands.plan.phases import DEFAULT_ADAPTERS, KINDS, MODES, Lengths
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.jsonl import append_jsonl, read_jsonl
@@ -52,25 +51,34 @@ def plan(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
-def plan_anew(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Return stage -> its plan, at a fixed rate, so that nothing is measured."""
-    result = plan(*arguments, "--json", "--flops", "1e9")
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("plan ")]
-    assert (result.exit_code, lines) == (0, []), result.stderr
+def plan_json(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return stage -> its plan, at a fixed rate unless one is in the arguments, so that nothing is measured."""
+    result = plan("--json", *(() if "--flops" in arguments else ("--flops", "1e9")), *arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
     return {stage["stage"]: stage for stage in json.loads(result.stdout)["stages"]}
 
 
 def planned(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Return plan_anew, computed once for the same arguments and files."""
+    """Return plan_json, computed once for the same arguments and files."""
     files = frozenset((str(path), path.read_bytes()) for path in Path().rglob("*") if path.is_file())
     if (arguments, files) not in KNOWN:
-        KNOWN[arguments, files] = plan_anew(*arguments)
+        KNOWN[arguments, files] = plan_json(*arguments)
     return KNOWN[arguments, files]
 
 
 def phase(stage: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = (each for each in stage["phases"] if each["name"] == name)
-    return found
+    (only,) = (each for each in stage["phases"] if each["name"] == name)
+    return only
+
+
+def size(stage: dict[str, Any], name: str) -> dict[str, int]:
+    """Return the bytes of a phase by kind."""
+    kinds: dict[str, int] = phase(stage, name)["bytes"]
+    return kinds
+
+
+def ppo(*arguments: str) -> dict[str, Any]:
+    return planned("ppo.yaml", *arguments)["ppo"]
 
 
 def policy_and_scorer() -> tuple[int, int]:
@@ -81,37 +89,32 @@ def policy_and_scorer() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_parameters_are_those_of_the_files(family: str, tmp_path: Path) -> None:
-    for kind, make, from_config in (
-        ("causal", tiny.causal, build.causal_lm_from_config),
-        ("scorer", tiny.scorer, build.reward_model_from_config),
-    ):
-        make(family).save_pretrained(tmp_path / kind)
-        with safe_open(tmp_path / kind / "model.safetensors", "pt") as file:
-            stored = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
-        model = from_config(read_config(tmp_path / kind))
-        assert sum(weight.numel() for weight in model.parameters()) == stored
-        assert all(weight.device == build.META for weight in model.parameters())
+@pytest.mark.parametrize(
+    ("make", "from_config"),
+    [(tiny.causal, build.causal_lm_from_config), (tiny.scorer, build.reward_model_from_config)],
+)
+def test_parameters_are_those_of_the_files(make: Any, from_config: Any, family: str, tmp_path: Path) -> None:
+    make(family).save_pretrained(tmp_path)
+    model = from_config(read_config(tmp_path))
+    assert model.num_parameters() == sum(w.numel() for w in load_file(tmp_path / "model.safetensors").values())
+    assert all(weight.device == build.META for weight in model.parameters())
 
 
 def test_ppo_keeps_four_models_and_trains_two(three: Path) -> None:
     policy, scorer = policy_and_scorer()
-    stage = planned("ppo.yaml")["ppo"]
-    assert stage["parameters"] == {"policy": policy, "reference": policy, "value": scorer, "reward": scorer}
+    assert ppo()["parameters"] == {"policy": policy, "reference": policy, "value": scorer, "reward": scorer}
     for name in ("rollout", "judge"):
-        kinds = phase(stage, name)["bytes"]
+        kinds = size(ppo(), name)
         assert 0 <= kinds["weights"] - 4 * (2 * policy + 2 * scorer) < 500  # buffers
-        assert kinds["gradients"] == 4 * (policy + scorer)
-        assert kinds["optimizer"] == 8 * (policy + scorer)
+        assert (kinds["gradients"], kinds["optimizer"]) == (4 * (policy + scorer), 8 * (policy + scorer))
 
 
 def test_value_heads_and_shared_layers_save_their_weights(three: Path) -> None:
     policy = load_causal_lm("model")
-    head = planned("ppo.yaml", "models.value=policy_head")["ppo"]
-    assert phase(head, "rollout")["bytes"]["gradients"] == 4 * (policy.num_parameters() + policy.config.hidden_size)
-    shared = planned("ppo.yaml", "ppo.num_shared_layers=1")["ppo"]
+    head = size(ppo("models.value=policy_head"), "rollout")
+    assert head["gradients"] == 4 * (policy.num_parameters() + policy.config.hidden_size)
     frozen = sum(w.numel() for part in (policy.model.embed_tokens, policy.model.layers[0]) for w in part.parameters())
-    full, part = (phase(stage, "rollout")["bytes"] for stage in (planned("ppo.yaml")["ppo"], shared))
+    full, part = size(ppo(), "rollout"), size(ppo("ppo.num_shared_layers=1"), "rollout")
     saved = {kind: full[kind] - part[kind] for kind in ("weights", "gradients", "optimizer")}
     assert saved == pytest.approx({"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}, abs=100)
 
@@ -121,13 +124,12 @@ def test_no_weights_are_read(three: Path) -> None:
     for path in three.rglob("model.safetensors"):
         path.write_bytes(b"nothing that loads")
     after = planned(".")
-    assert list(after) == list(before)
-    assert all(after[stage]["phases"] == before[stage]["phases"] for stage in before)
+    assert [(name, stage["phases"]) for name, stage in after.items()] == [(n, s["phases"]) for n, s in before.items()]
 
 
 @on_a_cpu
 def test_the_check_before_a_run_counts_the_same_without_heads(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = phase(planned("ppo.yaml")["ppo"], "judge")["bytes"]
+    kinds = size(ppo(), "judge")
     fixed = kinds["weights"] + kinds["gradients"] + kinds["optimizer"]
     monkeypatch.setattr(system, "total_memory", lambda: fixed)
     assert "E03" not in check("ppo.yaml").stderr
@@ -147,37 +149,32 @@ def test_a_frozen_model_is_loaded_once_per_folder(three: Path) -> None:
 def test_8_bit_moments_take_a_quarter_except_those_of_embeddings(three: Path) -> None:
     """By the minimum size of 8 bits, and the scale of each block of 256 numbers (bitsandbytes)."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": read_config("model").vocab_size}
-    models = {"policy": tiny.causal("llama", **shape), "value": tiny.scorer("llama", **shape)}
-    for folder, model in zip(("model", "scorer"), models.values(), strict=True):
-        model.save_pretrained(folder)
-    expected = dict.fromkeys(("ppo.yaml", "sft.yaml"), 0)
+    models = {"model": tiny.causal("llama", **shape), "scorer": tiny.scorer("llama", **shape)}
+    moments = dict.fromkeys(models, 0)
     for name, model in models.items():
+        model.save_pretrained(name)
         for weight in model.parameters():
-            is_32_bit = weight is model.get_input_embeddings().weight or weight.numel() < 4096
-            size = 8 * weight.numel() if is_32_bit else 2 * (weight.numel() + 4 * -(-weight.numel() // 256))
-            expected["ppo.yaml"] += size
-            expected["sft.yaml"] += size if name == "policy" else 0
-    assert expected["sft.yaml"] < 7 * models["policy"].num_parameters()  # some are in 8 bits
-    for file, key, name in (("ppo.yaml", "ppo.optim", "update"), ("sft.yaml", "trainer.optim", "step")):
-        (small,) = planned(file, f"{key}=adamw_8bit").values()
-        (full,) = planned(file).values()
-        assert phase(small, name)["bytes"]["optimizer"] == expected[file]
-        assert phase(small, name)["bytes"]["weights"] == phase(full, name)["bytes"]["weights"]
+            numbers = weight.numel()
+            is_32_bit = weight is model.get_input_embeddings().weight or numbers < 4096
+            moments[name] += 8 * numbers if is_32_bit else 2 * (numbers + 4 * -(-numbers // 256))
+    assert moments["model"] < 7 * models["model"].num_parameters()  # some are in 8 bits
+    small, full = size(ppo("ppo.optim=adamw_8bit"), "update"), size(ppo(), "update")
+    assert (small["optimizer"], small["weights"]) == (sum(moments.values()), full["weights"])
+    assert size(planned("sft.yaml", "trainer.optim=adamw_8bit")["sft"], "step")["optimizer"] == moments["model"]
 
 
-def test_offloaded_models_are_in_memory_while_they_are_read(three: Path) -> None:
+@pytest.mark.parametrize("compares", [False, True])
+def test_offloaded_models_are_in_memory_while_they_are_read(three: Path, compares: bool) -> None:
     policy, scorer = policy_and_scorer()
-    on_cpu, plain = (planned("ppo.yaml", *more)["ppo"]["phases"] for more in (["ppo.offload=true"], []))
-    assert on_cpu == plain
-    for compares in (False, True):
-        loss = [*GPU, *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * compares]
-        stage, full = (planned("ppo.yaml", *more, *loss)["ppo"] for more in (["ppo.offload=true"], []))
-        weights = {each["name"]: each["bytes"]["weights"] for each in stage["phases"]}
-        trained = 4 * (policy + scorer)
-        expected = {"rollout": trained, "update": trained + 4 * policy * compares}
-        assert {name: weights[name] for name in expected} == pytest.approx(expected, abs=500)
-        assert weights["judge"] in [pytest.approx(trained + 4 * size, abs=500) for size in (policy, scorer)]
-        assert phase(stage, "update")["bytes"]["activations"] == phase(full, "update")["bytes"]["activations"]
+    assert ppo("ppo.offload=true")["phases"] == ppo()["phases"]  # on the CPU
+    loss = [*GPU, *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * compares]
+    stage, full = ppo("ppo.offload=true", *loss), ppo(*loss)
+    weights = {each["name"]: each["bytes"]["weights"] for each in stage["phases"]}
+    trained = 4 * (policy + scorer)
+    assert weights["rollout"] == pytest.approx(trained, abs=500)
+    assert weights["update"] == pytest.approx(trained + 4 * policy * compares, abs=500)
+    assert weights["judge"] in [pytest.approx(trained + 4 * each, abs=500) for each in (policy, scorer)]
+    assert size(stage, "update")["activations"] == size(full, "update")["activations"]
 
 
 # Activations, logits, cache
@@ -213,32 +210,28 @@ def test_a_llama_layer_keeps_the_bytes_of_the_formula() -> None:
 
 
 def test_checkpointing_bf16_and_smaller_batches_take_less(three: Path) -> None:
-    plain = planned("ppo.yaml")["ppo"]
-
     def update(*changes: str) -> dict[str, int]:
-        kinds: dict[str, int] = phase(planned("ppo.yaml", *changes)["ppo"], "update")["bytes"]
-        return kinds
+        return size(ppo(*changes), "update")
 
     full = update()
     assert update("ppo.gradient_checkpointing=true")["activations"] < 0.8 * full["activations"]
     assert update("ppo.bf16=true")["activations"] < full["activations"]
     half = update("ppo.per_device_train_batch_size=8", "ppo.gradient_accumulation_steps=8")
     assert half["activations"] == pytest.approx(full["activations"] / 2, rel=0.05)
-    tokens = 8 * (plain["prompt_tokens"] + plain["response_tokens"])
+    tokens = 8 * (ppo()["prompt_tokens"] + ppo()["response_tokens"])
     assert update(f"ppo.micro_batch_tokens={tokens}") == pytest.approx(half, rel=0.01)
     part = update("ppo.logits_at_a_time=96")  # of 16 x 24 response tokens
     assert part.get("logits", 0) <= full["logits"] / 4
 
 
-def test_the_cache_has_keys_and_values_of_all_layers(three: Path) -> None:
+@pytest.mark.parametrize("rows", [64, 16])
+def test_the_cache_has_keys_and_values_of_all_layers(three: Path, rows: int) -> None:
     """At the larger of two moments: after the prompts were read, or at the last token."""
     config = read_config("model")
     width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    for rows in (64, 16):
-        key = f"ppo.local_rollout_forward_batch_size={rows}"
-        stage = planned("ppo.yaml", "--prompt-length", "20", key)["ppo"]
-        token = 2 * 4 * config.num_hidden_layers * width * rows
-        assert phase(stage, "rollout")["bytes"]["cache"] in (token * 20, token * (20 + 24))
+    stage = ppo("--prompt-length", "20", f"ppo.local_rollout_forward_batch_size={rows}")
+    token = 2 * 4 * config.num_hidden_layers * width * rows
+    assert size(stage, "rollout")["cache"] in (token * 20, token * (20 + 24))
 
 
 # Modes
@@ -246,8 +239,8 @@ def test_the_cache_has_keys_and_values_of_all_layers(three: Path) -> None:
 
 def test_adapters_take_less_and_a_shared_base_least(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "BLOCK_SIZE", 32)  # this model's rows are too short for 4 bits
-    stages = {mode: plan_anew("ppo.yaml", "--mode", mode)["ppo"] for mode in MODES}
-    kinds = {mode: phase(stage, "judge")["bytes"] for mode, stage in stages.items()}
+    stages = {mode: plan_json("ppo.yaml", "--mode", mode)["ppo"] for mode in MODES}
+    kinds = {mode: size(stage, "judge") for mode, stage in stages.items()}
     config = read_config("model")
     hidden, intermediate = config.hidden_size, config.intermediate_size
     keys = hidden * config.num_key_value_heads // config.num_attention_heads
@@ -268,8 +261,6 @@ def test_an_unknown_mode_is_refused(three: Path) -> None:
     result = plan("ppo.yaml", "--mode", "qlorra")
     assert result.exit_code == 2 and "error[C07]: --mode qlorra" in result.stderr
     assert "hint: did you mean qlora?" in result.stderr
-    help_text = " ".join(plan("--help").stdout.replace("│", " ").split())
-    assert "Default: the adapters of each config" in help_text
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
@@ -284,32 +275,32 @@ def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: 
     assert [each["mode"] for each in (full, packed, plain)] == ["full", "qlora", "lora"]
     assert planned(f"{stage}.yaml", "--mode", "full")[stage]["phases"] == full["phases"]
     trained = config.num_hidden_layers * 5 * 2 * config.hidden_size + head
-    assert all(phase(each, "step")["bytes"]["optimizer"] == 8 * trained for each in (packed, plain))
-    weights = [phase(each, "step")["bytes"]["weights"] for each in (packed, plain, full)]
+    assert all(size(each, "step")["optimizer"] == 8 * trained for each in (packed, plain))
+    weights = [size(each, "step")["weights"] for each in (packed, plain, full)]
     assert weights[1] == weights[2] + 4 * (trained - head) and weights[0] < weights[2]
-    assert phase(packed, "read again")["bytes"] == {"weights": 4 * sum(full["parameters"].values())}
+    assert size(packed, "read again") == {"weights": 4 * sum(full["parameters"].values())}
     assert [each["name"] for each in plain["phases"]] == ["step"]
 
 
 def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
     """A full reward model is in memory once more, and the value model's adapters stand beside it."""
     adapters = "models.adapters={kind: lora, r: 3, target_modules: [q_proj]}"
-    stage = planned("ppo.yaml", adapters)["ppo"]
+    stage = ppo(adapters)
     numbers, head = stage["parameters"], read_config("model").hidden_size
     trained = read_config("model").num_hidden_layers * 3 * 2 * head
-    kinds = phase(stage, "judge")["bytes"]
+    kinds = size(stage, "judge")
     assert stage["mode"] == "one-base" and kinds["gradients"] == 4 * (2 * trained + head)
     both = 4 * (numbers["policy"] + numbers["reward"] + 2 * trained)
     assert kinds["weights"] == pytest.approx(both, abs=500)
-    assert planned("ppo.yaml", adapters, "--mode", "full")["ppo"]["phases"] == planned("ppo.yaml")["ppo"]["phases"]
+    assert ppo(adapters, "--mode", "full")["phases"] == ppo()["phases"]
     replace("ppo.yaml", "reward: scorer", "reward: reward")
     replace("reward.yaml", "path: model", "path: model, adapters: {kind: lora}")
-    shared = phase(planned("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
+    shared = size(ppo(adapters), "judge")
     assert shared["weights"] == pytest.approx(4 * (numbers["policy"] + 3 * trained + 2 * head), abs=500)
     replace("reward.yaml", "path: model", "path: other")  # another base
     Path("model").rename("other")
     Path("model").symlink_to("other")
-    again = phase(planned("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
+    again = size(ppo(adapters), "judge")
     assert again["weights"] == pytest.approx(both, abs=500)
 
 
@@ -333,7 +324,7 @@ def test_a_gpu_that_is_not_here(three: Path) -> None:
     assert "a GPU of 80 GiB has 85.9 GB: fits" in result.stdout and "libraries" not in result.stdout
     large = "sft.per_device_train_batch_size=64"
     assert "does not fit" in plan("sft.yaml", large, "--gpu", "0.001", "--flops", "4e14").stdout
-    here, there = (phase(planned("sft.yaml", *more)["sft"], "step")["bytes"] for more in ((), GPU))
+    here, there = (size(planned("sft.yaml", *more)["sft"], "step") for more in ((), GPU))
     if not torch.cuda.is_available():
         assert there["activations"] != here["activations"]
     refused = plan("ppo.yaml", *GPU)
@@ -352,9 +343,9 @@ def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
     words = {name: size([model.get_input_embeddings().weight, *heads[name]]) for name, model in models.items()}
     layer = size(models["policy"].model.layers[0].parameters())
     trained = sum(layers.values()) + sum(words.values())
-    full = planned("ppo.yaml", *GPU, "--nproc", "4")["ppo"]
-    sharded = planned("ppo.yaml", *GPU, "--nproc", "4", "ppo.fsdp=true")["ppo"]
-    assert planned("ppo.yaml", "ppo.fsdp=true")["ppo"]["phases"] == planned("ppo.yaml")["ppo"]["phases"]  # one process
+    full = ppo(*GPU, "--nproc", "4")
+    sharded = ppo(*GPU, "--nproc", "4", "ppo.fsdp=true")
+    assert ppo("ppo.fsdp=true")["phases"] == ppo()["phases"]  # one process
 
     def saved(name: str, kind: str) -> int:
         return phase(full, name)["bytes"][kind] - phase(sharded, name)["bytes"][kind]
@@ -373,9 +364,7 @@ def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
 
 
 def test_time_is_operations_over_the_rate(three: Path) -> None:
-    slow, fast = (
-        json.loads(plan("ppo.yaml", "--json", "--flops", rate).stdout)["stages"][0] for rate in ("1e9", "4e9")
-    )
+    slow, fast = (ppo("--flops", rate) for rate in ("1e9", "4e9"))
     for name, seconds in slow["seconds"].items():
         assert seconds == pytest.approx(phase(slow, name)["flops"] / 1e9) and seconds == 4 * fast["seconds"][name]
     assert slow["steps"] == 10 and slow["hours"] == pytest.approx(10 * sum(slow["seconds"].values()) / 3600)
@@ -384,7 +373,7 @@ def test_time_is_operations_over_the_rate(three: Path) -> None:
 
 def test_operations_are_six_per_weight_and_token(three: Path) -> None:
     """2 forward, 4 backward (Kaplan et al. 2020, section 2.1), of weights in products, and those of attention."""
-    stage = planned("ppo.yaml", "--prompt-length", "40", "ppo.num_ppo_epochs=3", "ppo.num_mini_batches=2")["ppo"]
+    stage = ppo("--prompt-length", "40", "ppo.num_ppo_epochs=3", "ppo.num_mini_batches=2")
     config = read_config("model")
     body = sum(w.numel() for w in load_causal_lm("model").model.layers.parameters() if w.ndim == 2)
     width = 40 + 24 - 1  # the last token is not read
@@ -394,10 +383,6 @@ def test_operations_are_six_per_weight_and_token(three: Path) -> None:
     assert phase(stage, "update")["flops"] == pytest.approx(3 * (2 * (6 * body * tokens + attention) + head), rel=0.02)
     judge = 4 * (2 * body * tokens + attention * 4 / 14) + head * 2 / 3
     assert phase(stage, "judge")["flops"] == pytest.approx(judge, rel=0.02)
-
-
-def test_the_rate_of_this_machine_is_measured() -> None:
-    assert 1e8 < speed.measure_flops(1024, 256)[0] < 1e16
 
 
 @on_a_cpu
@@ -412,7 +397,7 @@ def test_passes_of_small_models_are_measured(three: Path, monkeypatch: pytest.Mo
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(backbone, "forward", slow)
-    monkeypatch.setattr(speed, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(estimate, "MAX_ROUNDS", 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
     before = torch.get_num_threads()
@@ -423,7 +408,6 @@ def test_passes_of_small_models_are_measured(three: Path, monkeypatch: pytest.Mo
     assert passes * 0.05 < stage["seconds"]["judge"] < 5 * passes * 0.05
     assert 2 * stage["seconds"]["judge"] < stage["seconds"]["update"] * 3
     assert stage["share"] < 0.95  # it slept
-    assert stage["hours"] == pytest.approx(10 * sum(stage["seconds"].values()) / 3600)
 
 
 def test_time_is_a_lower_bound_for_large_models_and_other_machines(
@@ -444,37 +428,31 @@ def test_measured_rows_have_the_average_length(three: Path) -> None:
     chain, config = ModelResolver([], Options(), None), load("sft", Path("sft.yaml"))
     start = chain.start(config, "model.path")
     lengths = chain.data_size(config, start).lengths
-    rows = [row["prompt"] + row["completion"] for _, row in read_jsonl(Path("rows.jsonl"))]
-    tokens = [len(start.tokenizer(text)["input_ids"]) for text in rows]
-    assert lengths.mean == pytest.approx(sum(tokens) / len(tokens), abs=1.01)  # and the end token
-    assert lengths.mean < lengths.row
+    texts = [row["prompt"] + row["completion"] for _, row in read_jsonl(Path("rows.jsonl"))]
+    mean = sum(len(start.tokenizer(text)["input_ids"]) for text in texts) / len(texts)
+    assert lengths.mean == pytest.approx(mean, abs=1.01) and lengths.mean < lengths.row  # and the end token
 
 
 @pytest.mark.parametrize(("share", "printed"), [(0.95, False), (0.25, True)])
 def test_other_processes_are_reported(
     share: float, printed: bool, capsys: pytest.CaptureFixture[str], three: Path
 ) -> None:
-    assert devices.measure_cpu_share(lambda: time.sleep(0.1))[1] < 0.5
-    stage = planned("ppo.yaml")["ppo"]
-    show({**stage, "steps": 4, "seconds": {"update": 10}, "share": share, "run": True}, Target.of(None, 1))
+    show({**ppo(), "steps": 4, "seconds": {"update": 10}, "share": share, "run": True}, Target.of(None, 1))
     out = capsys.readouterr().out
-    assert "4 x 10 s: about 40 s, with all responses at their limit" in out
-    assert ("other processes leave 25% of the processor now; alone about 10 s" in out) == printed
+    assert "4 x 10 s: about 40 s" in out and ("25% of the processor now; alone about 10 s" in out) == printed
 
 
 def test_the_total_of_the_stages(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "savings", lambda *_: [])
     result = json.loads(plan(".", "--flops", "1e9", "--json").stdout)
     stages, total = result["stages"], result["total"]
+    fullest = max(stages, key=lambda stage: stage["needed"])
     assert total["hours"] == pytest.approx(sum(stage["hours"] for stage in stages)) and total["starts"] == 3
-    assert total["needed"] == max(stage["needed"] for stage in stages)
-    assert total["fullest"] == max(stages, key=lambda stage: stage["needed"])["stage"] and total["fits"]
+    assert (total["needed"], total["fullest"], total["fits"]) == (fullest["needed"], fullest["stage"], True)
     (line,) = (line for line in plan(".", "--flops", "1e9").stdout.splitlines() if line.startswith("in all   "))
     assert line.startswith(f"in all   at least {terminal.duration(3600 * total['hours'])} for 3 stages; at most ")
-    assert line.endswith(f" of memory, in {total['fullest']}: fits")
     assert "in all   " not in plan("sft.yaml", "--flops", "1e9").stdout
-    small = plan(".", "--gpu", "0.004", "--flops", "4e14").stdout
-    assert "does not fit" in small.splitlines()[-2] and " starts, evaluations" in small.splitlines()[-1]
+    assert "does not fit" in plan(".", "--gpu", "0.004", "--flops", "4e14").stdout.splitlines()[-2]
 
 
 # The command
@@ -489,7 +467,7 @@ def test_the_chain_is_planned_before_any_stage_ran(three: Path) -> None:
     assert list(stages) == ["sft", "reward", "ppo", "eval"]
     assert stages["ppo"]["parameters"]["policy"] == stages["sft"]["parameters"]["policy"]
     assert stages["eval"]["response_tokens"] == stages["ppo"]["response_tokens"] == 24
-    assert planned("ppo.yaml")["ppo"]["parameters"] == stages["ppo"]["parameters"]  # with sft.yaml beside it
+    assert ppo()["parameters"] == stages["ppo"]["parameters"]  # with sft.yaml beside it
     assert not (three / "sft").exists()
 
 
@@ -522,9 +500,9 @@ def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:
     replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {value: policy_head}")
     replace("reward.yaml", "model: {path: model}\n", "")
     stages = planned(".")
-    layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
-    policy = stages["sft"]["parameters"]["policy"]
-    assert (policy - 3 * layer - 16) % 16 == 0 and 256 <= (policy - 3 * layer - 16) // 16 <= 310
+    policy, layer = stages["sft"]["parameters"]["policy"], 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+    vocabulary, rest = divmod(policy - 3 * layer - 16, 16)
+    assert rest == 0 and 256 <= vocabulary <= 310
     assert stages["ppo"]["parameters"]["policy"] == policy and "value" not in stages["ppo"]["parameters"]
     (three / "rows.jsonl").unlink()
     assert "error[D01]" in plan("sft.yaml").stderr
@@ -567,7 +545,7 @@ def test_advice_if_a_stage_does_not_fit(
     assert all(stage["fits"] and not stage["advice"] for stage in planned(".").values())
     with monkeypatch.context() as small:
         small.setattr(system, "total_memory", lambda: 1000)
-        stage = plan_anew("ppo.yaml")["ppo"]
+        stage = plan_json("ppo.yaml")["ppo"]
     saves = {each["set"]: each["saves"] for each in stage["advice"]}
     assert not stage["fits"] and list(saves.values()) == sorted(saves.values(), reverse=True)
     halves = "ppo.per_device_train_batch_size=8 ppo.gradient_accumulation_steps=8"
@@ -575,10 +553,9 @@ def test_advice_if_a_stage_does_not_fit(
     show(stage, Target.of(None, 1))
     out = capsys.readouterr().out
     assert "does not fit" in out and all(f"{settings} saves" in out for settings in saves)
-    peak = max(each["total"] for each in stage["phases"])
     for settings in (halves, *list(saves)[::6]):
-        smaller = planned("ppo.yaml", *settings.split())["ppo"]
-        assert peak - max(each["total"] for each in smaller["phases"]) == saves[settings]
+        peaks = [max(each["total"] for each in plan["phases"]) for plan in (stage, ppo(*settings.split()))]
+        assert peaks[0] - peaks[1] == saves[settings]
 
 
 def test_the_table(three: Path) -> None:
@@ -587,18 +564,12 @@ def test_the_table(three: Path) -> None:
     lines = result.stdout.splitlines()
     ppo = lines[next(number for number, line in enumerate(lines) if line.startswith("ppo: ")) :]
     assert ppo[1].split() == ["rollout,", "64", "rows", "judge,", "16", "rows", "update,", "16", "rows"]
-    assert [line.split()[0] for line in ppo[2:9]] == [
-        "weights", "gradients", "optimizer", "cache", "logits", "activations", "total",
-    ]  # fmt: skip
-    assert ", responses of " in ppo[0] and "; rows of " in lines[0] and "time     a step: 0." in result.stdout
-    assert ppo[9].startswith("memory   ") and ": fits" in ppo[9] and ppo[10].startswith("time     an update: rollout ")
+    assert [line.split()[0] for line in ppo[2:11]] == [*KINDS, "total", "memory", "time"]
 
 
 def test_plan_imports_neither_trl_nor_peft(three: Path) -> None:
-    code = (
-        "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\nexcept SystemExit: pass\n"
-    )
-    code += "print({'trl', 'peft'} & sys.modules.keys())"
+    code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\n"
+    code += "finally: print({'trl', 'peft'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 

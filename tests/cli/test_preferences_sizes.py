@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf_cli import terminal
-from rlhf_cli.commands import speed
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, quantile, split_pairs
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
+from rlhf_cli.commands.plan import estimate
 from rlhf_cli.config.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
@@ -291,7 +291,7 @@ def test_the_fastest_call_counts(
     def call() -> None:
         clock[0] += durations.pop(0) if len(durations) > 1 else durations[0]
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), left.pop(0)))
-    assert speed.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
+    assert estimate.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
     assert len(left) == len(shares) - rounds

@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any, get_args
 import pytest
 import tiny
 import torch
-from ppo_folder import PPO, lines, ppo, rlhf, write
+import yaml
+from bad_inputs import replace
+from ppo_folder import fails, lines, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
@@ -48,7 +49,7 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 def trained(
     *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
-    """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
+    """Return a trainer after some updates; `head`: a value head on the policy; `both`: a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
     like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
     sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
@@ -95,71 +96,49 @@ REFERENCE = sorted(Path(reference.__file__).parent.glob("reference*.py"))
 
 # The reference and the trainer agree for every option
 
-CASES: dict[str, dict[str, Any]] = {
-    "as it comes": {},
-    "first update": {"steps": 0},
-    "whitened rewards, advantages as they are": {
-        "whiten_rewards": True,
-        "advantage_norm": "none",
-        "gamma": 0.9,
-        "lam": 0.7,
-    },
-    "scores scaled": {"use_score_scaling": True, "steps": 2},
-    "scores normed, clipped": {"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.8},
-    "penalties": {"missing_eos_penalty": 2.5, "overlong_penalty": {"tokens": 3, "factor": 0.7}, "response_length": 6},
-    "lengths": {"response_length": {"min": 3, "max": 9}, "overlong_penalty": {"tokens": 2, "factor": 1.0}},
-    "no stop token": {"stop_token": "none", "response_length": 4},
-    "another stop token": {"stop_token_id": 5, "temperature": 1.3, "missing_eos_penalty": None},
-    **{f"{kind} in the reward": {"kl_estimator": kind, "kl_coef": 0.2} for kind in ("k2", "k3", "abs", "full")},
-    **{f"{kind} in the loss": {"kl_in": "loss", "kl_estimator": kind, "kl_coef": 0.2} for kind in ("full", "k2", "k3")},
-    "a controlled coefficient": {"adap_kl_ctrl": True, "target": 3.0, "horizon": 50, "kl_coef": 0.2, "steps": 2},
-    "clips": {"cliprange": 0.05, "cliprange_high": 0.3, "cliprange_value": 0.05, "num_ppo_epochs": 3},
-    "dual clip": {"dual_clip": 1.2, "learning_rate": 0.05, "ratio_threshold": None},
-    "entropy": {"entropy_coef": 0.3, "vf_coef": 0.9},
-    "no value loss": {"vf_coef": 0.0, "weight_decay": 0.1},
-    "language model loss": {"ptx_coef": 2.0, "num_mini_batches": 2},
-    "stopped early": {"early_stopping": True, "target_kl": 1e-4, "num_ppo_epochs": 4, "learning_rate": 0.03},
-    "skipped minibatches": {"ratio_threshold": 1.01, "learning_rate": 0.05, "num_mini_batches": 2, "num_ppo_epochs": 3},
-    "value rates": {
-        "value_learning_rate": 0.02,
-        "value_warmup_steps": 4,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 2,
-    },
-    "value alone": {"value_only_updates": 2, "ptx_coef": 1.0, "weight_decay": 0.1},
-    "value alone, and a schedule": {
-        "value_only_updates": 2,
-        "steps": 3,
-        "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.3,
-        "adap_kl_ctrl": True,
-    },
-    "value alone, on the policy": {"value_only_updates": 2, "head": True, "vf_coef": 1.0},
-    "a head on the policy": {"head": True, "vf_coef": 1.0},
-    "shared layers": {"num_shared_layers": 1},
-    "shared layers and a head": {"num_shared_layers": 1, "head": True, "vf_coef": 1.0},
-    "samples of a prompt": {"num_samples_per_prompt": 2, "num_mini_batches": 4},
-    "adamw": {
-        "adam_beta1": 0.5,
-        "adam_beta2": 0.9,
-        "adam_epsilon": 1e-3,
-        "weight_decay": 0.3,
-        "max_grad_norm": 0.05,
-        "steps": 2,
-    },
-    "small micro-batches": {"micro_batch_tokens": 10, "gradient_checkpointing": True},
-    "two sources": {"both": True, "use_score_scaling": True},
-    **{f"ensemble, {combine}": {"combine": combine, "num_ppo_epochs": 1} for combine in COMBINE},
-    "reasoning": {
-        "recipe": "reasoning",
-        "num_mini_batches": 2,
-        "response_length": 8,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "warmup_ratio": 0.3,
-    },
-    **{family: {"family": family, "num_ppo_epochs": 1} for family in tiny.FAMILIES},
-}
+CASES: dict[str, dict[str, Any]] = yaml.safe_load("""
+as it comes: {}
+first update: {steps: 0}
+whitened rewards, advantages as they are: {whiten_rewards: true, advantage_norm: none, gamma: 0.9, lam: 0.7}
+scores scaled: {use_score_scaling: true, steps: 2}
+scores normed, clipped: {use_score_scaling: true, use_score_norm: true, score_clip: 0.8}
+penalties: {missing_eos_penalty: 2.5, overlong_penalty: {tokens: 3, factor: 0.7}, response_length: 6}
+lengths: {response_length: {min: 3, max: 9}, overlong_penalty: {tokens: 2, factor: 1.0}}
+no stop token: {stop_token: none, response_length: 4}
+another stop token: {stop_token_id: 5, temperature: 1.3, missing_eos_penalty: null}
+k2 in the reward: {kl_estimator: k2, kl_coef: 0.2}
+k3 in the reward: {kl_estimator: k3, kl_coef: 0.2}
+abs in the reward: {kl_estimator: abs, kl_coef: 0.2}
+full in the reward: {kl_estimator: full, kl_coef: 0.2}
+k2 in the loss: {kl_in: loss, kl_estimator: k2, kl_coef: 0.2}
+k3 in the loss: {kl_in: loss, kl_estimator: k3, kl_coef: 0.2}
+full in the loss: {kl_in: loss, kl_estimator: full, kl_coef: 0.2}
+a controlled coefficient: {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2}
+clips: {cliprange: 0.05, cliprange_high: 0.3, cliprange_value: 0.05, num_ppo_epochs: 3}
+dual clip: {dual_clip: 1.2, learning_rate: 0.05, ratio_threshold: null}
+entropy: {entropy_coef: 0.3, vf_coef: 0.9}
+no value loss: {vf_coef: 0.0, weight_decay: 0.1}
+language model loss: {ptx_coef: 2.0, num_mini_batches: 2}
+stopped early: {early_stopping: true, target_kl: 0.0001, num_ppo_epochs: 4, learning_rate: 0.03}
+skipped minibatches: {ratio_threshold: 1.01, learning_rate: 0.05, num_mini_batches: 2, num_ppo_epochs: 3}
+value rates: {value_learning_rate: 0.02, value_warmup_steps: 4, lr_scheduler_type: linear, warmup_steps: 2}
+value alone: {value_only_updates: 2, ptx_coef: 1.0, weight_decay: 0.1}
+value alone, and a schedule:
+  {value_only_updates: 2, steps: 3, lr_scheduler_type: cosine, warmup_ratio: 0.3, adap_kl_ctrl: true}
+value alone, on the policy: {value_only_updates: 2, head: true, vf_coef: 1.0}
+a head on the policy: {head: true, vf_coef: 1.0}
+shared layers: {num_shared_layers: 1}
+shared layers and a head: {num_shared_layers: 1, head: true, vf_coef: 1.0}
+samples of a prompt: {num_samples_per_prompt: 2, num_mini_batches: 4}
+adamw: {adam_beta1: 0.5, adam_beta2: 0.9, adam_epsilon: 0.001, weight_decay: 0.3, max_grad_norm: 0.05, steps: 2}
+small micro-batches: {micro_batch_tokens: 10, gradient_checkpointing: true}
+two sources: {both: true, use_score_scaling: true}
+reasoning:
+  {recipe: reasoning, num_mini_batches: 2, response_length: 8, learning_rate: 0.01,
+   lr_scheduler_type: cosine_with_min_lr, warmup_ratio: 0.3}
+""")
+CASES |= {f"ensemble, {combine}": {"combine": combine, "num_ppo_epochs": 1} for combine in COMBINE}
+CASES |= {family: {"family": family, "num_ppo_epochs": 1} for family in tiny.FAMILIES}
 # Options that change no number of an update, except the number of rows and their forward passes.
 NO_NUMBERS = {
     "total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -180,10 +159,8 @@ def test_the_reference_and_the_trainer_agree(case: str) -> None:
     quantities = result(case)
     assert not any(math.isnan(quantity.largest) for quantity in quantities)
     assert {quantity.name: quantity.error for quantity in quantities if not quantity.error <= EXACT} == {}
-    assert {quantity.name for quantity in quantities if quantity.float64 is None} == {
-        "response tokens",
-        "tokens/padded",
-    }
+    not_compared = {quantity.name for quantity in quantities if quantity.float64 is None}
+    assert not_compared == {"response tokens", "tokens/padded"}
     assert by_name(quantities)["value weights, change"].largest > 0
 
 
@@ -265,27 +242,9 @@ def a_token_early(shape: Any) -> Any:
     return wrong
 
 
-def hotter(generate: Any) -> Any:
-    return lambda self, prompts: generate(HFEngine(self.model, self.stop_token_id, self.pad_token_id, 3.0), prompts)
-
-
-def ratio_with_gradient(_: Any) -> Any:
-    return lambda lp, old, ref, kind: torch.exp(lp - old) * (ref - lp) ** 2 / 2
-
-
 # error -> the first quantity that shows it, settings in which it does, how it is planted
 ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
     "lambda": ("advantages", {}, at(losses, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
-    "biased variance in whitening": (
-        "advantages",
-        {},
-        at(losses, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False)),
-    ),
-    "rewards whitened without their mean": (
-        "rewards",
-        {"whiten_rewards": True},
-        at(losses, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask)),
-    ),
     "sign of the KL": ("kl", {}, lambda patch: patch.setitem(losses.KL_ESTIMATORS, "k1", lambda r: r)),
     "temperature left out": (
         "logprobs",
@@ -303,11 +262,6 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {"cliprange": 0.05},
         at(losses, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
     ),
-    "no clipping of the value": (
-        "loss/value_avg, each step",
-        {"cliprange_value": 0.01},
-        at(losses, "value_loss", lambda loss: lambda *a: loss(*a[:3], 9.0)),
-    ),
     "no clipping of the gradient": (
         "policy weights, change",
         {"max_grad_norm": 0.05, "num_ppo_epochs": 1},
@@ -318,20 +272,10 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {"entropy_coef": 0.1, "num_ppo_epochs": 1},
         at(losses, "entropy", lambda entropy: lambda x: 2 * entropy(x).detach() - entropy(x)),
     ),
-    "gradient through the ratio of the KL": (
-        "policy/grad_norm, each step",
-        {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
-        at(losses, "token_kl_loss", ratio_with_gradient),
-    ),
     "moments of this update alone": (
         "scores",
         {"use_score_scaling": True},
         at(RunningMeanStd, "__add__", lambda _: lambda self, scores: scores),
-    ),
-    "penalty for those that ended": (
-        "scores",
-        {"response_length": 3},
-        at(trainer_module, "apply_penalties", lambda apply: lambda scores, *rest: 2 * scores - apply(scores, *rest)),
     ),
     "controller the wrong way": (
         "next kl_coef",
@@ -348,7 +292,6 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {},
         keyed("sample", lambda update, row: (update, row + 1)),
     ),
-    "sampled at another temperature": ("response tokens unexplained", {}, at(HFEngine, "generate", hotter)),
 }
 
 
@@ -361,17 +304,6 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     quantities = verify(trainer)
     assert first_apart(quantities) == name
     assert worst(quantities).error > 1e-4  # far from any tolerance
-
-
-def test_adamw_without_bias_correction_is_found() -> None:
-    trainer = trained(num_ppo_epochs=1)
-
-    def count_many_steps(*_: Any) -> None:
-        for state in trainer.optimizer.state.values():
-            state["step"].fill_(1e9)
-
-    trainer.optimizer.register_step_pre_hook(count_many_steps)
-    assert first_apart(verify(trainer)) == "policy weights, change"
 
 
 def test_a_change_of_a_frozen_model_is_found() -> None:
@@ -438,45 +370,34 @@ def test_an_error_is_relative_to_the_quantity(name: str, largest: float, differe
 # The command, on a run
 
 
-def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file's bytes and every path's time of change."""
-    return {
-        path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-    }
+def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the report of a verified update, and its quantities by name."""
+    result = rlhf("verify", folder, "--json", *(["--step", step] if step else []))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    return report, {quantity["name"]: quantity for quantity in report["quantities"]}
 
 
 @pytest.mark.training
 def test_verify_a_run(run_folder: Path) -> None:
     """Numbers, samples and weights of the run are repeated to the bit, and no file changes."""
-    config = {
-        **PPO,
-        "output": {"save_steps": 1, "keep": 3},
-        "rewards": {"reward": {}, "short": {"function": "judges:short"}},
-    }
-    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
-    assert ppo(run_folder).exit_code == 0
-    before = tree(run_folder)
+    changes = ("output.save_steps=1", "output.keep=3", "rewards.reward={}", "rewards.short.function=judges:short")
+    assert ppo(run_folder, *settings(*changes, "num_sample_generations=4")).exit_code == 0
+    before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in run_folder.rglob("*")}
     for step in (1, 3, None):
-        result = rlhf("verify", run_folder, "--json", *(["--step", step] if step else []))
-        assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)
+        report, found = verify_json(run_folder, step)
         assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
-        found = {quantity["name"]: quantity for quantity in report["quantities"]}
         assert max(quantity["error"] for quantity in found.values()) < EXACT
         recorded = {name for name, quantity in found.items() if quantity.get("recorded") == 0}
         metrics = {name for name in lines(run_folder / "ppo/metrics.jsonl")[0] if not name.endswith("_s")} - {"step"}
         assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
         assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
-    assert tree(run_folder) == before
-    shown = rlhf("verify", run_folder / "ppo", "--step", 2 + 1)
-    assert "update 3 agrees to 1e-06" in shown.stdout and "to the last bit" in shown.stdout
-    assert {"advantages", "policy weights, change"} <= {
-        line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
-    }
-    wrong = rlhf("verify", run_folder, "--step", 2)
-    assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "available steps: 1, 3, 4" in wrong.stderr
-    assert "available steps" in rlhf("verify", run_folder, "--step", 99).stderr
+    after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in run_folder.rglob("*")}
+    assert after == before
+    shown = rlhf("verify", run_folder / "ppo", "--step", 3).stdout
+    assert all(text in shown for text in ("update 3 agrees to 1e-06", "to the last bit", "\npolicy weights, change  "))
+    for step in (2, 99):
+        fails(rlhf("verify", run_folder, "--step", step), "C06", "available steps: 1, 3, 4")
 
 
 @pytest.mark.training
@@ -490,30 +411,18 @@ def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monke
 
 
 @pytest.mark.training
-def test_verify_a_run_with_many_options(run_folder: Path) -> None:
+def test_verify_a_run_with_many_options(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head on the policy, an ensemble, a language-model loss, shared layers, held-out samples, bfloat16."""
+    monkeypatch.chdir(run_folder)  # paths of overrides are relative to it
     jsonl.write_jsonl(run_folder / "ptx.jsonl", [{"prompt": "a", "completion": f" moon of {n}"} for n in range(9)])
-    vote = {"models": {"a": "reward_model", "b": "reward_model"}, "combine": "mean_minus_std", "clip": 1.0}
-    config = {
-        **PPO,
-        "models": {**PPO["models"], "value": "policy_head"},
-        "data": {**PPO["data"], "eval_prompts": "heldout.jsonl", "ptx_data": "ptx.jsonl"},
-        "rewards": {"vote": vote, "short": {"function": "judges:short", "weight": 0.1}},
-        "output": {"save_steps": 1, "keep": 4},
-    }
-    changes = {
-        "bf16": True,
-        "ptx_coef": 0.5,
-        "num_shared_layers": 1,
-        "num_sample_generations": 4,
-        "generate_ref_response": True,
-        "response_length": {"min": 4, "max": 8},
-    }
-    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], **changes}})
-    assert ppo(run_folder).exit_code == 0
-    report = json.loads(rlhf("verify", run_folder, "--step", 3, "--json").stdout)
+    vote = "rewards.vote={models: {a: reward_model, b: reward_model}, combine: mean_minus_std, clip: 1.0}"
+    changes = ("rewards.short={function: 'judges:short', weight: 0.1}", "output.save_steps=1", "output.keep=4")
+    changes += ("models.value=policy_head", "data.eval_prompts=heldout.jsonl", "data.ptx_data=ptx.jsonl")
+    changes += ("bf16=true", "ptx_coef=0.5", "num_shared_layers=1", "num_sample_generations=4")
+    changes += ("generate_ref_response=true", "response_length={min: 4, max: 8}")
+    assert ppo(run_folder, *settings(vote, *changes)).exit_code == 0
+    report, found = verify_json(run_folder, 3)
     assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
-    found = {quantity["name"]: quantity for quantity in report["quantities"]}
     assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
     assert found["samples: score vote"]["recorded"] == found["policy weights, change"]["recorded"] == 0
 
@@ -523,8 +432,7 @@ def test_verify_an_unfinished_run(run_folder: Path) -> None:
     """Neither the manifest, a complete last line, the checkpoint after the update nor the hub is needed."""
     assert ppo(run_folder, "-s", "output.save_steps=1").exit_code == 0
     (run_folder / "ppo/manifest.json").unlink()
-    config = run_folder / "ppo/config.yaml"
-    config.write_text(config.read_text().replace("push_to_hub_if_best: null", "push_to_hub_if_best: me/it"))
+    replace(str(run_folder / "ppo/config.yaml"), "push_to_hub_if_best: null", "push_to_hub_if_best: me/it")
     with (run_folder / "ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "objective/k')
     (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
@@ -534,16 +442,12 @@ def test_verify_an_unfinished_run(run_folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_verify_refuses_damaged_checkpoints_and_changed_inputs(ppo_run: Path, run_folder: Path) -> None:
-    nothing = rlhf("verify", run_folder)
-    assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "contains no PPO run" in nothing.stderr
-    shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
-    with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
+def test_verify_refuses_damaged_checkpoints_and_changed_inputs(trained_folder: Path, origin: Path) -> None:
+    fails(rlhf("verify", origin), "M01", "contains no PPO run")
+    with (trained_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"oops")
-    damaged = rlhf("verify", run_folder, "--step", 3)
-    assert damaged.exit_code == 1 and "error[M05]" in damaged.stderr and "step_000002 is damaged" in damaged.stderr
-    assert rlhf("verify", run_folder, "--step", 1).exit_code == 0
-    (run_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
-    other = rlhf("verify", run_folder)
-    assert other.exit_code == 2 and "error[C15]" in other.stderr and "data.prompts: other content" in other.stderr
+    fails(rlhf("verify", trained_folder, "--step", 3), "M05", "step_000002 is damaged", exit_code=1)
+    assert rlhf("verify", trained_folder, "--step", 1).exit_code == 0
+    (trained_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
+    fails(rlhf("verify", trained_folder), "C15", "data.prompts: other content")

@@ -75,6 +75,7 @@ def run(
 
 
 def _load_configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:
+    """Return the configs of a file or folder, and the overrides of each stage."""
     if os.path.isfile(path) or path.suffix in (".yaml", ".yml"):
         stage = stage_of(path)
         return [load(stage, path, overrides)], {stage: list(overrides)}

@@ -13,7 +13,6 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.data import sources
 from rlhf_cli.errors import at_location
@@ -52,25 +51,20 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
             pairs = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
             mean = _mean_length(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
             return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
-        if isinstance(config, PPOConfig):
-            prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-            return _data_size(prompts, Lengths(prompts.longest, response), "prompts")
-        assert isinstance(config, EvalConfig)
+        assert isinstance(config, PPOConfig | EvalConfig)
         prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-        size = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
-        return replace(size, rows=min(config.eval.n, size.rows))
+    size = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
+    return replace(size, rows=min(config.eval.n, size.rows)) if isinstance(config, EvalConfig) else size
 
 
 def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
     """Return the size of data that is not tokenized: rows have their maximum length. Raises RLHFError D01-D04, D12."""
-    if isinstance(config, SFTConfig):
-        lengths = Lengths(1, config.sft.max_length - 1)
-    elif isinstance(config, RewardConfig):
-        lengths = Lengths(config.reward.max_length - 1, 1)
-    else:
-        lengths = Lengths(prompt, response)
     if isinstance(config, EvalConfig):
-        return DataSize(lengths, "prompts", config.eval.n, how="at most")
+        return DataSize(Lengths(prompt, response), "prompts", config.eval.n, how="at most")
+    lengths = Lengths(prompt, response)
+    if isinstance(config, SFTConfig | RewardConfig):
+        longest = training_setup.settings_of(config).max_length - 1
+        lengths = Lengths(1, longest) if isinstance(config, SFTConfig) else Lengths(longest, 1)
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
     count = sum(1 for _ in sources.read_rows(source)) if steps_follow_rows(config) else 0
     # A conversation gives an example for each of its answers, and a part may be held out.
@@ -80,7 +74,7 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
 def steps_follow_rows(config: Config) -> bool:
     """Return True if more rows make more steps."""
     if isinstance(config, SFTConfig | RewardConfig):
-        return (config.sft if isinstance(config, SFTConfig) else config.reward).max_steps is None
+        return training_setup.settings_of(config).max_steps is None
     return isinstance(config, PPOConfig) and config.ppo.total_episodes is None
 
 
@@ -151,7 +145,10 @@ class ModelResolver:
             exists = path == config.folder or (path / "manifest.json").exists()  # its own folder is refused below
             writer = None if exists else self._writer(path)
             if writer is None:
-                self.specs[path] = self._existing(config, reference)
+                parent = runs.open_reference(config, reference, hashed=False)
+                with at_location(config.where(key)):
+                    body = read_config(parent.model, self.options.trust_remote_code)
+                self.specs[path] = ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
             else:
                 trains = isinstance(writer, SFTConfig | RewardConfig)
                 self.specs[path] = self.start(writer, "model.path" if trains else "models.sft")
@@ -164,12 +161,6 @@ class ModelResolver:
             config = load(folder.name, beside)
             self.writers.setdefault(config.folder, config)  # its `run:` may name another folder
         return self.writers.get(folder)
-
-    def _existing(self, config: Config, reference: runs.Reference) -> ModelSpec:
-        parent = runs.open_reference(config, reference, hashed=False)
-        with at_location(config.where(reference.key)):
-            body = read_config(parent.model, self.options.trust_remote_code)
-        return ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
 
     def _new_model(self, config: SFTConfig) -> ModelSpec:
         """Return model.new, with a tokenizer of the first rows only, whose rows are somewhat longer."""
@@ -185,8 +176,8 @@ class ModelResolver:
         complete = next(islice(sources.read_rows(source), count, None), None) is None
         return ModelSpec(body, tokenizer, exact=complete)
 
-    def apart(self, config: Config) -> set[str]:
-        """Return the keys of models that are no adapters of models.sft's weights, if PPO trains adapters."""
+    def separate_models(self, config: Config) -> set[str]:
+        """Return the keys of models that are not adapters of models.sft's weights, if PPO trains adapters."""
         if not isinstance(config, PPOConfig) or not config.models.adapters:
             return set()
         sft, *others = runs.references(config)
@@ -204,17 +195,8 @@ class ModelResolver:
         folder = Path(sft.path)
         return base.path == (folder if folder.is_dir() else runs.open_reference(config, sft, hashed=False).path)
 
-    def settings(self, config: EvalConfig) -> PPOSettings | None:
-        """Return the settings of the policy that is evaluated, if a stage of this package trains it."""
-        trainer = self._trainer(config)
-        return trainer.ppo if trainer else None
-
-    def snapshots(self, config: EvalConfig) -> int:
-        """Return how many snapshots are evaluated beside PPO's last policy; its best one may be evaluated too."""
-        trainer = self._trainer(config)
-        return max(0, trainer.output.snapshots - 1) if trainer and config.eval.frontier else 0
-
-    def _trainer(self, config: EvalConfig) -> PPOConfig | None:
+    def trainer(self, config: EvalConfig) -> PPOConfig | None:
+        """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
             return load("ppo", folder / "config.yaml")
@@ -239,6 +221,7 @@ class ModelResolver:
         if isinstance(config, PPOConfig):
             return config.ppo.max_response_length
         if isinstance(config, EvalConfig):
-            policy = Path(config.models.ppo)
-            return eval_stage.sampling_params(config, self.settings(config), policy, None).response_length
+            trainer, policy = self.trainer(config), Path(config.models.ppo)
+            settings = trainer.ppo if trainer else None
+            return eval_stage.sampling_params(config, settings, policy, None).response_length
         return 0

@@ -229,16 +229,14 @@ def trl_phases(
 class PPOModels:
     """Models of a PPO run. Without `value` the policy has a value head.
 
-    `apart`: names of models that are no adapters of the policy's weights in mode one-base; the value model's adapters
-    then use the weights of the reward model `beside`, or their own ones.
+    `sharing`: names of value and reward models that add only their adapters to the weights of other models.
     """
 
     policy: StageModel
     value: StageModel | None
     rewards: dict[str, StageModel]
     mode: str
-    apart: Collection[str] = ()
-    beside: str | None = None
+    sharing: Collection[str] = ()
 
     @property
     def learning(self) -> list[StageModel]:
@@ -267,17 +265,11 @@ class PPOModels:
 
     def weights(self) -> dict[str, int]:
         """Return the bytes of weights that each model adds to those of the others."""
-        if self.value is None:
-            value = self.value_head.nbytes
-        elif self.mode == "one-base" and not ("value" in self.apart and self.beside is None):
-            value = memory.size_bytes(self.value.trained)
-        else:
-            value = self.value.weights
-        reference = self.policy.weights if self.mode == "full" else 0
-        weights = {"policy": self.policy.weights, "value": value, "reference": reference}
-        for name, model in self.rewards.items():
-            shares = self.mode == "one-base" and name not in self.apart
-            weights[name] = memory.size_bytes(model.trained) if shares else model.weights
+        weights = {"policy": self.policy.weights, "value": self.value_head.nbytes, "reference": 0}
+        if self.mode == "full":
+            weights["reference"] = self.policy.weights
+        for name, model in (self.rewards | ({"value": self.value} if self.value else {})).items():
+            weights[name] = memory.size_bytes(model.trained) if name in self.sharing else model.weights
         return weights
 
 

@@ -56,17 +56,17 @@ class Quantity:
     float64: float | None  # the trainer against the reference, both in float64
     rounding: float | None  # the trainer in the run's dtype against the float64 reference
 
-    def relative(self, difference: float) -> float:
+    def relative(self, difference: float | None) -> float:
         """Return a difference divided by the quantity's largest value, or by FLOOR if that is larger."""
-        if self.name in BY_COUNT or "unexplained" in self.name:
-            return difference
+        if not difference or self.name in BY_COUNT or "unexplained" in self.name:
+            return difference or 0.0
         scale = self.largest if self.name.endswith(", change") else max(self.largest, FLOOR)
-        return difference / scale if scale else math.inf if difference else 0.0
+        return difference / scale if scale else math.inf
 
     @property
     def error(self) -> float:
         """Return the relative float64 difference, which decides if the quantity agrees."""
-        return 0.0 if self.float64 is None else self.relative(self.float64)
+        return self.relative(self.float64)
 
 
 def difference(name: str, values: Tensor, expected: Tensor) -> float:
@@ -98,8 +98,7 @@ def compare(
         return difference(name, values[name], expected[name]) if name in values and name in expected else None
 
     quantities = []
-    for name in dict.fromkeys([*reference, *float64, *native, *recorded]):
-        values = next(side[name] for side in (reference, native, float64, recorded) if name in side)
+    for name, values in {**reference, **float64, **recorded, **native, **reference}.items():
         exact = None if name in not_compared else between(name, float64, reference)
         again, rounding = between(name, recorded, native), between(name, native, reference)
         quantities.append(Quantity(name, len(values), _largest(values), again, exact, rounding))
@@ -134,12 +133,12 @@ def worst(quantities: Sequence[Quantity]) -> Quantity:
 
 @dataclass(frozen=True)
 class PPORun:
-    """RUN/ppo, which may still be training: its config, its lines of metrics.jsonl and samples.jsonl, by step."""
+    """RUN/ppo, which may still be training: its config, its lines of metrics.jsonl by step, and samples.jsonl."""
 
     folder: Path
     config: PPOConfig
     lines: Mapping[int, Mapping[str, Any]]
-    samples: Mapping[int, Sequence[Mapping[str, Any]]]
+    samples: Sequence[Mapping[str, Any]]
 
     def choose_step(self, step: int | None) -> int:
         """Return `step`, by default the newest that can be repeated: the first update, or one after a checkpoint.
@@ -187,10 +186,8 @@ def open_run(run: Path) -> PPORun:
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})  # a repeated update is not pushed
     config = config.model_copy(update={"ppo": settings})
     config = ppo_setup.scale_to_world_size(config, runs.recorded_num_processes(folder))
-    samples: dict[int, list[dict[str, Any]]] = {}
-    for row in read_log(folder / "samples.jsonl"):
-        samples.setdefault(row["step"], []).append(row)
-    return PPORun(folder, config, {line["step"]: line for line in read_log(folder / "metrics.jsonl")}, samples)
+    lines = {line["step"]: line for line in read_log(folder / "metrics.jsonl")}
+    return PPORun(folder, config, lines, read_log(folder / "samples.jsonl"))
 
 
 # The update
@@ -250,18 +247,20 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     dtype = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
-        native, _ = trace.run_update(trainer, rollout)
+        native = trace.run_update(trainer, rollout)
         native |= trace.weight_changes(before, trace.copy_weights(trainer.policy, trainer.value))
         recorded = _recorded(run, step, before)
-        for name, (logged, repeated) in _samples(components, run.samples.get(step, [])).items():
-            recorded[name], native[name] = trace.as_float64(logged), trace.as_float64(repeated)
+        logged, repeated = _samples(components, [row for row in run.samples if row["step"] == step])
+        recorded, native = recorded | logged, native | repeated
         trainer.load_state_dict(start)
         float64, reference = trace.run_in_float64(
             trainer, rollout, updates=components.num_updates, stop_token_id=components.stop_token_id,
             near_tie=NEAR_TIE[dtype], tick=bar.advance,
         )  # fmt: skip
     quantities = compare(reference, float64, native, recorded)
-    return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), _changed_versions(run))
+    logged, current = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {}), runs.versions()
+    changed = [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
+    return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), changed)
 
 
 def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
@@ -279,30 +278,22 @@ def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
     return quantities | trace.weight_changes(before, after)
 
 
-def _samples(
-    components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the logged and the repeated values of the update's rows in samples.jsonl, by quantity."""
+def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, Any]]) -> tuple[Quantities, Quantities]:
+    """Return the logged and the repeated values of the update's rows in samples.jsonl."""
     if not rows:
-        return {}
+        return {}, {}
     experience = ppo_samples.experience_to_show(components)
     repeated = [ppo_samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
-    pairs = zip(rows, repeated, strict=True)
-    differs = [float(any(old[key] != new[key] for key in ("prompt", "response"))) for old, new in pairs]
-    columns = {"samples: other texts": ([0.0] * len(rows), differs)}
-    for name in ("kl", "score"):
-        columns[f"samples: {name}"] = ([row[name] for row in rows], [row[name] for row in repeated])
-    for name in experience.score_result.raw:
-        logged, again = ([row["scores"][name] for row in table] for table in (rows, repeated))
-        columns[f"samples: score {name}"] = (logged, again)
-    return columns
 
+    def quantities(table: Sequence[Mapping[str, Any]]) -> Quantities:
+        texts = [
+            any(row[key] != old[key] for key in ("prompt", "response")) for row, old in zip(table, rows, strict=True)
+        ]
+        columns = {"other texts": texts} | {name: [row[name] for row in table] for name in ("kl", "score")}
+        columns |= {f"score {name}": [row["scores"][name] for row in table] for name in experience.score_result.raw}
+        return {f"samples: {name}": trace.as_float64(values) for name, values in columns.items()}
 
-def _changed_versions(run: PPORun) -> list[str]:
-    """Return the libraries whose version has changed since a finished run."""
-    logged = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {})
-    current = runs.versions()
-    return [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
+    return quantities(rows), quantities(repeated)
 
 
 # The report

@@ -1,16 +1,18 @@
-"""Reference implementation of a PPO update: loops over rows and tokens, in float64, each formula with its source.
+"""Reference implementation of a PPO update: a loop over rows, in float64, each formula with its source.
 
 Its numbered sections read as the algorithm: responses, model outputs, scores, rewards and advantages (1 to 4: here),
 losses, optimizer steps and metrics (5 to 7: reference_update). It is written from the papers and the options' help
 texts, and shares only the settings and random seeds with rlhf_cli/ppo: no padding, masks, micro-batches, caches or
 torch optimizer. It relies on autograd and the models' own forward().
 
-A row is an episode: a prompt and a response, lists of token ids. Logarithms are natural, KL is in nats.
+A row is an episode: a prompt and a response, lists of token ids. T is the number of its response tokens, V the size of
+the vocabulary. Logarithms are natural, KL is in nats. Tensors are on the CPU.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -19,9 +21,8 @@ from torch import Tensor
 from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
-Quantities = dict[str, list[float]]  # quantity -> values, by row and token, by row, or by optimizer step
+Quantities = dict[str, Any]  # quantity -> values, by row and token, by row, or by optimizer step
 Scorer = Callable[[list[list[int]], list[list[int]]], list[float]]  # prompts and responses -> one raw score per row
-Step = dict[str, float]
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Source:
-    """A reward source: a scorer, or an ensemble whose scores are ensemble_score by `combine`."""
+    """A reward source: a scorer, or an ensemble."""
 
     scorers: dict[str, Scorer]
     weight: float
@@ -67,10 +68,6 @@ class ReferenceState:
     near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
 
     @property
-    def rows(self) -> range:
-        return range(len(self.prompts))
-
-    @property
     def policy_is_trained(self) -> bool:
         """Return False during the first value_only_updates, which train only the value model."""
         return self.update >= self.settings.value_only_updates
@@ -79,12 +76,12 @@ class ReferenceState:
 # 1. Responses: sampled from softmax(logits / temperature), with random numbers keyed by (row, step, token)
 
 
-def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
+def length_limit(state: ReferenceState) -> int:
     """Return the maximum response length of this update; sampled for each update if it is a range."""
-    length = settings.response_length
+    length = state.settings.response_length
     if not isinstance(length, LengthRange):
         return length
-    return length.min + derive_seed(seed, "length", update) % (length.max - length.min + 1)
+    return length.min + derive_seed(state.seed, "length", state.update) % (length.max - length.min + 1)
 
 
 @torch.no_grad()
@@ -95,20 +92,18 @@ def check_sampling(state: ReferenceState, tick: Callable[[], None]) -> Quantitie
     those of all its tokens. Counted as `unexplained`: a token below the maximum by more than `near_tie`, a response
     that continues after a stop token, and one that ends early without a stop token.
     """
-    limit = length_limit(state.settings, state.seed, state.update)
     best, unexplained = [], 0
-    for row in state.rows:
-        seed, response = derive_seed(state.seed, "sample", state.update, row), state.responses[row]
+    for row, response in enumerate(state.responses):
+        seed = derive_seed(state.seed, "sample", state.update, row)
         for step, z in enumerate(response_logits(state, state.policy, row)):
-            token, noise = response[step], exponential(seed, step, len(z)).to(z.device)
-            perturbed = z / state.settings.temperature - noise.log()
-            best.append(float(perturbed.argmax()))
-            unexplained += bool(perturbed.max() - perturbed[token] > state.near_tie)
+            perturbed = z / state.settings.temperature - exponential(seed, step, len(z)).log()
+            best.append(int(perturbed.argmax()))
+            unexplained += bool(perturbed.max() - perturbed[response[step]] > state.near_tie)
         continues = state.stop_token_id in response[:-1]
-        ends_early = response[-1] != state.stop_token_id and len(response) != limit
+        ends_early = not ended(state, response) and len(response) != length_limit(state)
         unexplained += continues or ends_early
         tick()
-    return {"response tokens": best, "response tokens unexplained": [float(unexplained)]}
+    return {"response tokens": best, "response tokens unexplained": [unexplained]}
 
 
 def lowbias32(x: Tensor) -> Tensor:
@@ -127,36 +122,36 @@ def exponential(seed: int, step: int, count: int) -> Tensor:
     return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
 
 
-# 2. What the models say, one unpadded row at a time
+# 2. Model outputs, one unpadded row at a time
 
 
-def row_ids(state: ReferenceState, row: int) -> Tensor:  # (1, T)
-    return torch.tensor([state.prompts[row] + state.responses[row]], device=state.policy.device)
+def row_ids(prompt: list[int], response: list[int], model: Any) -> Tensor:  # (1, P + T)
+    return torch.tensor([prompt + response], device=model.device)
 
 
-def predicting_positions(state: ReferenceState, row: int) -> slice:
-    """Return the positions of a row whose logits predict its response tokens."""
-    prompt, response = len(state.prompts[row]), len(state.responses[row])
-    return slice(prompt - 1, prompt + response - 1)
+def before_response_tokens(state: ReferenceState, row: int, outputs: Tensor) -> Tensor:
+    """Return the outputs that predict the T response tokens, of a model's outputs (1, P + T, ...) for a row."""
+    return outputs[0, len(state.prompts[row]) - 1 : -1]
 
 
 def response_logits(state: ReferenceState, model: Any, row: int) -> Tensor:
-    """Return the logits that predict each response token, (response length, V)."""
-    return model(input_ids=row_ids(state, row), use_cache=False).logits[0, predicting_positions(state, row)]
+    """Return the logits that predict each response token, (T, V)."""
+    ids = row_ids(state.prompts[row], state.responses[row], model)
+    return before_response_tokens(state, row, model(input_ids=ids, use_cache=False).logits).cpu()
 
 
 def response_values(state: ReferenceState, row: int) -> Tensor:
-    """Return the value before each response token, (response length,).
+    """Return the value before each response token, (T,).
 
     The gradient of a value head reaches the policy if the policy is trained.
     """
     body = (state.policy if state.value_is_head else state.value).base_model
+    ids = row_ids(state.prompts[row], state.responses[row], body)
     with_grad = torch.is_grad_enabled() and (state.policy_is_trained or not state.value_is_head)
     with torch.set_grad_enabled(with_grad):
-        hidden = body(input_ids=row_ids(state, row), use_cache=False).last_hidden_state[
-            0, predicting_positions(state, row)
-        ]
-    return hidden @ state.value.score.weight[0] if state.value_is_head else classifier_score(state.value, hidden)
+        hidden = before_response_tokens(state, row, body(input_ids=ids, use_cache=False).last_hidden_state)
+    score = hidden @ state.value.score.weight[0] if state.value_is_head else classifier_score(state.value, hidden)
+    return score.cpu()
 
 
 def classifier_score(model: Any, hidden: Tensor) -> Tensor:
@@ -165,10 +160,14 @@ def classifier_score(model: Any, hidden: Tensor) -> Tensor:
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
 
 
-def log_softmax(z: Tensor) -> Tensor:
-    """Return log p_v = z_v - log sum_u exp z_u of one position, (V,)."""
-    largest = z.detach().max()
-    return z - (largest + torch.exp(z - largest).sum().log())
+def log_probs(state: ReferenceState, model: Any, row: int) -> Tensor:
+    """Return the log-probabilities of each response token's alternatives at the sampling temperature, (T, V)."""
+    return torch.log_softmax(response_logits(state, model, row) / state.settings.temperature, -1)
+
+
+def of_tokens(logp: Tensor, tokens: list[int]) -> Tensor:
+    """Return the log-probabilities of the tokens, (T,), among those of all alternatives, (T, V)."""
+    return logp[range(len(tokens)), tokens]
 
 
 # 3. Scores
@@ -181,7 +180,7 @@ def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]
     for prompt, response in zip(prompts, responses, strict=True):
         row = prompt + response
         last = max((i for i, token in enumerate(row) if token != model.config.pad_token_id), default=0)
-        hidden = model.base_model(input_ids=torch.tensor([row], device=model.device), use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=row_ids(prompt, response, model), use_cache=False).last_hidden_state
         scores.append(float(classifier_score(model, hidden[0, last])))
     return scores
 
@@ -192,24 +191,23 @@ def function_scores(function: Any, tokenizer: Any, prompts: list[list[int]], res
     return [float(score) for score in function(*texts)]
 
 
-def ensemble_score(source: Source, opinions: list[float]) -> float:
+def ensemble_score(source: Source, scores: Sequence[float]) -> float:
     """Return an ensemble's score of a row: its members' mean, minimum, or mean - std_coef * standard deviation.
 
     Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance.
     """
-    mean = sum(opinions) / len(opinions)
-    return {
-        None: mean,  # a single scorer
-        "mean": mean,
-        "min": min(opinions),
-        "mean_minus_std": mean - source.std_coef * math.sqrt(variance(opinions)),
-    }[source.combine]
+    if source.combine == "min":
+        return min(scores)
+    return fmean(scores) - (source.std_coef * pstdev(scores) if source.combine == "mean_minus_std" else 0.0)
 
 
-def weighted_term(source: Source, score: float) -> float:
-    """Return a source's term of the sum: its score, clipped to -clip .. clip, times its weight."""
-    limit = math.inf if source.clip is None else source.clip
-    return source.weight * min(max(score, -limit), limit)
+def weighted_sum(state: ReferenceState, raw: Mapping[str, list[float]], row: int) -> float:
+    """Return the sum of the sources' scores of a row: each clipped to -clip .. clip, times its weight."""
+    total = 0.0
+    for name, source in state.sources.items():
+        limit = math.inf if source.clip is None else source.clip
+        total += source.weight * min(max(raw[name][row], -limit), limit)
+    return total
 
 
 def update_moments(moments: tuple[int, float, float], scores: list[float]) -> tuple[int, float, float]:
@@ -231,7 +229,6 @@ def final_scores(state: ReferenceState, summed: list[float], moments: tuple[int,
     settings = state.settings
     count, mean, squares = moments
     deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
-    limit = length_limit(settings, state.seed, state.update)
     scores = []
     for score, response in zip(summed, state.responses, strict=True):
         if settings.use_score_scaling and deviation > 0:
@@ -241,8 +238,8 @@ def final_scores(state: ReferenceState, summed: list[float], moments: tuple[int,
         if settings.missing_eos_penalty is not None and state.stop_token_id is not None and not ended(state, response):
             score -= settings.missing_eos_penalty
         if (overlong := settings.overlong_penalty) is not None:
-            over = max(0, len(response) - (limit - overlong.tokens)) / overlong.tokens
-            score -= overlong.factor * over
+            over = max(0, len(response) - (length_limit(state) - overlong.tokens))
+            score -= overlong.factor * over / overlong.tokens
         scores.append(score)
     return scores
 
@@ -251,93 +248,78 @@ def ended(state: ReferenceState, response: list[int]) -> bool:
     return state.stop_token_id is not None and response[-1] == state.stop_token_id
 
 
-def variance(numbers: list[float]) -> float:
-    mean = sum(numbers) / len(numbers)
-    return sum((x - mean) ** 2 for x in numbers) / len(numbers)
-
-
 # 4. Rewards, advantages, returns
 
 
 @dataclass
 class Experience:
-    """Everything computed before the optimizer steps: lists by row, per-token ones by row and token."""
+    """Everything computed before the optimizer steps. Quantities of tokens are tensors (T,), one for each row."""
 
-    logprobs: list[list[float]]
-    ref_logprobs: list[list[float]]
-    values: list[list[float]]
-    kl: list[list[float]]  # by kl_estimator
+    logprobs: list[Tensor]
+    ref_logprobs: list[Tensor]
+    values: list[Tensor]
+    kl: list[Tensor]  # by kl_estimator
     member_scores: dict[str, dict[str, list[float]]]  # source -> scorer -> score of each row
     raw: dict[str, list[float]]  # source -> score of each row
     scores: list[float]  # on the last token
     score_moments: tuple[int, float, float]  # these among them
-    rewards: list[list[float]]
-    advantages: list[list[float]]
-    returns: list[list[float]]
+    rewards: list[Tensor]
+    advantages: list[Tensor]
+    returns: list[Tensor]
 
     def quantities(self) -> Quantities:
         """Return the quantities, in the order in which they are computed."""
-
-        def tokens(*names: str) -> Quantities:
-            return {name: [x for row in getattr(self, name) for x in row] for name in names}
-
+        outputs = {name: torch.cat(getattr(self, name)) for name in ("logprobs", "ref_logprobs", "values", "kl")}
         scores = {f"score {name}": raw for name, raw in self.raw.items()} | {"scores": self.scores}
-        scores["running scores"] = [float(x) for x in self.score_moments]
-        before = tokens("logprobs", "ref_logprobs", "values", "kl")
-        return before | scores | tokens("rewards", "advantages", "returns")
+        targets = {name: torch.cat(getattr(self, name)) for name in ("rewards", "advantages", "returns")}
+        return outputs | scores | {"running scores": self.score_moments} | targets
 
 
-def token_kl(logprob: float, ref_logprob: float, kind: str) -> float:
-    """Estimate KL(policy || reference) at a token sampled from the policy, from two log-probs: r = ref - policy.
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) at tokens sampled from the policy, from two log-probs: r = ref - policy.
 
     k1 = -r, k2 = r^2 / 2, k3 = exp(r) - 1 - r (Schulman 2020, "Approximating KL divergence"), abs = |r|.
     """
-    r = ref_logprob - logprob
-    return {"k1": -r, "k2": r * r / 2, "k3": math.exp(r) - 1 - r, "abs": abs(r)}[kind]
+    r = ref_logprobs - logprobs
+    return {"k1": -r, "k2": r * r / 2, "k3": torch.exp(r) - 1 - r, "abs": abs(r)}[kind]
 
 
 def full_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Return the exact KL(policy || reference) of the next token: sum_v p_v (log p_v - log q_v)."""
-    return (logp.exp() * (logp - ref_logp)).sum()
+    """Return the exact KL(policy || reference) of each next token: sum_v p_v (log p_v - log q_v)."""
+    return (logp.exp() * (logp - ref_logp)).sum(-1)
 
 
 @torch.no_grad()
 def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experience:
     """Compute log-probs, values and scores; then rewards, advantages and returns."""
-    settings = state.settings
+    settings, rows = state.settings, range(len(state.prompts))
     logprobs, ref_logprobs, values, kl = [], [], [], []
     for row, response in enumerate(state.responses):
-        logp, ref_logp = (
-            [log_softmax(z / settings.temperature) for z in response_logits(state, model, row)]
-            for model in (state.policy, state.ref)
-        )
-        logprobs.append([float(logp[t][token]) for t, token in enumerate(response)])
-        ref_logprobs.append([float(ref_logp[t][token]) for t, token in enumerate(response)])
+        logp, ref_logp = (log_probs(state, model, row) for model in (state.policy, state.ref))
+        logprobs.append(of_tokens(logp, response))
+        ref_logprobs.append(of_tokens(ref_logp, response))
         if settings.kl_estimator == "full":
-            kl.append([float(full_kl(p, q)) for p, q in zip(logp, ref_logp, strict=True)])
+            kl.append(full_kl(logp, ref_logp))
         else:
-            pairs = zip(logprobs[row], ref_logprobs[row], strict=True)
-            kl.append([token_kl(p, q, settings.kl_estimator) for p, q in pairs])
-        values.append(response_values(state, row).tolist())
+            kl.append(token_kl(logprobs[row], ref_logprobs[row], settings.kl_estimator))
+        values.append(response_values(state, row))
         tick()
     member_scores = {
         name: {member: scorer(state.prompts, state.responses) for member, scorer in source.scorers.items()}
         for name, source in state.sources.items()
     }
     raw = {
-        name: [ensemble_score(source, [scores[row] for scores in member_scores[name].values()]) for row in state.rows]
+        name: [ensemble_score(source, scores) for scores in zip(*member_scores[name].values(), strict=True)]
         for name, source in state.sources.items()
     }
-    summed = [
-        sum(weighted_term(source, raw[name][row]) for name, source in state.sources.items()) for row in state.rows
-    ]
+    summed = [weighted_sum(state, raw, row) for row in rows]
     moments = update_moments(state.score_moments, summed)
     scores = final_scores(state, summed, moments)
-    rewards = [token_rewards(state, kl[row], scores[row]) for row in state.rows]
+    rewards = [token_rewards(state, kl[row], scores[row]) for row in rows]
     if settings.whiten_rewards:
         rewards = whitened(rewards, keep_mean=True)
-    advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in state.rows]
-    returns = [[a + v for a, v in zip(advantages[row], values[row], strict=True)] for row in state.rows]
+    advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in rows]
+    returns = [advantages[row] + values[row] for row in rows]
     if settings.advantage_norm == "batch":
         advantages = whitened(advantages, keep_mean=False)
     return Experience(
@@ -345,34 +327,33 @@ def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experien
     )
 
 
-def token_rewards(state: ReferenceState, kl: list[float], score: float) -> list[float]:
+def token_rewards(state: ReferenceState, kl: Tensor, score: float) -> Tensor:
     """Return r_t = -kl_coef KL_t, plus the score at the last token (Ziegler et al. 2019, arXiv 1909.08593, 2.1).
 
     With kl_in loss the reward has no KL term.
     """
-    coefficient = state.kl_coef if state.settings.kl_in == "reward" else 0.0
-    rewards = [-coefficient * x for x in kl]
+    rewards = -kl * (state.kl_coef if state.settings.kl_in == "reward" else 0.0)
     rewards[-1] += score
     return rewards
 
 
-def whitened(rows: list[list[float]], *, keep_mean: bool) -> list[list[float]]:
+def whitened(rows: list[Tensor], *, keep_mean: bool) -> list[Tensor]:
     """Return (x - mean) / sqrt(variance + 1e-8) over all tokens, unbiased variance; plus the mean with keep_mean.
 
     Ziegler et al. 2019's code, lm-human-preferences, `whiten`; Huang et al. 2024 (arXiv 2403.17031), section 7.
     """
-    tokens = [x for row in rows for x in row]
-    mean = sum(tokens) / len(tokens)
-    variance = sum((x - mean) ** 2 for x in tokens) / max(len(tokens) - 1, 1)
-    return [[(x - mean) / math.sqrt(variance + 1e-8) + mean * keep_mean for x in row] for row in rows]
+    tokens = torch.cat(rows)
+    mean = tokens.mean()
+    variance = ((tokens - mean) ** 2).sum() / max(len(tokens) - 1, 1)
+    return [(x - mean) / torch.sqrt(variance + 1e-8) + mean * keep_mean for x in rows]
 
 
-def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Return A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token.
 
     Schulman et al. 2016 (arXiv 1506.02438), equations 11 and 16, as a double sum.
     """
-    length = len(rewards)
-    following = [*values[1:], 0.0]
-    delta = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
-    return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, length)) for t in range(length)]
+    steps = range(len(rewards))
+    following = torch.cat([values[1:], torch.zeros(1)])
+    delta = (rewards + gamma * following - values).tolist()
+    return torch.tensor([sum((gamma * lam) ** (s - t) * delta[s] for s in steps[t:]) for t in steps])

@@ -1,8 +1,9 @@
-"""Reference implementation of a PPO update: the losses of a token, the optimizer steps, and the update's metrics."""
+"""Reference implementation of a PPO update: the losses of a row, the optimizer steps, and the update's metrics."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from statistics import fmean, pstdev, pvariance
 from typing import Any
 
 import torch
@@ -13,92 +14,90 @@ from rlhf_cli.commands.verify.reference import (
     Experience,
     Quantities,
     ReferenceState,
-    Step,
     ended,
     full_kl,
-    log_softmax,
+    log_probs,
     make_experience,
-    response_logits,
+    of_tokens,
     response_values,
-    variance,
+    row_ids,
 )
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
-# 5. Losses of a token
+Step = dict[str, float]  # metrics of an optimizer step
+
+# 5. Losses of a row
 
 
-def token_loss(
-    state: ReferenceState, experience: Experience, row: int, t: int, z: Tensor, value: Tensor, ref_z: Tensor | None
-) -> Any:
-    """Return the loss of response token t of a row, a scalar with gradient, and its metrics.
-
-    `z` and `ref_z` (V,) are the current logits before the token, `value` its current value.
-    """
+def row_losses(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each response token, (T,) with gradient, and the metrics of each, (T,)."""
     settings = state.settings
-    old, ref = experience.logprobs[row][t], experience.ref_logprobs[row][t]
-    logp = log_softmax(z / settings.temperature)
-    logprob = logp[state.responses[row][t]]
-    ratio = torch.exp(logprob - old)
-    surrogate, clipped = clipped_surrogate(settings, ratio, experience.advantages[row][t])
-    error, value_clipped = value_error(settings, value, experience.values[row][t], experience.returns[row][t])
-    entropy = -(logp.exp() * logp).sum()
+    with torch.set_grad_enabled(state.policy_is_trained):
+        logp = log_probs(state, state.policy, row)
+    logprobs, old = of_tokens(logp, state.responses[row]), experience.logprobs[row]
+    ratio = torch.exp(logprobs - old)
+    surrogate, clipped = clipped_surrogate(settings, ratio, experience.advantages[row])
+    values = response_values(state, row)
+    error, value_clipped = value_error(settings, values, experience.values[row], experience.returns[row])
+    entropy = -(logp.exp() * logp).sum(-1)
     policy = surrogate - settings.entropy_coef * entropy
     if settings.kl_in == "loss":
-        policy = policy + state.kl_coef * kl_loss(settings, logp, logprob, old, ref, ref_z)
-    loss = settings.vf_coef * error + (policy if state.policy_is_trained else 0.0)
-    return loss, {
-        "loss/policy_avg": surrogate.item(),
-        "loss/value_avg": error.item(),
-        "policy/clipfrac_avg": float(clipped),
-        "policy/entropy_avg": entropy.item(),
-        "policy/approxkl_avg": (logprob.item() - old) ** 2 / 2,
-        "policy/policykl": old - logprob.item(),
-        "val/ratio": ratio.item(),
-        "val/clipfrac_avg": float(value_clipped),
+        policy = policy + state.kl_coef * kl_loss(state, row, logp, old, experience.ref_logprobs[row])
+    return settings.vf_coef * error + (policy if state.policy_is_trained else 0.0), {
+        "loss/policy_avg": surrogate,
+        "loss/value_avg": error,
+        "policy/clipfrac_avg": clipped,
+        "policy/entropy_avg": entropy,
+        "policy/approxkl_avg": (logprobs - old) ** 2 / 2,
+        "policy/policykl": old - logprobs,
+        "val/ratio": ratio,
+        "val/clipfrac_avg": value_clipped,
     }
 
 
-def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantage: float) -> tuple[Tensor, bool]:
+def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """Return -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), and if it is clipped (Schulman et al. 2017, eq. 7).
 
     eps_high is cliprange unless cliprange_high is set (Yu et al. 2025, arXiv 2503.14476, section 3.1). With
     dual_clip c and A < 0 the objective is at least c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
     """
     high = settings.cliprange if settings.cliprange_high is None else settings.cliprange_high
-    objective, clipped = ratio * advantage, False
-    bounded = torch.clamp(ratio, 1 - settings.cliprange, 1 + high) * advantage
-    if bounded < objective:
-        objective, clipped = bounded, True
-    if settings.dual_clip is not None and advantage < 0 and objective < settings.dual_clip * advantage:
-        objective, clipped = 0 * ratio + settings.dual_clip * advantage, True
+    objective, bounded = ratio * advantages, torch.clamp(ratio, 1 - settings.cliprange, 1 + high) * advantages
+    clipped = bounded < objective
+    objective = torch.where(clipped, bounded, objective)
+    if settings.dual_clip is not None:
+        least = settings.dual_clip * advantages
+        too_low = (advantages < 0) & (objective < least)
+        objective, clipped = torch.where(too_low, least, objective), clipped | too_low
     return -objective, clipped
 
 
-def value_error(settings: PPOSettings, value: Tensor, old: float, target: float) -> tuple[Tensor, bool]:
+def value_error(settings: PPOSettings, values: Tensor, old: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2, and if the clipped term is larger.
 
     OpenAI baselines, ppo2; Huang et al. 2024 (arXiv 2403.17031), section 7.
     """
-    unclipped = (value - target) ** 2
-    bounded = (torch.clamp(value, old - settings.cliprange_value, old + settings.cliprange_value) - target) ** 2
-    return (bounded / 2, True) if bounded > unclipped else (unclipped / 2, False)
+    unclipped = (values - target) ** 2
+    bounded = (torch.clamp(values, old - settings.cliprange_value, old + settings.cliprange_value) - target) ** 2
+    return torch.where(bounded > unclipped, bounded, unclipped) / 2, bounded > unclipped
 
 
-def kl_loss(
-    settings: PPOSettings, logp: Tensor, logprob: Tensor, old: float, ref: float, ref_z: Tensor | None
-) -> Tensor:
+def kl_loss(state: ReferenceState, row: int, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """Return the KL penalty of kl_in loss: exact for `full`; else k2 or k3, times the detached importance ratio.
 
     k3 has k2's gradient: grad k2 = (log pi - log ref) grad log pi is the KL's gradient at a sampled token.
     """
-    if ref_z is not None:
-        return full_kl(logp, log_softmax(ref_z / settings.temperature))
-    r = ref - logprob
+    if state.settings.kl_estimator == "full":
+        with torch.no_grad():
+            ref_logp = log_probs(state, state.ref, row)
+        return full_kl(logp, ref_logp)
+    logprobs = of_tokens(logp, state.responses[row])
+    r = ref - logprobs
     loss = r * r / 2
-    if settings.kl_estimator == "k3":
-        loss = loss + (torch.exp(r) - 1 - r).item() - loss.item()
-    return math.exp(logprob.item() - old) * loss
+    if state.settings.kl_estimator == "k3":
+        loss = loss + (torch.exp(r) - 1 - r - loss).detach()
+    return torch.exp(logprobs - old).detach() * loss
 
 
 # 6. Optimizer steps: epochs over minibatches
@@ -161,12 +160,11 @@ def optimizer_step(
     means: Step = defaultdict(float)
     first_error = 0.0
     for row in rows:
-        parts = row_losses(state, experience, row)
-        (sum(loss for loss, _ in parts) / tokens).backward()
-        for _, token_metrics in parts:
-            first_error = max(first_error, abs(token_metrics["val/ratio"] - 1))
-            for name, metric in token_metrics.items():
-                means[name] += metric / tokens
+        losses, token_metrics = row_losses(state, experience, row)
+        (losses.sum() / tokens).backward()
+        first_error = max(first_error, float((token_metrics["val/ratio"].detach() - 1).abs().max()))
+        for name, metric in token_metrics.items():
+            means[name] += float(metric.detach().sum()) / tokens
         tick()
     if settings.ptx_coef and state.policy_is_trained:
         means["loss/ptx_avg"] = language_model_loss(state, rows, epoch)
@@ -178,22 +176,6 @@ def optimizer_step(
     return {**means, "ratio_error": first_error, "skipped": float(skipped)}
 
 
-def row_losses(state: ReferenceState, experience: Experience, row: int) -> list[Any]:
-    """Return (loss, metrics) of each response token of a row."""
-    settings = state.settings
-    with torch.set_grad_enabled(state.policy_is_trained):
-        logits = response_logits(state, state.policy, row)
-    values = response_values(state, row)
-    ref_logits = None
-    if settings.kl_in == "loss" and settings.kl_estimator == "full":
-        with torch.no_grad():
-            ref_logits = response_logits(state, state.ref, row)
-    return [
-        token_loss(state, experience, row, t, logits[t], values[t], None if ref_logits is None else ref_logits[t])
-        for t in range(len(state.responses[row]))
-    ]
-
-
 def language_model_loss(state: ReferenceState, rows: list[int], epoch: int) -> float:
     """Add the gradient of ptx_coef times the mean of -log p(token) over completions of ptx rows; return that mean.
 
@@ -203,11 +185,9 @@ def language_model_loss(state: ReferenceState, rows: list[int], epoch: int) -> f
     tokens = sum(len(completion) for _, completion in pairs)
     total = 0.0
     for prompt, completion in pairs:
-        ids = torch.tensor([prompt + completion], device=state.policy.device)
-        logits = state.policy(input_ids=ids, use_cache=False).logits[0]
-        loss: Any = 0.0
-        for t, token in enumerate(completion):
-            loss = loss - log_softmax(logits[len(prompt) - 1 + t])[token] / tokens
+        logits = state.policy(input_ids=row_ids(prompt, completion, state.policy), use_cache=False).logits
+        logp = torch.log_softmax(logits[0, len(prompt) - 1 : -1], -1)
+        loss = -of_tokens(logp, completion).sum() / tokens
         (state.settings.ptx_coef * loss).backward()
         total += loss.item()
     return total
@@ -284,26 +264,25 @@ def learning_rate(state: ReferenceState, name: str) -> float:
 def metrics(state: ReferenceState, experience: Experience, steps: list[Step], epochs: int) -> Quantities:
     """Return the metrics: sums over a response's tokens, means over rows and over the optimizer steps."""
     settings, rows = state.settings, len(state.prompts)
-    kl, score = mean_sum(experience.kl), sum(experience.scores) / rows
+    kl, score = mean_sum(experience.kl), fmean(experience.scores)
     kl_penalty = -state.kl_coef * kl if settings.kl_in == "reward" else 0.0
-    pairs = zip(experience.logprobs, experience.ref_logprobs, strict=True)
-    log_ratios = [[p - q for p, q in zip(*pair, strict=True)] for pair in pairs]
+    entropy = -mean_sum(experience.logprobs)
     ends = sum(ended(state, response) for response in state.responses)
     lengths = [len(response) for response in state.responses]
     values = {
         "episode": float((state.update + 1) * rows),
         "objective/kl": kl,
-        "objective/kl_k1": mean_sum(log_ratios),
-        "objective/entropy": -mean_sum(experience.logprobs),
+        "objective/kl_k1": -entropy - mean_sum(experience.ref_logprobs),
+        "objective/entropy": entropy,
         "objective/non_score_reward": kl_penalty,
         "objective/rlhf_reward": kl_penalty + score,
         "objective/scores": score,
-        **{f"objective/score/{name}": sum(raw) / rows for name, raw in experience.raw.items()},
+        **{f"objective/score/{name}": fmean(raw) for name, raw in experience.raw.items()},
         **disagreements(state, experience),
         "objective/kl_coef": state.kl_coef,
         "objective/response_length": sum(lengths) / rows,
         "objective/eos_fraction": ends / rows,
-        "objective/repetition": sum(repetition(response) for response in state.responses) / rows,
+        "objective/repetition": fmean(map(repetition, state.responses)),
         "val/num_eos_tokens": float(ends),
         "val/explained_variance": explained_variance(experience),
         "tokens/real": float(sum(lengths) + sum(len(prompt) for prompt in state.prompts)),
@@ -321,9 +300,8 @@ def disagreements(state: ReferenceState, experience: Experience) -> dict[str, fl
     values: dict[str, float] = {}
     for name, members in experience.member_scores.items():
         if state.sources[name].combine is not None:
-            values |= {f"objective/score/{name}/{member}": sum(raw) / len(raw) for member, raw in members.items()}
-            deviations = [math.sqrt(variance([raw[row] for raw in members.values()])) for row in state.rows]
-            values[f"objective/disagreement/{name}"] = sum(deviations) / len(deviations)
+            values |= {f"objective/score/{name}/{member}": fmean(raw) for member, raw in members.items()}
+            values[f"objective/disagreement/{name}"] = fmean(map(pstdev, zip(*members.values(), strict=True)))
     return values
 
 
@@ -333,17 +311,17 @@ def repetition(response: list[int]) -> float:
     return sum(trigram in trigrams[:i] for i, trigram in enumerate(trigrams)) / len(trigrams) if trigrams else 0.0
 
 
-def mean_sum(rows: list[list[float]]) -> float:
-    return sum(sum(row) for row in rows) / len(rows)
+def mean_sum(rows: list[Tensor]) -> float:
+    return fmean(float(row.sum()) for row in rows)
 
 
 def mean_metrics(steps: list[Step]) -> Step:
     """Return the means over the steps, without those skipped by ratio_threshold unless all were skipped."""
     counted = [step for step in steps if not step["skipped"]] or steps
-    means = {name: sum(step[name] for step in counted) / len(counted) for name in counted[0]}
+    means = {name: fmean(step[name] for step in counted) for name in counted[0]}
     if all(step["skipped"] for step in steps):
         means |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}
-    means["val/ratio_var"] = sum((step["val/ratio"] - means["val/ratio"]) ** 2 for step in counted) / len(counted)
+    means["val/ratio_var"] = pvariance(step["val/ratio"] for step in counted)
     means["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     means["policy/first_ratio_error"] = steps[0]["ratio_error"]
     return {name: value for name, value in means.items() if name not in ("ratio_error", "skipped")}
@@ -351,10 +329,9 @@ def mean_metrics(steps: list[Step]) -> Step:
 
 def explained_variance(experience: Experience) -> float:
     """Return 1 - Var(R - V) / Var(R) over all tokens; 0 if the returns do not vary."""
-    returns = [x for row in experience.returns for x in row]
-    values = [x for row in experience.values for x in row]
-    spread = variance(returns)
-    return 1 - variance([r - v for r, v in zip(returns, values, strict=True)]) / spread if spread else 0.0
+    returns, values = torch.cat(experience.returns), torch.cat(experience.values)
+    spread = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / spread) if spread else 0.0
 
 
 def next_kl_coef(state: ReferenceState, kl: float) -> float:

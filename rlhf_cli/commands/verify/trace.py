@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,24 +24,17 @@ def float64_only() -> Iterator[None]:
 
     Two correct implementations then differ by about 1e-13.
     """
-    with _default_dtype(torch.float64), _Float64():
-        yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with _Float64():
+            yield
     finally:
         torch.set_default_dtype(before)
 
 
 class _Float64(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
             return args[0].double()
         kwargs = {name: _float64_dtype(value) for name, value in (kwargs or {}).items()}
@@ -59,8 +51,8 @@ FROZEN = "frozen weights, change"
 BY_TOKEN = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
 
 
-def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[str, float]]:
-    """Score a rollout and train on it, as `PPOTrainer.step` does; return all quantities and the update's metrics.
+def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
+    """Score a rollout and train on it, as `PPOTrainer.step` does; return all quantities, the metrics among them.
 
     Advances the trainer by one update.
     """
@@ -93,7 +85,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[
         "next kl_coef": [trainer.kl_coef],
         FROZEN: _frozen_weights(trainer) - before,
     }
-    return {name: as_float64(values) for name, values in quantities.items()}, stats
+    return {name: as_float64(values) for name, values in quantities.items()}
 
 
 def as_float64(values: Any) -> Tensor:
@@ -116,7 +108,7 @@ def copy_weights(policy: nn.Module, value: nn.Module) -> Weights:
 
 def _frozen_weights(trainer: PPOTrainer) -> Tensor:
     """Return a copy of the weights that no update may change: of the reference policy and the reward models."""
-    models = [trainer.ref, *(model for models in _reward_models(trainer).values() for model in models.values())]
+    models = (trainer.ref, *_reward_models(trainer))
     return torch.cat([as_float64(p) for model in models for p in model.parameters()])
 
 
@@ -133,12 +125,10 @@ def weight_changes(before: Weights, after: Weights) -> Quantities:
 def reference_state_of(
     trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
 ) -> reference.ReferenceState:
-    """Return a float64 copy of the trainer's state before its next update, of `updates` in total."""
+    """Return a copy of the trainer's state before its next update, of `updates` in total."""
     # One deepcopy, so that weights shared between models stay shared.
-    policy, ref, value, rewards = copy.deepcopy((trainer.policy, trainer.ref, trainer.value, _reward_models(trainer)))
-    for model in (policy, ref, value, *(model for models in rewards.values() for model in models.values())):
-        model.double()
-    score_stats = trainer.score_stats
+    policy, ref, value, sources = copy.deepcopy((trainer.policy, trainer.ref, trainer.value, _scorers(trainer)))
+    score_stats, optimizer = trainer.score_stats, trainer.optimizer
     return reference.ReferenceState(
         settings=trainer.settings,
         seed=trainer.seed,
@@ -150,8 +140,8 @@ def reference_state_of(
         ref=ref,
         value=value,
         value_is_head=isinstance(trainer.value, ValueHead),
-        sources={name: _source(trainer, name, rewards[name]) for name in trainer.rewards},
-        adam={"policy": _adam(trainer.policy, trainer.optimizer), "value": _adam(trainer.value, trainer.optimizer)},
+        sources={name: _reference_source(trainer, name, scorers) for name, scorers in sources.items()},
+        adam={"policy": _adam(trainer.policy, optimizer), "value": _adam(trainer.value, optimizer)},
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
@@ -160,63 +150,52 @@ def reference_state_of(
     )
 
 
-@dataclass
-class CachedReward:
-    """A reward function that is called once per batch of texts, with float32 restored.
-
-    It may be slow, remote or nondeterministic.
-    """
-
-    function: RewardFn
-    scores: dict[str, list[float]] = field(default_factory=dict)
-
-    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
-        key = repr((prompts, responses))
-        if key not in self.scores:
-            with _default_dtype(torch.float32), torch._C.DisableTorchFunction():
-                self.scores[key] = call_reward_fn(self.function, prompts, responses)
-        return self.scores[key]
-
-
 def cache_reward_fns(trainer: PPOTrainer) -> None:
-    """Wrap each reward function of the trainer in a `CachedReward`."""
+    """Let each reward function score a batch of texts once: it may be slow, remote or nondeterministic."""
     for source in trainer.rewards.values():
         if isinstance(source, FunctionReward):
-            source.function = CachedReward(source.function)
+            source.function = _cached(source.function)
 
 
-def scorers_of(trainer: PPOTrainer) -> dict[str, dict[str, ModelReward | FunctionReward]]:
+def _cached(function: RewardFn) -> RewardFn:
+    scores: dict[str, list[float]] = {}
+
+    def cached(prompts: list[str], responses: list[str]) -> list[float]:
+        key = repr((prompts, responses))
+        if key not in scores:
+            scores[key] = call_reward_fn(function, prompts, responses)
+        return scores[key]
+
+    return cached
+
+
+def _scorers(trainer: PPOTrainer) -> dict[str, dict[str, Any]]:
     """Return the scorers of each source: several for an ensemble, otherwise one."""
-    scorers: dict[str, dict[str, ModelReward | FunctionReward]] = {}
-    for name, source in trainer.rewards.items():
-        assert isinstance(source, ModelReward | FunctionReward | EnsembleReward), f"{name} cannot be repeated"
-        scorers[name] = {**source.members} if isinstance(source, EnsembleReward) else {name: source}
-    return scorers
-
-
-def _reward_models(trainer: PPOTrainer) -> dict[str, dict[str, Any]]:
     return {
-        source: {name: scorer.model for name, scorer in scorers.items() if isinstance(scorer, ModelReward)}
-        for source, scorers in scorers_of(trainer).items()
+        name: {**source.members} if isinstance(source, EnsembleReward) else {name: source}
+        for name, source in trainer.rewards.items()
     }
 
 
-def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> reference.Source:
-    """Return a reward source for the reference; `models` are copies of its models."""
+def _reward_models(trainer: PPOTrainer) -> list[Any]:
+    scorers = [scorer for source in _scorers(trainer).values() for scorer in source.values()]
+    return [scorer.model for scorer in scorers if isinstance(scorer, ModelReward)]
 
-    def reference_scorer(member: str, scorer: ModelReward | FunctionReward) -> reference.Scorer:
+
+def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any]) -> reference.Source:
+    """Return a reward source for the reference, with copies of its scorers."""
+
+    def score_fn(scorer: Any) -> reference.Scorer:
+        if isinstance(scorer, FunctionReward):
+            return partial(reference.function_scores, scorer.function, scorer.tokenizer)
         if isinstance(scorer, RetokenizingReward):
-            return lambda prompts, responses: reference.model_scores(
-                models[member], *scorer.retokenize(prompts, responses)
-            )
-        if isinstance(scorer, ModelReward):
-            return partial(reference.model_scores, models[member])
-        return partial(reference.function_scores, scorer.function, scorer.tokenizer)
+            return lambda *rows: reference.model_scores(scorer.model, *scorer.retokenize(*rows))
+        return partial(reference.model_scores, scorer.model)
 
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
-    scorers = {member: reference_scorer(member, scorer) for member, scorer in scorers_of(trainer)[name].items()}
-    return reference.Source(scorers, trainer.weights[name], trainer.clips.get(name), *combination)
+    score_fns = {member: score_fn(scorer) for member, scorer in scorers.items()}
+    return reference.Source(score_fns, trainer.weights[name], trainer.clips.get(name), *combination)
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.Adam]:
@@ -234,8 +213,7 @@ def to_float64(trainer: PPOTrainer) -> None:
     Also turns off gradient checkpointing, whose recomputation would run with float32 again.
     """
     state = copy.deepcopy(trainer.state_dict())
-    rewards = [model for models in _reward_models(trainer).values() for model in models.values()]
-    for model in (trainer.policy, trainer.ref, trainer.value, *rewards):
+    for model in (trainer.policy, trainer.ref, trainer.value, *_reward_models(trainer)):
         model.double()
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
@@ -260,13 +238,11 @@ def run_in_float64(
     to_float64(trainer)
     before = copy_weights(trainer.policy, trainer.value)
     state = reference_state_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
-    sampling = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
+    values = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
     with float64_only():
-        expected = {
-            name: as_float64(values) for name, values in (sampling | reference_update.update(state, tick)).items()
-        }
-        expected |= weight_changes(before, copy_weights(state.policy, state.value))
-        quantities = run_update(trainer, rollout)[0]
-        quantities |= weight_changes(before, copy_weights(trainer.policy, trainer.value))
-    expected[FROZEN] = torch.zeros_like(quantities[FROZEN], dtype=torch.float64)
-    return quantities, expected
+        values |= reference_update.update(state, tick)
+        quantities = run_update(trainer, rollout)
+    expected = {name: as_float64(each) for name, each in values.items()}
+    expected |= weight_changes(before, copy_weights(state.policy, state.value))
+    expected[FROZEN] = torch.zeros_like(quantities[FROZEN])
+    return quantities | weight_changes(before, copy_weights(trainer.policy, trainer.value)), expected
