@@ -1,12 +1,12 @@
-"""Option names of TRL (PPO, GRPO, DPO), OpenRLHF, verl, transformers and peft, and the keys that replace them.
+"""Names of other systems' options and commands, and what replaces them here; aliases.toml has the tables.
 
-Used by the hints of errors (messages.py), `rlhf explain` and `rlhf convert`.
+Used by the hints of errors, `rlhf explain` and `rlhf convert`.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from rlhf_cli.config.base import TRACKERS
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -22,121 +22,22 @@ class Alias:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
-# Key -> its other names.
-RENAMED = {
-    "kl_coef": "init_kl_coef beta",
-    "target": "kl_target",
-    "horizon": "kl_horizon",
-    "vf_coef": "vf_loss_coef vf_loss",
-    "cliprange": "clip_range eps_clip clip_ratio epsilon",
-    "cliprange_value": "clip_range_value value_clip",
-    "dual_clip": "clip_ratio_c",
-    "lam": "lambd",
-    "entropy_coef": "entropy_loss_coef entropy_coeff",
-    "missing_eos_penalty": "penalty_reward_value non_eos_penalty",
-    "num_ppo_epochs": "ppo_epochs",
-    "total_episodes": "steps",
-    "num_train_epochs": "epochs num_epochs",
-    "per_device_train_batch_size": "micro_batch_size micro_train_batch_size backward_batch_size forward_batch_size",
-    "local_rollout_forward_batch_size": "micro_rollout_batch_size",
-    "num_samples_per_prompt": "n_samples_per_prompt num_generations",
-    "learning_rate": "lr actor_learning_rate",
-    "value_learning_rate": "critic_learning_rate",
-    "value_only_updates": "freezing_actor_steps critic_warmup",
-    "max_grad_norm": "grad_clip max_norm",
-    "max_length": "max_seq_length",
-    "response_length": "max_new_tokens generate_max_len",
-    "stop_token_id": "eos_token_id",
-    "models.sft": "sft_model_path model_name model_name_or_path",
-    "models.reward": "reward_model_path reward_model",
-    "models.value": "value_model_path",
-    "models.revision": "model_revision",
-    "models.dtype": "torch_dtype",
-    "r": "lora_r rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "target_modules": "lora_target_modules",
-    "data.prompts": "query_dataset dataset_name",
-    "data.subset": "dataset_config",
-    "output.run_name": "exp_name task_name experiment_name wandb_run_name",
-    "output.project": "tracker_project_name project_name wandb_project",
-    "output.keep": "save_total_limit",
+_TABLES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
+
+
+def _by_name(table: str) -> dict[str, str]:
+    return {name: text for names, text in _TABLES[table].items() for name in names.split()}
+
+
+ALIASES = {
+    **{name: Alias(key) for name, key in _by_name("renamed").items()},
+    **{name: Alias(**fields) for name, fields in _TABLES["changed"].items()},
+    **{name: Alias(None, reason) for name, reason in _by_name("unsupported").items()},
 }
-_EPISODES = "times gradient_accumulation_steps it is the episodes of an update"
-_MINIBATCHES = "it counts minibatches: batch size / mini_batch_size"
-# Names whose values differ, too.
-CHANGED = {
-    "kl_penalty": Alias("kl_estimator", values={"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
-    "epsilon_high": Alias("cliprange_high", "the range above 1"),
-    "clip_ratio_high": Alias("cliprange_high", "the range above 1"),
-    "reward_clip_range": Alias("score_clip", "one number, the limit on both sides"),
-    "overlong_buffer_len": Alias("overlong_penalty", "{tokens: n, factor: f}"),
-    "mini_batch_size": Alias("num_mini_batches", _MINIBATCHES),
-    "local_mini_batch_size": Alias("num_mini_batches", _MINIBATCHES),
-    "batch_size": Alias("per_device_train_batch_size", _EPISODES),
-    "local_batch_size": Alias("per_device_train_batch_size", _EPISODES),
-    "rollout_batch_size": Alias("per_device_train_batch_size", _EPISODES),
-    "mixed_precision": Alias("bf16", values={"bf16": "true", "no": "false"}),
-    "use_peft": Alias("models.adapters", "{kind: lora, r: 16, lora_alpha: 32}"),
-    "is_peft_model": Alias("models.adapters", "{kind: lora}"),
-    "dataset_train_split": Alias("data.prompts", "OWNER/NAME[SPLIT]"),
-    "dataset_test_split": Alias("data.eval_prompts", "OWNER/NAME[SPLIT]"),
-    "log_with": Alias("output.report_to", values={name: f"[{name}]" for name in TRACKERS}),
-}
-# Reason or alternative -> names without a key.
-UNSUPPORTED = {
-    "use ppo.total_episodes or ppo.num_train_epochs": "max_steps",
-    "schedules have no arguments": "lr_scheduler_kwargs",
-    "the optimizer only has adam_beta1, adam_beta2, adam_epsilon and weight_decay": "optim_args",
-    "gradient checkpointing has no options": "gradient_checkpointing_kwargs",
-    "responses are sampled from the full softmax, which the log-probs are computed from":
-        "top_k top_p min_p typical_p repetition_penalty min_length min_new_tokens",
-    "PPO always samples its responses": "do_sample num_beams",
-    "responses are generated by the trained model in its own process; no other engine is supported":
-        "vllm gpu_memory_utilization tensor_model_parallel_size enforce_eager",
-    "sft.yaml and reward.yaml accept trainer.use_liger_kernel: true; PPO does not support it": "liger use_liger",
-    "use response_length, which counts only the response": "max_length",
-    "the SFT checkpoint's pad token is used, or one is added": "pad_token_id",
-    "the reference is the frozen models.sft": "ref_model_path ref_adapter_name",
-    "encoder-decoder models are not supported": "is_encoder_decoder",
-    "use `--trust-remote-code` on the command line": "trust_remote_code",
-    "adapters have no names: each model has its own": "model_adapter_name reward_adapter",
-    "PPO turns dropout off": "lora_dropout",
-    "PPO's base weights are not quantized; models.dtype: bfloat16 halves them":
-        "load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant quantization_config",
-    "only adapters on linear layers and the value model's head are trained":
-        "lora_modules_to_save lora_target_parameters lora_bias",
-    "the task type follows from the model": "lora_task_type",
-    "append the folder to the dataset's name: OWNER/NAME/FOLDER": "data_dir",
-    "rows are tokenized once and cached": "dataset_num_proc",
-    "data.max_rows streams the first rows of a dataset that is not in the hub's cache": "dataset_streaming",
-    "only required columns are read": "remove_unused_columns",
-    "use the trackers' environment variables, such as WANDB_ENTITY or TRACKIO_SPACE_ID": "tracker_kwargs",
-    "use ppo.push_to_hub_if_best: OWNER/NAME": "push_to_hub_if_best_kwargs",
-    "each update is compared with the best one so far": "compare_steps",
-    "output is written to RUN/ppo, next to the config": "output_dir logging_dir project_kwargs",
-    "nothing is overwritten; --fresh starts again": "overwrite_output_dir",
-    "a stopped run resumes automatically": "resume_from_checkpoint",
-    "each update is logged to metrics.jsonl": "logging_steps logging_strategy logging_first_step",
-    "use output.save_steps": "save_strategy",
-    "evaluation is a separate stage, `rlhf eval`":
-        "eval_strategy eval_steps eval_on_start eval_delay per_device_eval_batch_size do_eval",
-    "use `rlhf export RUN --push OWNER/NAME`":
-        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision",
-    "it is detected": "world_size local_rank",
-    "use `--nproc` on the command line": "num_processes",
-    "memory is released automatically": "optimize_device_cache optimize_cuda_cache",
-    "use ppo.bf16 and `--nproc`": "accelerator_kwargs accelerator_config",
-    "use ppo.fsdp to shard the models (docs/scaling.md); ZeRO is supported for SFT and the reward model": "deepspeed",
-    "ppo.fsdp: true has no further options (docs/scaling.md)": "fsdp_config",
-    "the policy is gathered for generation automatically": "ds3_gather_for_generation",
-    "gradients are reduced in one step": "ignore_bias_buffers ddp_find_unused_parameters",
-}  # fmt: skip
-ALIASES: dict[str, Alias] = {
-    **{name: Alias(key) for key, names in RENAMED.items() for name in names.split()},
-    **CHANGED,
-    **{name: Alias(None, reason) for reason, names in UNSUPPORTED.items() for name in names.split()},
-}
+# Fields of TRL's configs that rlhf sets itself -> the key or option to use instead, or "".
+SET_BY_RLHF = _by_name("set_by_rlhf")
+# Commands of other tools -> what to use here.
+COMMANDS = _by_name("commands")
 
 
 def find_alias(name: str) -> Alias | None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.aliases import find_alias
+from rlhf_cli.config.aliases import SET_BY_RLHF, find_alias
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
@@ -247,7 +247,7 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     if name in own_keys:
         return Problem("C02", f"{key} belongs under {stage}:", location, f"write it as {stage}.{name}")
     if trl_fields.is_owned(name):
-        instead = trl_fields.OWNED.get(name)
+        instead = SET_BY_RLHF.get(name)
         hint = f"use {instead.format(stage=stage)}" if instead else "remove the line"
         return Problem("C02", f"{key} is set by the pipeline", location, hint)
     if name not in fields:

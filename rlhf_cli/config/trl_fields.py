@@ -5,24 +5,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.aliases import SET_BY_RLHF
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.fields import fields_of as keys_of_section
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
-# Fields that rlhf sets itself -> the key or option to use instead, or None.
-OWNED: dict[str, str | None] = {
-    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name",
-    "report_to": "output.report_to", "project": "output.project", "save_steps": "output.save_steps",
-    "save_total_limit": "output.keep", "logging_dir": "run",
-    "overwrite_output_dir": "--fresh", "do_train": None, "do_eval": "data.eval", "do_predict": None,
-    "eval_strategy": "{stage}.eval_steps", "train_sampling_strategy": "{stage}.group_by_length",
-    "length_column_name": None, "chat_template_path": "model.chat_template", "model_init_kwargs": "model",
-    "trust_remote_code": "--trust-remote-code", "dataset_text_field": "data.columns", "dataset_kwargs": None,
-    "dataset_num_proc": None, "eos_token": None, "pad_token": None, "local_rank": None, "shuffle_dataset": None,
-    "truncation_mode": None, "assistant_only_loss": None, "disable_tqdm": None, "use_cpu": None,
-    "prediction_loss_only": None,
-}  # fmt: skip
+# Beginnings of further fields that rlhf sets itself.
 OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 
 
@@ -46,7 +35,7 @@ def _file() -> Any:
 
 def is_owned(name: str) -> bool:
     """Return True if rlhf sets this field itself."""
-    return name in OWNED or name.startswith(OWNED_FAMILIES)
+    return name in SET_BY_RLHF or name.startswith(OWNED_FAMILIES)
 
 
 def settings_keys(model: type[Config]) -> list[str]:

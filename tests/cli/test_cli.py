@@ -18,7 +18,7 @@ from typer.main import get_command
 import rlhf_cli
 from rlhf_cli import config, runs
 from rlhf_cli.cli import app, train
-from rlhf_cli.cli.errors import ELSEWHERE
+from rlhf_cli.config.aliases import COMMANDS
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 
@@ -153,17 +153,17 @@ def test_a_wrong_command_line_is_one_error_with_the_fix(
     assert text in result.stderr and f"\nhint: {hint}" in result.stderr
 
 
-@pytest.mark.parametrize("command", ELSEWHERE)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_another_system_names_what_does_its_work(command: str) -> None:
     result = rlhf(command, "runs/x", "--lr", "3")
     assert is_one_error(result, "C11")
-    assert result.stderr == f"error[C11]: there is no command {command}\nhint: {ELSEWHERE[command]}\n"
+    assert result.stderr == f"error[C11]: there is no command {command}\nhint: {COMMANDS[command]}\n"
 
 
 def test_the_commands_and_options_of_the_answers_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert not ELSEWHERE.keys() & commands.keys()
-    for answer in ELSEWHERE.values():
+    assert not COMMANDS.keys() & commands.keys()
+    for answer in COMMANDS.values():
         for name, words in re.findall(r"\brlhf ([a-z]+)([^,;]*)", answer):
             assert name in commands, answer
             assert set(re.findall("--[a-z]+", words)) <= {text for each in commands[name].params for text in each.opts}
