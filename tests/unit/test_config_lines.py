@@ -120,7 +120,7 @@ push_to_hub: true | C02 trainer.push_to_hub is set by the pipeline | remove the 
 resume_from_checkpoint: x | C02 trainer.resume_from_checkpoint is set by the pipeline | remove the line
 overwrite_output_dir: true | C02 trainer.overwrite_output_dir is set by the pipeline | use --fresh
 eval_strategy: steps | C02 trainer.eval_strategy is set by the pipeline | use sft.eval_steps
-neftune_noise_alpha: high | C05 trainer.neftune_noise_alpha: expected null or a number, got "high"
+neftune_noise_alpha: high | C05 trainer.neftune_noise_alpha: expected a number, got "high"
 label_smoothing_factor: true | C06 trainer.label_smoothing_factor: expected a number, got true
 label_smoothing_factor: .nan | C06 trainer.label_smoothing_factor: must be a finite number, got nan
 fp16: off | C10 trainer.fp16: expected true or false, got "off" | write true or false

@@ -167,7 +167,7 @@ def map_option(conversion: Conversion, setting: Setting) -> None:
 def _unsupported_reason(name: str) -> str:
     if name in ALIASES:
         return ALIASES[name].note if ALIASES[name].key is None else f"ppo.yaml has no {ALIASES[name].key}"
-    if trl_fields.is_owned(name):
+    if trl_fields.is_set_by_rlhf(name):
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
         return "a setting of transformers' Trainer, which PPO does not use"
