@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -134,6 +134,9 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**32)
     output: Output = Field(default_factory=Output)
 
+    if TYPE_CHECKING:
+        data: Any  # each stage has its own class
+
     _origin: Origin = PrivateAttr()
 
     @property
@@ -185,7 +188,7 @@ class Config(Section):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        raise NotImplementedError
+        return self.data.sources(self.where)
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values next to the config, by key path."""

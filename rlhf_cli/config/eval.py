@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
 from rlhf_cli.config.common import Dtype, EvalData
-from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import closest_match
 
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
@@ -105,10 +104,6 @@ class EvalConfig(Config):
                 hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
                 raise invalid(f"{location}: {key} does not name a judge of this file", hint, location)
         return self
-
-    def sources(self) -> dict[str, DataSource]:
-        """Return the data sources that the stage reads, by key path."""
-        return self.data.sources(self.where)
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of judge functions next to the config, by key path."""

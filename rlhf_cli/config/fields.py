@@ -110,7 +110,8 @@ class Key:
         text = " ".join(text.split())
         meaning, bracket, source = text.rpartition("[")
         short = re.split(r"[;\]]", source)[0]
-        return f"{meaning}{bracket}{SOURCES[short]}{source[len(short) :]}" if short in SOURCES else text
+        long = texts_by_class()["sources"].get(short)
+        return f"{meaning}{bracket}{long}{source[len(short) :]}" if long else text
 
     @property
     def meaning(self) -> str:
@@ -172,7 +173,7 @@ def key_at(model: type[BaseModel], path: Sequence[str], prefix: str = "") -> Key
 
 @cache
 def texts_by_class() -> dict[str, dict[str, str]]:
-    """Return the texts of keys.toml by class and key."""
+    """Return the texts of keys.toml by class and key; `sources` has the short names of sources."""
     return tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
 
 
@@ -207,22 +208,6 @@ def with_current_names(tree: Any, prefix: str = "") -> Any:
 
 # Sources of defaults
 
-# Short names in descriptions, for sources of several keys.
-SOURCES = {
-    "project": "docs/config.md, section Project defaults",  # defaults that follow no paper or other system
-    "TRL PPO": "TRL 1.12, trl/experimental/ppo/ppo_config.py",
-    "TRL 0.11 PPO": "TRL 0.11, trl/trainer/ppo_config.py",
-    "TRL TLDR": "TRL 1.12, examples/scripts/ppo/ppo_tldr.py",
-    "TRL SFT": "TRL 1.16, trl/trainer/sft_config.py",
-    "TRL reward": "TRL 1.16, trl/trainer/reward_config.py",
-    "TRL base": "TRL 1.16, trl/trainer/base_config.py",
-    "TRL model": "TRL 1.16, trl/trainer/model_config.py",
-    "transformers": "transformers 5.23, src/transformers/training_args.py",
-    "OpenRLHF": "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py",
-    "PEFT": "peft 0.21.2, src/peft/tuners/lora/config.py",
-    # Code of Huang et al. 2024, arXiv 2403.17031; its sft.py and reward.py agree on these values.
-    "Huang": "summarize_from_feedback_details 1d6d8ee, summarize_from_feedback_details/sft.py",
-}
 SOURCE_FORMS = {
     "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
     r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",

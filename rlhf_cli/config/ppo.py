@@ -11,7 +11,6 @@ from rlhf_cli.config.common import PPOAdapters, PPOData, TrainingConfig
 from rlhf_cli.config.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.sources import DataSource
 
 VALUE_KEYWORDS = ("reward", "policy_head")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
@@ -152,10 +151,6 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
-
-    def sources(self) -> dict[str, DataSource]:
-        """Return the data sources that the stage reads, by key path."""
-        return self.data.sources(self.where)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity without connection options, so that a run can resume with another timeout."""

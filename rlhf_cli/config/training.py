@@ -117,9 +117,5 @@ class RewardConfig(TrainingConfig):
             raise invalid(text, hint, "model.adapters.lora_dropout")
         return self
 
-    def sources(self) -> dict[str, DataSource]:
-        """Return the data sources that the stage reads, by key path."""
-        return self.data.sources(self.where)
-
 
 CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}
