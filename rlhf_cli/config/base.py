@@ -188,7 +188,8 @@ class Config(Section):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        return self.data.sources(self.where)
+        sources: dict[str, DataSource] = self.data.sources(self.where)
+        return sources
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values next to the config, by key path."""

@@ -243,8 +243,9 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
         return Problem("C01", text, location, _suggest_field(name, stage, own_keys))
+    annotation: Any = field.field.annotation
     try:
-        TypeAdapter(field.field.annotation, config=Section.model_config).validate_python(value)
+        TypeAdapter(annotation, config=Section.model_config).validate_python(value)
     except ValidationError as error:
         return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
     return None
