@@ -20,7 +20,7 @@ from rlhf_cli.cli.options import (
     heavy_imports,
     option,
 )
-from rlhf_cli.errors import RLHFError, closest_match
+from rlhf_cli.errors import RLHFError, did_you_mean
 
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
@@ -156,9 +156,7 @@ def schema(
     from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
-        near = closest_match(stage, STAGES)
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
+        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=did_you_mean(stage, STAGES))
     terminal.out(json_schema.schema_text(stage).rstrip())
 
 

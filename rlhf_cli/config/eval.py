@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
 from rlhf_cli.config.common import Dtype, EvalData
-from rlhf_cli.errors import closest_match
+from rlhf_cli.errors import did_you_mean
 
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
@@ -100,8 +100,7 @@ class EvalConfig(Config):
             references.append(("eval.select", self.eval.selection.judge, self.eval.selection.judge))
         for location, key, judge in references:
             if judge is not None and judge not in judges:
-                near = closest_match(judge, judges)
-                hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
+                hint = did_you_mean(judge, judges) or f"available judges: {', '.join(sorted(judges)) or 'none'}"
                 raise invalid(f"{location}: {key} does not name a judge of this file", hint, location)
         return self
 
