@@ -3,8 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +173,6 @@ def test_a_conversion_counts_what_it_leaves_out(
     write("theirs", *theirs)
     assert convert.main(["theirs.jsonl", "out.jsonl"]) == 0
     assert capsys.readouterr().err.startswith(text) and len(Path("out.jsonl").read_text().splitlines()) == 1
-
-
-def test_the_command_of_the_hint_prints_one_line(folder: Path) -> None:
-    """Python warns where a module that is run was imported before."""
-    write("theirs", ALPACA)
-    command = [sys.executable, "-m", "rlhf_cli.data.convert", "theirs.jsonl", "out.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "out.jsonl: 1 rows\n")
-    assert convert.main(["theirs.jsonl"]) == 2
 
 
 TWICE = '{"prompt": "a", "completion": "b", "prompt" : "c"}'
