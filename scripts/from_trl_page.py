@@ -1,6 +1,6 @@
 """Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
-`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/aliases.py
+`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/aliases.toml
 and rlhf_cli/commands/convert/, and the output of the example.
 """
 
