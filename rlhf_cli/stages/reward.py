@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -55,7 +55,7 @@ def run(config: RewardConfig, options: Options) -> None:
 
 def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     parent, process_group = stage.parents["model.path"], stage.process_group
-    tokenizer, model = load_tokenizer_and_model(config, stage.options, parent)
+    tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = read_rows(config, tokenizer, model.config)
@@ -97,8 +97,9 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
 
 
-def load_tokenizer_and_model(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
+def load_tokenizer_and_model(config: RewardConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
+    parent = parents["model.path"]
     tokenizer = setup.load_tokenizer(config, options, parent)
     set_seed(config.seed)  # for the random initial head
     model = setup.load_model(load.init_reward_model, config, options, parent, tokenizer)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ from ppo_folder import ONE, PPO, fails, lines, manifest, ppo, settings, steps, u
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
+from rlhf_cli.config.base import Output
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import save
 from rlhf_cli.ppo import losses
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, BestPolicy, Snapshots, evenly_spaced_steps
+from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
 
@@ -162,13 +164,11 @@ def test_the_best_policy_is_kept_besides_the_evenly_spaced_ones(run_folder):
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
 
 
-def test_best_by_hand():
-    best, results = BestPolicy(), []
-    for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
-        best.window.append(reward)
-        if step in (1, 3, 5):
-            results.append((best.close_window(step), best.step, best.value))
-    assert results == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
+def test_snapshots_are_the_eighths_of_a_run():
+    for updates in (8, 100, 157, 10_000):
+        steps = sorted(evenly_spaced_steps(updates, Output().snapshots))
+        assert len(steps) == 8 and steps[-1] == updates
+        assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *steps]))
 
 
 def test_the_best_policy_is_chosen_with_one_coefficient_and_one_unit(run_folder):
