@@ -114,6 +114,8 @@ k2 in the loss: {kl_in: loss, kl_estimator: k2, kl_coef: 0.2}
 k3 in the loss: {kl_in: loss, kl_estimator: k3, kl_coef: 0.2}
 full in the loss: {kl_in: loss, kl_estimator: full, kl_coef: 0.2}
 a controlled coefficient: {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2}
+a controlled coefficient in the loss:
+  {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2, kl_in: loss, kl_estimator: k2}
 clips: {cliprange: 0.05, cliprange_high: 0.3, cliprange_value: 0.05, num_ppo_epochs: 3}
 dual clip: {dual_clip: 1.2, learning_rate: 0.05, ratio_threshold: null}
 entropy: {entropy_coef: 0.3, vf_coef: 0.9}

@@ -27,14 +27,13 @@
      -> test_must_hold.py::test_gradient_is_the_same_for_any_padding
    losses are means over tokens
      -> test_ppo_trainer.py::test_losses_weigh_tokens_not_rows
-     -> test_ppo_trainer.py::test_losses_are_means_over_tokens
    weights after an SGD or an AdamW step
      -> test_must_hold.py::test_weights_after_a_step_do_not_depend_on_micro_batches
 4  KL estimators, value and gradient, on three tokens
      -> test_ppo_formulas.py::test_kl_estimators_in_expectation
      -> test_must_hold.py::test_kl_in_the_reward_through_the_whole_chain
      -> test_must_hold.py::test_kl_in_the_loss_through_the_whole_chain
-     -> test_ppo_formulas.py::test_the_whole_loss
+     -> test_ppo_formulas.py::test_kl_loss_with_its_fixed_factors
    GAE against the double sum; lam = gamma = 1 is Monte-Carlo
      -> test_ppo_formulas.py::test_gae_against_the_double_sum
      -> test_must_hold.py::test_monte_carlo_returns_of_a_whole_update

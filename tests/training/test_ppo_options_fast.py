@@ -292,19 +292,6 @@ def test_noise_is_the_plain_arithmetic_of_seed_step_and_token():
         torch.testing.assert_close(noise, expected, atol=2e-6, rtol=2e-6)
 
 
-def test_noise_is_that_of_an_exponential():
-    """10^6 numbers: 64 bins of equal probability, and no correlation of neighbours in row, step or token."""
-    keys, counters = row_keys(seeds_of(50), CPU), token_counters(2000, CPU)
-    noise = torch.stack([log_exponential(keys, step, counters) for step in range(10)]).double()
-    assert torch.isfinite(noise).all()
-    counts = torch.histc(1 - (-noise.exp()).exp(), 64, 0.0, 1.0)
-    chi2 = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
-    assert 25 < chi2 < 115  # 63 degrees of freedom: 6 in a million outside, and the draws are seeded
-    for dim in range(3):
-        one, other = noise.narrow(dim, 1, noise.shape[dim] - 1), noise.narrow(dim, 0, noise.shape[dim] - 1)
-        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 5e-3
-
-
 def test_rare_tokens_are_drawn_as_often_as_they_should_be():
     """Beyond the resolution of 24 bits: a token of probability 1e-6 besides a likely one, in 2 x 10^7 draws."""
     keys, counters = row_keys(seeds_of(20000, seed=1), CPU), token_counters(2, CPU)

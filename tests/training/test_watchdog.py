@@ -235,15 +235,6 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
 
 
 @pytest.mark.training
-def test_without_the_watchdog_the_same_run_ends_below_sft(run_folder):
-    hackable(run_folder)
-    assert ppo(run_folder, "-s", "ppo.watchdog=null").exit_code == 0
-    gold = [row["objective/score/gold"] for row in lines(run_folder / "ppo/metrics.jsonl")]
-    assert len(gold) == 30 and sum(gold[-5:]) / 5 < gold[0] - 1
-    assert not (run_folder / "ppo/watchdog.jsonl").exists()
-
-
-@pytest.mark.training
 def test_an_alert_is_printed_once_per_signal_and_logged_each_time(run_folder):
     hackable(run_folder, kl=0.2, judge=None)
     result = ppo(run_folder)

@@ -150,6 +150,7 @@ def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
     ("body", "says"),
     [
         ("raise KeyError('x')", "raised KeyError"),
+        ("raise SystemExit(3)", "raised SystemExit"),
         ("raise asyncio.CancelledError('gone')", "raised CancelledError"),
         ("await asyncio.wait_for(asyncio.sleep(9), 0.01)", "raised TimeoutError"),
         ("return [1.0]", "returned 1 scores for 2"),
