@@ -216,15 +216,6 @@ def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(snapshots):
     assert resumed.manifest_fields()["best"] == best
 
 
-def test_a_run_that_began_before_this_rule_continues_with_its_own(snapshots):
-    """Its best value is in the unit of that rule: 2 - 0.5 * 4 is less than 1, though 2 - 0.1 * 4 is more."""
-    kept = snapshots(kl_coef=0.1, adap_kl_ctrl=True)
-    kept.load_state_dict({"step": 0, "value": 1.0, "window": []})
-    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
-    metric = "objective/scores - objective/kl_coef * objective/kl"
-    assert kept.manifest_fields()["best"] == {"step": 0, "metric": metric, "value": 1.0}
-
-
 def test_the_best_policy_of_a_checkpoint_is_kept_until_the_next_checkpoint(snapshots):
     """A run that resumes from that checkpoint may end with it."""
     kept, saved = snapshots(), []
