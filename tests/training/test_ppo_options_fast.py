@@ -78,11 +78,6 @@ def test_a_cpu_attends_to_no_padding():
     rows = packing.PackedRows.from_lengths(lengths, CPU)
     assert [(list(one.lengths), one.width) for one in rows.batches] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
     assert rows.width == 7 and all(one.source_index is None for one in rows.batches)
-    tokens = torch.arange(29.0).reshape(1, 1, 29, 1).expand(1, 2, 29, 3)
-    together = in_one_batch(lengths, CPU)
-    (batch,), (padded,) = together.batches, together.split(tokens)
-    assert padded.shape == (5, 2, 7, 3) and padded[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
-    assert torch.equal(batch.unpad(padded.transpose(1, 2)), tokens.transpose(1, 2))
     assert in_one_batch([4, 4], CPU).batches[0].source_index is None, "no padding, no copy"
 
 

@@ -205,17 +205,6 @@ def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, f
     return {"objective/scores": score, "objective/kl": kl, "objective/kl_coef": kl_coef}
 
 
-def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(snapshots):
-    """By each update's own coefficient the values would be 1 and 1 - 4 * 0.5."""
-    kept, resumed = (snapshots(kl_coef=0.1, adap_kl_ctrl=True) for _ in range(2))
-    kept.record_metrics(1, numbers(1.0, 0.0, 0.1), None)
-    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
-    best = {"step": 1, "metric": "objective/scores - 0.1 * objective/kl", "value": 1.6}
-    assert kept.manifest_fields()["best"] == best
-    resumed.load_state_dict(kept.state_dict())
-    assert resumed.manifest_fields()["best"] == best
-
-
 def test_the_best_policy_of_a_checkpoint_is_kept_until_the_next_checkpoint(snapshots):
     """A run that resumes from that checkpoint may end with it."""
     kept, saved = snapshots(), []

@@ -207,17 +207,9 @@ def test_c17_no_answers_can_be_sampled_from_a_reward_model(world: World, tmp_pat
     folder = shutil.copytree(first.folder / "model", tmp_path / "scorer")
     problem = problem_of(config_of(world, tmp_path / "next", folder))
     assert "error[C17]" in problem and "reward.normalize: none" in problem
-    again = train(config_of(world, tmp_path / "next", folder, reward={"normalize": "none"}, run="further"))
+    rows = {"train": str(world.pairs)}
+    again = train(config_of(world, tmp_path / "next", folder, reward={"normalize": "none"}, data=rows, run="further"))
     folders = folder, tmp_path / "next/further/reward/model"
     before, after = (load_file(path / "model.safetensors")["score.weight"] for path in folders)
-    assert again["metrics"]["n"] == 96 and 0 < float((before - after).abs().max()) < 0.1  # its head is trained
-
-
-def test_d07_identical_pairs_are_rejected_or_dropped(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    pairs = [row for _, row in jsonl.read_jsonl(world.pairs)]
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {**pairs[0], "rejected": pairs[0]["chosen"]}])
-    problem = problem_of(config_of(world, tmp_path, sft_stage, tmp_path / "pairs.jsonl"))
-    assert "error[D07]" in problem and "pairs.jsonl:97" in problem and "data.on_identical: drop" in problem
-    dropping = {"train": str(tmp_path / "pairs.jsonl"), "on_identical": "drop"}
-    manifest = train(config_of(world, tmp_path, sft_stage, data=dropping, run="dropped"))
-    assert manifest["metrics"] == {} and len(manifest["probes"]) == 8  # without evaluation pairs
+    assert 0 < float((before - after).abs().max()) < 0.1  # its head is trained
+    assert again["metrics"] == {} and "card" not in again and len(again["probes"]) == 8  # without evaluation pairs
