@@ -35,14 +35,19 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **options)
 
 
+def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
+    """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
+    return {module.weight for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
 def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
     """Return bitsandbytes' AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861).
 
-    As in transformers, moments of embedding weights, whose gradients vary too much, and of small weights have 32 bits.
+    The moments of embedding weights and of small ones are stored in 32 bits.
     """
     import bitsandbytes as bnb
 
-    embeddings = {module.weight for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = embedding_weights(models)
 
     class AdamW8bit(bnb.optim.AdamW8bit):
         """bitsandbytes registers exceptions by id, for the whole process and for good; this override needs none."""

@@ -51,11 +51,9 @@ class RewardTrainer(trl_common.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.open_stage`.
+    Raises RLHFError as `setup.run_stage`.
     """
-    with setup.open_stage(config, options) as stage:
-        if stage:
-            _train(config, stage)
+    setup.run_stage(config, options, _train)
 
 
 def _train(config: RewardConfig, stage: setup.StageRun) -> None:

@@ -97,11 +97,9 @@ def _use_own_lm_head(model: Any) -> None:
 def run(config: SFTConfig, options: Options) -> None:
     """Train a model and write RUN/sft; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.open_stage`.
+    Raises RLHFError as `setup.run_stage`.
     """
-    with setup.open_stage(config, options) as stage:
-        if stage:
-            _train(config, stage)
+    setup.run_stage(config, options, _train)
 
 
 def _train(config: SFTConfig, stage: setup.StageRun) -> None:

@@ -330,13 +330,14 @@ def _not_finite_error(name: str, value: float, args: Any, state: Any) -> RLHFErr
 def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, steps: int, note: str) -> str:
     """Return a model card: how the model was trained, `note`, the kind of adapters, and the library versions."""
     parent, adapters = parents.get("model.path"), config.model.adapters
+    settings: Any = settings_of(config)
     origin = "fresh weights"
     if parent:  # without local paths
         origin = parent.hub or (f"the {parent.stage} stage" if parent.stage != runs.FOREIGN else parent.path.name)
     kind, tag = ("causal language", "sft") if config.stage == "sft" else ("reward", "reward-model")
     text = (
         f"A {kind} model, trained from {origin} on {num_rows} rows of {Path(config.data.train).name}: {steps} steps, "
-        f"learning rate {settings_of(config).learning_rate:g}. {note}"
+        f"learning rate {settings.learning_rate:g}. {note}"
     )
     if adapters:
         text += (
