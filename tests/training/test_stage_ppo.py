@@ -121,15 +121,6 @@ def test_another_config_is_rejected(trained_folder):
     fails(head, "C15", "models.value reward -> policy_head")
 
 
-def test_reward_functions_and_weights(run_folder):
-    rewards = {"reward": {"weight": 0.5}, "short": {"function": "judges:short", "weight": 2.0}}
-    write(run_folder, "ppo", {**PPO, "rewards": rewards})
-    assert ppo(run_folder).exit_code == 0
-    for row in lines(run_folder / "ppo/samples.jsonl"):
-        weighted = 0.5 * row["scores"]["reward"] + 2.0 * row["scores"]["short"] - (not row["ended"])
-        assert row["score"] == pytest.approx(weighted, rel=1e-5)
-
-
 BY_FUNCTION = {
     **PPO,
     "models": {"sft": "sft_model", "value": "policy_head"},
@@ -271,16 +262,6 @@ def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
         )
         ratios = (logprobs - sft_logprobs)[len(query) - 1 : -1].gather(-1, torch.tensor(response)[:, None])
         assert kl[row] == pytest.approx(float(ratios.sum()), abs=1e-4)
-
-
-def test_sft_against_itself_ties_everywhere(run_folder):
-    shutil.copytree(run_folder / "sft_model", run_folder / "copy")
-    options = {**EVAL["eval"], "temperature": 1.0, "response_length": 8}
-    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "copy"}, "eval": options})
-    assert evaluate(run_folder).exit_code == 0
-    report = report_of(run_folder)
-    rate = report["win_rate"]["ppo_vs_sft"]["reward"]
-    assert (rate["value"], rate["ties"], report["models"]["ppo"]["kl"]) == (0.5, 10, 0.0)
 
 
 def test_a_policy_that_never_stops_loses_by_the_short_judge(run_folder):

@@ -10,7 +10,7 @@ import torch
 from ppo_folder import PPO, fails, lines, manifest, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
-from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, WatchdogSettings
+from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
@@ -178,11 +178,6 @@ def test_settings_without_effect_are_rejected(keys, message):
         PPOSettings(total_episodes=64, **keys)
     (error,) = caught.value.errors()
     assert error["type"] == "C17" and message in error["msg"]
-
-
-def test_kl_factor_needs_one_signal_that_raises():
-    keys = {"actions": {"kl": "raise_kl_coef"}, "kl_factor": 2.0}
-    assert PPOSettings(total_episodes=64, watchdog=keys).watchdog == WatchdogSettings(**keys)
 
 
 # Through `rlhf ppo`: a reward that pays for a letter, and a judge that likes it three times at most.

@@ -163,13 +163,3 @@ def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
     exec(f"async def score(prompts, responses):\n    {body}\n", scope)
     with pytest.raises(RLHFError, match=f"R05.*reward `mine` .*{says}"):
         score_texts("mine", scope["score"], ["p", "p"], ["a", "b"])
-
-
-def test_an_async_function_through_stage_and_replay(run_folder: Path) -> None:
-    text = "import asyncio\nasync def score(p, r):\n    await asyncio.sleep(0)\n    return [float(len(x)) for x in r]\n"
-    (run_folder / "async_reward.py").write_text(text)
-    write(run_folder, "ppo", {**PPO, "rewards": {"mine": {"function": "async_reward:score"}}})
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
-    assert all(row["scores"]["mine"] == len(row["response"]) for row in lines(run_folder / "ppo/samples.jsonl"))
-    assert rlhf("replay", run_folder, "--step", "3").exit_code == 0
