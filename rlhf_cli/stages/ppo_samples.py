@@ -17,9 +17,6 @@ from rlhf_cli.tracking import Log, LogPosition, Trackers
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
 CELL_WIDTH = 100
-# The objective of PPO, for both values of kl_in. With a held-out judge, the best policy is chosen by the judge instead.
-METRIC = "objective/scores - objective/kl_coef * objective/kl"
-UNSCALED_SCORES = "objective/scores before use_score_scaling"
 NUM_CANDIDATES = 20
 
 
@@ -147,7 +144,9 @@ class Snapshots:
         self.folder, self.components, self.cost = config.folder / runs.SNAPSHOTS, components, cost
         self.best, self.push_to, self.settings = BestPolicy(), config.ppo.push_to_hub_if_best, config.ppo
         self.judge = next(iter(config.held_out), None)
-        self.metric = f"objective/score/{self.judge}" if self.judge else _describe_objective(config.ppo)
+        scores = "objective/scores" + " before use_score_scaling" * config.ppo.use_score_scaling
+        objective = f"{scores} - {config.ppo.kl_coef:g} * objective/kl"
+        self.metric = f"objective/score/{self.judge}" if self.judge else objective
         self.schedule = evenly_spaced_steps(components.num_updates, config.output.snapshots)
         # Steps that may become the best, from the SFT policy (0) on. Independent of output.save_steps, so that the
         # choice of the best policy is.
@@ -176,17 +175,15 @@ class Snapshots:
             hub.push_best(self.path(candidate), self.push_to, text)
 
     def _objective(self, stats: Stats, experience: Experience) -> float:
-        """Return the objective in units that are the same for all updates: initial kl_coef, scores before scaling.
+        """Return PPO's objective, for both values of kl_in, in units that are the same for all updates.
 
-        The coefficient and the score deviation of an update differ between updates. Runs that began before this rule
-        continue with METRIC, because their best value so far is in its units.
+        The coefficient and the score deviation of an update differ between updates: the initial kl_coef counts, and
+        the scores before scaling.
         """
-        score, kl_coef = stats["objective/scores"], self.settings.kl_coef
-        if self.metric == METRIC:
-            kl_coef = stats["objective/kl_coef"]
-        elif self.settings.use_score_scaling:
+        score = stats["objective/scores"]
+        if self.settings.use_score_scaling:
             score = float(unscaled_scores(experience.score_result, self.settings).mean())
-        return score - kl_coef * stats["objective/kl"]
+        return score - self.settings.kl_coef * stats["objective/kl"]
 
     def prune(self, step: int, *, finished: bool = False) -> None:
         """Delete snapshots that are neither scheduled nor the best, and those after `step`.
@@ -208,27 +205,14 @@ class Snapshots:
         return {"best": {"step": self.best.step, "metric": self.metric, "value": self.best.value}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**asdict(self.best), "metric": self.metric}
+        return asdict(self.best)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        best = dict(state)
-        metric = best.pop("metric", METRIC)  # missing in older checkpoints
-        self.metric = self.metric if self.judge else metric
-        self.best = BestPolicy(**best)
+        self.best = BestPolicy(state["step"], state["value"], state["window"])  # earlier versions have more keys
 
     def path(self, step: int) -> Path:
         """Return the folder of the policy after `step`."""
         return self.folder / f"step_{step:06d}"
-
-
-def _describe_objective(settings: PPOSettings) -> str:
-    """Describe `Snapshots._objective`: METRIC itself if the coefficient and the score scale are constant."""
-    watchdog = settings.watchdog
-    actions = {watchdog.action, *watchdog.actions.values()} if watchdog else set()
-    if not (settings.use_score_scaling or settings.adap_kl_ctrl or "raise_kl_coef" in actions):
-        return METRIC
-    scores = UNSCALED_SCORES if settings.use_score_scaling else "objective/scores"
-    return f"{scores} - {settings.kl_coef:g} * objective/kl"
 
 
 def evenly_spaced_steps(num_updates: int, count: int) -> set[int]:

@@ -288,9 +288,8 @@ def test_d10_rows_that_are_too_long(folder: Path) -> None:
 def test_d11_fewer_rows_than_an_optimizer_step_takes(folder: Path, stage: str, name: str, row: dict[str, str]) -> None:
     write(name, *[{**row, "prompt": f"{number}"} for number in range(20)])
     says = (
-        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes "
-        "(per_device_train_batch_size 8 x gradient_accumulation_steps 4 = 32)",
-        f"hint: set {stage}.gradient_accumulation_steps to 2 at most",
+        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes (8 x 4 = 32 usable rows)",
+        f"hint: lower {stage}.per_device_train_batch_size or {stage}.gradient_accumulation_steps",
     )
     result = rlhf(stage, "-s", f"{stage}.gradient_accumulation_steps=4")
     assert refused(result, "D11", f"{stage}.yaml:3: ", *says)

@@ -8,7 +8,6 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
@@ -75,16 +74,6 @@ def test_scores_of_the_caller_replace_the_sources():
 # Means over tokens
 
 
-def test_losses_are_means_over_tokens():
-    """Every response once more: the same means, the same gradient, up to the rounding of other batch shapes."""
-    rows, scores, gradients = [[5, 6], [7]], torch.tensor([1.0, -1.0]), []
-    for times in (1, 2):
-        trainer = tiny.trainer(policy_seed=3, max_grad_norm=1e9, advantage_norm="none")
-        rollout = Rollout.from_lists(rows * times, [[3, 2], [4, 8, 9]] * times, stop_token_id=2)
-        gradients.append(tiny.gradient(trainer, trainer.make_experience(rollout, scores=scores.repeat(times))))
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-
-
 def test_losses_weigh_tokens_not_rows():
     """Two rows of one and five tokens: the loss is the mean over six tokens."""
     trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
@@ -92,12 +81,6 @@ def test_losses_weigh_tokens_not_rows():
     experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
     errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
     assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
-
-
-def test_advantages_are_whitened_over_the_whole_update():
-    experience = generated(tiny.trainer())
-    assert losses.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
-    assert losses.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
 
 
 def test_metrics_by_hand():
@@ -129,11 +112,6 @@ def test_metrics_by_hand():
     assert trainer.update(experience)["episode"] == 4
 
 
-def test_ratio_variance_is_over_optimizer_steps():
-    assert run(tiny.trainer(num_ppo_epochs=1), 1)[0]["val/ratio_var"] == 0.0
-    assert run(tiny.trainer(num_ppo_epochs=3), 1)[0]["val/ratio_var"] > 0.0
-
-
 # The same seed, the same run
 
 
@@ -157,12 +135,15 @@ def test_extra_draws_in_between_change_no_training():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lr_scheduler_type": "cosine", "warmup_steps": 1, "num_mini_batches": 2},
+        {
+            "lr_scheduler_type": "cosine", "warmup_steps": 1, "num_mini_batches": 2, "adap_kl_ctrl": True,
+            "horizon": 50, "use_score_scaling": True,
+        },
         {"head": True},
         {"num_shared_layers": 1, "kl_in": "loss", "kl_estimator": "full", "gradient_checkpointing": True},
     ],
     ids=["scheduler", "head", "shared layers"],
-)
+)  # fmt: skip
 def test_resumed_run_is_the_straight_run(changes):
     straight, resumed = tiny.trainer(**changes), tiny.trainer(**changes)
     run(straight, 2)
