@@ -139,9 +139,9 @@ def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes: Sizes) -> None:
-    """Write the files; evaluation files are shuffled, and truncated to what the time allows."""
+    """Write the files; evaluation files are shuffled and truncated."""
     folder.mkdir(parents=True)
-    max_rows = {"sft_eval": sizes.sft.held_out, "pairs_eval": sizes.reward.held_out}
+    max_rows = {"sft_eval": sizes.sft.eval_rows, "pairs_eval": sizes.reward.eval_rows}
     for name, rows in contents.items():
         write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
