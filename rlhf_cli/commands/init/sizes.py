@@ -47,7 +47,6 @@ class Speed:
 
     training: float  # forward and backward
     generation: float
-    cpu_share: float = 1.0  # share of the processor that the measurement had
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def measure_speed(folder: Path) -> Speed:
     width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
     prompt = min(NEW_TOKENS, width // 2)
     times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=BATCH_ROWS)
-    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate, times.share)
+    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate)
 
 
 def _short(count: int) -> str:
