@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
-from rlhf_cli.runs.locks import lock_folder, lock_path, release
+from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
 # Scratch folder inside a folder that existed before, and its name after all files are linked.
@@ -63,15 +63,8 @@ def remove_leftovers(folder: Path) -> None:
             _remove_leftovers(folder)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    locked = folder / "init"
-    lock_folder(locked, hint="wait for it to end, or name another folder")
-    try:
-        yield
-    finally:
-        lock_path(locked).unlink(missing_ok=True)
-        release(locked)
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    return locked(folder / "init", hint="wait for it to end, or name another folder")
 
 
 def _remove_leftovers(folder: Path) -> None:

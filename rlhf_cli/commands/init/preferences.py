@@ -16,13 +16,10 @@ from rlhf_cli.commands.init.pairs import (
     PairFormat,
     Parts,
     distinct_prompts,
-    example,
     fit_lengths,
     measure_lengths,
-    most_chosen,
-    preference,
-    prompts,
     read_pairs,
+    rows_of_files,
     split_pairs,
 )
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
@@ -112,19 +109,6 @@ def check_not_taken(folder: Path) -> None:
     if taken := [name for name in names if (folder / name).exists()]:
         text = f"{shown(folder)} already holds {', '.join(taken)}"
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
-
-
-def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file in data/."""
-    held_out = parts["held-out"]
-    return {
-        "sft": [example(pair) for pair in most_chosen(parts["sft"])],
-        "sft_eval": [example(pair) for pair in most_chosen(held_out)],
-        "pairs": [preference(pair) for pair in parts["pairs"]],
-        "pairs_eval": [preference(pair) for pair in held_out],
-        "prompts": list(prompts(parts["prompts"])),
-        "heldout": list(prompts(held_out)),
-    }
 
 
 def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes: Sizes) -> None:
