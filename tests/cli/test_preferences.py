@@ -95,15 +95,13 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     assert tuple(text.strip() for text in texts) == expected
     for stage in config.CONFIGS:
         assert complaints(run / f"{stage}.yaml") == []  # by the schema that it names
+    prompt, template = rows(run, "prompts")[0]["prompt"], config.load("sft", run / "sft.yaml").model.chat_template
+    assert isinstance(prompt, list) == (template == "chatml") == (form == "conversations")
+    assert form != "columns" or rows(run, "sft")[0]["completion"].startswith(" Bright")
+    assert form != "transcripts" or prompt.endswith("\n\nAssistant:")
 
 
-def test_the_form_follows_from_texts_and_tokenizer(data: dict[str, Path], world: World, tmp_path: Path) -> None:
-    """Plain text, chatml for conversations, transcripts as text; with a chat template always conversations."""
-    for form in FORMS:
-        assert init(tmp_path / form, data[form], world.base).exit_code == 0
-    assert rows(tmp_path / "columns", "sft")[0]["completion"].startswith(" Bright")
-    assert config.load("sft", tmp_path / "conversations/sft.yaml").model.chat_template == "chatml"
-    assert rows(tmp_path / "transcripts", "prompts")[0]["prompt"].endswith("\n\nAssistant:")
+def test_with_a_chat_template_prompts_are_conversations(data: dict[str, Path], world: World, tmp_path: Path) -> None:
     base = tmp_path / 'a: "chat" #1'  # a name that YAML must quote
     tokenizer = world.tokenizer()
     tokenizers.set_chat_template(tokenizer, "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}")

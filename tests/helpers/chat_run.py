@@ -12,6 +12,7 @@ import termios
 import time
 from pathlib import Path
 
+import ppo_folder
 import pytest
 import tiny
 from ppo_folder import PROMPTS, as_stage, rlhf, write
@@ -27,14 +28,7 @@ PPO = {
     "models": {"adapters": {"kind": "lora", "r": 4}},
     "data": {"prompts": "prompts.jsonl"},
     "output": {"save_steps": 2, "snapshots": 2},
-    "ppo": {
-        "total_episodes": 32,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "response_length": 12,
-        "temperature": 0.7,
-        "learning_rate": 3e-2,
-    },
+    "ppo": {**ppo_folder.PPO["ppo"], "num_ppo_epochs": 4, "response_length": 12, "learning_rate": 3e-2},
 }
 EVAL = {"data": {"prompts": "heldout.jsonl"}, "eval": {"n": 6, "best_of": [], "frontier": False}}
 
