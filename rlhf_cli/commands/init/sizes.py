@@ -69,7 +69,7 @@ class SizingInputs:
             speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
         return (
             f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {_short(self.parameters)} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
+            f"model has {self.parameters:,} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
         )
 
     def free_memory(self) -> dict[str, float]:
@@ -105,13 +105,6 @@ def measure_speed(folder: Path) -> Speed:
     prompt = min(NEW_TOKENS, width // 2)
     times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=BATCH_ROWS)
     return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate)
-
-
-def _short(count: int) -> str:
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g} {prefix}"
-    return str(count)
 
 
 @dataclass(frozen=True)
@@ -157,7 +150,8 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     tight = min(free.values()) < inputs.row_bytes * 8
     rows = _rows(free["train"], inputs.row_bytes)
     ppo_rows = min(_rows(free["ppo"], inputs.row_bytes * 2), EPISODES_PER_UPDATE)
-    samples = _samples(inputs.prompts["prompts"])
+    prompts = max(inputs.prompts["prompts"], 1)  # an update takes no prompt twice, unless for several samples
+    samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
         sft=_training("sft", inputs, rows),
         reward=_training("reward", inputs, max(1, rows // 2)),
@@ -202,13 +196,16 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     if inputs.speed is None:
         return sizes
     limit = 60 * (minutes or DEFAULT_MINUTES["cpu" if inputs.device.startswith("CPU") else "cuda"])
-    sft, sft_s = _fit_training_time(sizes.sft, 1, inputs, TIME_SHARES["sft"] * limit)
-    reward, reward_s = _fit_training_time(sizes.reward, 2, inputs, TIME_SHARES["reward"] * limit)
-    episode_s = _episode_seconds(inputs)
+    row_s = inputs.lengths.row_mean / inputs.speed.training
+    response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
+    sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
+    reward, reward_s = _fit_training_time(sizes.reward, 2 * row_s, TIME_SHARES["reward"] * limit)
+    # Generation, four forward passes, and two models trained per epoch.
+    episode_s = response_s + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * row_s
     allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
     episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
     answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
-    prompt_s = answers * (_response_seconds(inputs) + inputs.lengths.row_mean / inputs.speed.training)
+    prompt_s = answers * (response_s + row_s)
     eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
     total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
     notes = sizes.notes
@@ -221,34 +218,17 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     )  # fmt: skip
 
 
-def _fit_training_time(training: Training, texts: int, inputs: SizingInputs, limit: float) -> tuple[Training, float]:
+def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[Training, float]:
     """Reduce a training to `limit` seconds including an evaluation after each epoch; return it and its seconds.
 
-    `texts` is the number of texts per row.
+    `row_s` is the time of one row in training, in seconds.
     """
-    assert inputs.speed
-    row_s = texts * inputs.lengths.row_mean / inputs.speed.training
     step_s, steps_per_epoch = training.rows * training.parts * row_s, training.steps / training.epochs
     evaluations = math.ceil(min(training.steps, max(MIN_STEPS, limit / step_s)) / steps_per_epoch)
     eval_s = evaluations * training.eval_rows * FORWARD_COST * row_s
     steps = min(training.steps, max(MIN_STEPS, _round_to_two_digits(int((limit - eval_s) / step_s))))
     max_steps = steps if steps < training.steps else None
     return replace(training, max_steps=max_steps, steps=steps), steps * step_s + eval_s
-
-
-def _episode_seconds(inputs: SizingInputs) -> float:
-    """Return the seconds of one PPO episode: generation, four forward passes, and two models trained per epoch."""
-    assert inputs.speed
-    return (
-        _response_seconds(inputs)
-        + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * inputs.lengths.row_mean / inputs.speed.training
-    )
-
-
-def _response_seconds(inputs: SizingInputs) -> float:
-    """Return the seconds of one response; a batch is generated until its last response ends."""
-    assert inputs.speed
-    return inputs.lengths.response_length / inputs.speed.generation
 
 
 def _rows(free: float, row: float) -> int:
@@ -259,11 +239,6 @@ def _rows(free: float, row: float) -> int:
 def _power_of_two(limit: float) -> int:
     """Return the largest power of two up to the limit, at least 1."""
     return 2 ** int(math.log2(max(1.0, limit)))
-
-
-def _samples(prompts: int) -> int:
-    """Return the responses per prompt, so that an update needs no more prompts than there are."""
-    return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= max(prompts, 1))
 
 
 def _notes(inputs: SizingInputs, free: dict[str, float]) -> tuple[str, ...]:
