@@ -1,23 +1,4 @@
-"""Defects found in other PPO trainers, and that ours does not have them: behaviour, not settings.
-
-Tested elsewhere:
-3   TRL 1.12: fewer optimizer steps than num_mini_batches x num_ppo_epochs
-      -> test_ppo_options.py::test_num_mini_batches_and_num_ppo_epochs_make_the_optimizer_steps
-5   TRL 1.12: LoRA leaves the value model fully trainable
-      -> test_one_base.py::test_only_adapters_and_the_value_head_are_trained
-7   TRL: with pad == EOS, the EOS is not trained
-      -> test_ppo_rollout.py::test_pad_equal_to_eos_changes_nothing
-      -> test_ppo_trainer.py::test_padding_ids_change_nothing
-8   OpenRLHF: documents name flags that do not exist
-      -> test_docs_commands.py::test_every_command_exists_with_its_flags_and_keys
-      -> test_docs_commands.py::test_every_yaml_has_keys_that_exist
-9   OpenRLHF: the adaptive KL coefficient is never updated
-      -> test_ppo_options_scores.py::test_adap_kl_ctrl_by_hand_over_three_updates
-11  LLaMA-Factory: samples are filtered by top-k, log-probs are not
-      -> test_ppo_rollout.py::test_frequencies_are_the_softmax
-      -> test_ppo_trainer.py::test_an_engine_that_samples_another_distribution_is_rejected
-13  verl: two of its pages give different numbers for one model. No program can detect that.
-"""
+"""Defects found in other PPO trainers, which ours does not have (docs/results/guarantees.md has further tests)."""
 
 import json
 from pathlib import Path

@@ -1,47 +1,4 @@
-"""The guarantees for files from other people, clause by clause, and the tests that prove them.
-
-Tests without a file are below, under the number of their clause.
-
-1   no code in a model's folder runs without --trust-remote-code, and the manifest records the option;
-    nor does a file of the working directory that is named like a library
-2   weights are read from safetensors only, and missing ones are never invented; a checkpoint never runs code;
-    a run writes no pickle, except the tensors that transformers resumes from
-     -> test_models_weights.py::test_m13_names_the_weights_that_do_not_fit
-     -> test_fuzz_models.py::test_models_with_faults
-     -> test_security_runs.py::test_a_pickle_that_would_run_code_is_refused_in_one_line
-     -> test_chain.py::test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from
-     -> test_data_cache.py::test_a_damaged_or_pickled_file_is_replaced_and_never_executed
-3   no token of the environment is in any file or line, however a run ends; no training_args.bin remains;
-    only models are sent to a hub; no token is allowed in a config (C16)
-     -> test_chain.py::test_no_token_is_in_any_file_of_a_chain
-     -> test_security_runs.py::test_no_token_stays_however_a_training_ends
-     -> test_export_push.py::test_the_best_policy_is_pushed_each_time_it_is_beaten
-     -> test_export_push.py::test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code
-     -> test_export_push.py::test_only_files_of_a_model_are_pushed
-     -> test_config_files.py::test_a_secret_is_refused_and_never_repeated
-     -> test_security.py::test_c16_secrets_in_a_config
-4   YAML is plain values of a bounded size; a bad one is refused in under a second
-     -> test_config_files.py::test_a_bad_file_is_refused_in_under_a_second
-     -> test_security.py::test_a_file_of_the_largest_size_takes_under_a_second
-5   (HTML: there is no page yet)
-6   texts of models and users do nothing to a terminal, nor to one that shows a log
-     -> test_terminal.py::test_no_way_out_lets_control_characters_through
-     -> test_terminal.py::test_a_table_on_a_terminal_is_drawn_with_markup_off
-     -> test_progress.py::test_progress_on_a_terminal_is_a_live_bar
-     -> test_security_runs.py::test_hostile_texts_and_names_go_through_a_training_and_do_nothing
-     -> test_export_card.py::test_texts_of_others_stay_texts
-     -> test_hostile_models.py::test_names_of_tensors_move_no_cursor
-7   printed text contains no token, no password of a URL, no secret of the environment
-8   names in files never lead outside a folder (S03); nothing outside is deleted or overwritten
-     -> test_checkpoints.py::test_a_manifest_entry_that_leads_out_is_refused
-     -> test_checkpoints.py::test_a_link_that_leads_out_is_refused
-     -> test_checkpoints_states.py::test_a_state_name_that_could_leave_the_folder_is_refused
-9   a chat template runs in a sandbox, and its hash is compared
-     -> test_checkpoints.py::test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
-10  tests use no network; the inputs of a run are pinned by hash
-     -> test_checkpoints_outputs.py::test_the_manifest_records_all_origins
-     -> test_checkpoints.py::test_a_cached_hub_id_is_a_foreign_parent_at_its_revision
-"""
+"""Guarantees for files from other people (docs/results/guarantees.md lists them with all their tests)."""
 
 import json
 import os

@@ -1,6 +1,5 @@
 """Links of the pages lead to a file and a heading, and every page and path that texts name exists."""
 
-import ast
 import re
 import subprocess
 from pathlib import Path
@@ -62,13 +61,3 @@ def test_every_path_that_a_developers_page_names_exists(page: str) -> None:
     assert "ppo/losses.py" in names and len(names) > 12
     parents = (ROOT, ROOT / "rlhf_cli", ROOT / "tests/helpers/chaos")
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in parents)] == []
-
-
-@pytest.mark.parametrize("index", ["test_security", "test_must_hold", "test_defects_of_others"])
-def test_every_test_that_an_index_names_exists(index: str) -> None:
-    """The head of the file lists tests of other files, too."""
-    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
-    head = ast.get_docstring(ast.parse(sources[f"{index}.py"])) or ""
-    named = re.findall(r"-> (\w+\.py)::(\w+)", head)
-    assert len(named) == head.count("->") > 5
-    assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in sources[file]] == []
