@@ -193,7 +193,7 @@ def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
 def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
     """Choose the token limits for a model with `context` positions; return the pairs that fit, and the limits.
 
-    Warns (D10) about dropped pairs. Raises RLHFError D10 if too too_few fit.
+    Warns (D10) about dropped pairs. Raises RLHFError D10 if too few fit.
     """
     context = context or DEFAULT_CONTEXT
     kept, response, longest = _select(lengths, context)
@@ -238,17 +238,9 @@ def _report_dropped(
     dropped = len(pairs) - len(kept)
     if not dropped:
         return
-    long_answers = sum(length.chosen > context // 2 for length in lengths)
-    long_prompts = sum(length.prompt + response > context for length in lengths)
-    long_rows = sum(length.row > context >= length.prompt + response for length in lengths)
-    counts = {
-        f"whose prompts leave less than {response} of {context} positions to an answer": long_prompts,
-        f"longer than {context} positions": long_rows,
-        f"longer than {longest} tokens, much longer than the others": dropped - long_prompts - long_rows,
-    }
-    if long_answers > MAX_DROPPED * len(pairs):
-        counts = {f"whose chosen answers are longer than half of {context} positions": long_answers}
-    reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    reasons = f"a prompt and {response} more tokens must fit {context} positions, and a row {longest} tokens"
+    if sum(length.chosen > context // 2 for length in lengths) > MAX_DROPPED * len(pairs):
+        reasons = f"most chosen answers are longer than half of {context} positions"
     share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
     too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
     hint = (
