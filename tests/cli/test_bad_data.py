@@ -20,29 +20,11 @@ def write(name: str, *contents: Any) -> None:
     jsonl.write_jsonl(Path(f"{name}.jsonl"), contents)
 
 
-def test_d01_data_file_missing(folder: Path) -> None:
-    replace("sft.yaml", "rows.jsonl", "row.jsonl")
-    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "hint: did you mean rows.jsonl?")
-
-
 @pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl"])
 def test_d01_not_a_file(folder: Path, name: str) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     replace("sft.yaml", "rows.jsonl", name)
     assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", f"{name} is a device or a pipe, a data file is needed")
-
-
-def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a patch: root, who runs many a CI, may read everything."""
-    opens = Path.open
-
-    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == "rows.jsonl":
-            raise PermissionError(13, "Permission denied")
-        return opens(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "cannot read rows.jsonl: Permission denied")
 
 
 def test_d02_column_missing(folder: Path) -> None:
@@ -84,7 +66,10 @@ def test_rows_of_sharegpt_and_alpaca_are_read_as_they_are(
 
 
 def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
-    user, good, bad = ({"role": "user", "content": "Tell me about it.\n\nThe sun."}, *map(answer, ("bright", "dull")))
+    user, good, bad = (
+        {"role": "user", "content": "Tell me about it.\n\nThe sun."},
+        *({"role": "assistant", "content": text} for text in ("bright", "dull")),
+    )
     assert convert.convert_row(
         {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
     ) == {
@@ -148,70 +133,55 @@ def test_a_row_that_cannot_be_converted_is_reported_by_line(
     assert refused(rlhf("sft", "-s", "data.train=theirs.jsonl"), code, "theirs.jsonl:2", says)
 
 
-def answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+TWICE = '{"prompt": "a", "completion": "b", "prompt" : "c"}'
+LIKE_A_KEY = r'{"prompt": "\":\":\" a", "completion": "b"}'
+OTHER_TYPES = {"prompt": [], "completion": "a"}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+# stage, overrides, the file as rows or as bytes, code, place, what the message says
+BAD_DATA = [
+    ("sft", ["data.train=row.jsonl"], [GOOD], "D01", "--set data.train: ", ("hint: did you mean rows.jsonl?",)),
+    ("sft", [], b'{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n', "D03",
+     "rows.jsonl:2:16: ", ()),
+    ("sft", [], f"{LIKE_A_KEY}\n{TWICE}\n".encode(), "D03", "rows.jsonl:2: ",
+     ('the key "prompt" occurs twice in one object', "hint: remove one of the two")),
+    ("sft", [], b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n', "D04", "rows.jsonl:2: ",
+     ("byte 0xE9 at position 13", "hint: convert", "iconv")),
+    ("reward", [], [ALPACA], "D02", "pairs.jsonl:1", ("hint: each row has one answer, but a pair needs two",)),
+    ("sft", ["sft.max_length=2"], [GOOD] * 8, "D05", "rows.jsonl", ("8 read", "longer than 2 tokens")),
+    ("sft", [], [GOOD, {**GOOD, "completion": None}], "D06", "rows.jsonl:2: ", ('"completion" is null', DROP)),
+    ("sft", [], [GOOD, {**GOOD, "prompt": 7}], "D06", "rows.jsonl:2: ", ('"prompt" is the number 7', DROP)),
+    ("reward", [], [PAIR, {**PAIR, "rejected": PAIR["chosen"]}], "D07", "pairs.jsonl:2: ",
+     ('"chosen" equals "rejected"', "data.on_identical")),
+    ("sft", [], [GOOD, {**GOOD, "prompt": " "}], "D08", "rows.jsonl:2: ", ("the prompt is empty", DROP)),
+    ("reward", [], [{"chosen": "Yes.", "rejected": "No."}], "D08", "pairs.jsonl:1: ",
+     ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")),
+    ("sft", [], [GOOD, {**GOOD, "completion": ""}], "D09", "rows.jsonl:2: ", ('"completion" is empty', DROP)),
+    ("sft", [], [GOOD, {**GOOD, "completion": "<eos>"}], "D09", "rows.jsonl:2: ",
+     ("no tokens besides the stop token", DROP)),
+    ("reward", [], [PAIR, {**PAIR, "chosen": "\n"}], "D09", "pairs.jsonl:2: ", ('"chosen" is empty', DROP)),
+    ("sft", [], [GOOD, {"prompt": "a"}], "D12", "rows.jsonl:2: ", ('no column "completion"', "line 1 has one", DROP)),
+    ("sft", [], [GOOD, OTHER_TYPES], "D12", "rows.jsonl:2: ", ("a conversation here, text in line 1", DROP)),
+    ("sft", [], [{"messages": TURNS}] * 8, "D14", "rows.jsonl:1: ",
+     ("no chat template", "hint: set model.chat_template")),
+]  # fmt: skip
 
 
-def test_rows_with_one_answer_are_no_pairs(folder: Path) -> None:
-    write("pairs", ALPACA)
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, but a pair needs two")
-
-
-def test_d03_malformed_json(folder: Path) -> None:
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n')
-    assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_d03_a_duplicate_key(folder: Path, name: str) -> None:
-    """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
-    good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
-    (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
-    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" occurs twice in one object'
-    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: remove one of the two")
-
-
-def test_d04_not_utf8(folder: Path) -> None:
-    (folder / "rows.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n')
-    assert refused(rlhf("sft"), "D04", "rows.jsonl:2: ", "byte 0xE9 at position 13", "hint: convert", "iconv")
-
-
-def test_d05_no_usable_row(folder: Path) -> None:
-    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 2")
-    assert refused(rlhf("sft"), "D05", "rows.jsonl", "96", "longer than 2 tokens")
-
-
-@pytest.mark.parametrize(
-    ("stage", "row", "code", "says"),
-    [
-        ("sft", {**GOOD, "completion": None}, "D06", ('"completion" is null', DROP)),
-        ("sft", {**GOOD, "prompt": 7}, "D06", ('"prompt" is the number 7', DROP)),
-        ("reward", {**PAIR, "rejected": PAIR["chosen"]}, "D07", ('"chosen" equals "rejected"', "data.on_identical")),
-        ("sft", {**GOOD, "prompt": " "}, "D08", ("the prompt is empty", DROP)),
-        ("sft", {**GOOD, "completion": ""}, "D09", ('"completion" is empty', DROP)),
-        ("reward", {**PAIR, "chosen": "\n"}, "D09", ('"chosen" is empty', DROP)),
-        ("sft", {"prompt": "a"}, "D12", ('no column "completion"', "line 1 has one", DROP)),
-        ("sft", {"prompt": [], "completion": "a"}, "D12", ("a conversation here, text in line 1", DROP)),
-    ],
-)
-def test_a_bad_row_is_reported_by_line(
-    folder: Path, stage: str, row: dict[str, Any], code: str, says: tuple[str, ...]
+@pytest.mark.parametrize(("stage", "overrides", "content", "code", "place", "says"), BAD_DATA)
+def test_bad_data_is_reported_by_line(
+    folder: Path, stage: str, overrides: list[str], content: Any, code: str, place: str, says: tuple[str, ...]
 ) -> None:
-    """D06-D09 and D12."""
-    name, good = ("rows", GOOD) if stage == "sft" else ("pairs", PAIR)
-    write(name, good, row)
-    assert refused(rlhf(stage), code, f"{name}.jsonl:2: ", *says)
+    name = {"sft": "rows", "reward": "pairs"}[stage]
+    if isinstance(content, bytes):
+        Path(f"{name}.jsonl").write_bytes(content)
+    else:
+        write(name, *content)
+    result = rlhf(stage, *(word for override in overrides for word in ("-s", override)))
+    assert refused(result, code, place, *says) and result.stderr.count("error[") == 1
 
 
-def test_d08_pairs_that_begin_with_nothing_in_common(folder: Path) -> None:
-    write("pairs", {"chosen": "Yes.", "rejected": "No."})
-    says = ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")
-    assert refused(rlhf("reward"), "D08", "pairs.jsonl:1: ", *says)
-
-
-def test_d09_nothing_left_of_a_completion(folder: Path) -> None:
-    write("rows", GOOD, {**GOOD, "completion": "<eos>"})
-    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "no tokens besides the stop token", DROP)
+def test_d03_a_duplicate_key_in_a_list(folder: Path) -> None:
+    (folder / "rows.json").write_text(f"[{LIKE_A_KEY}, {TWICE}]")
+    assert refused(rlhf("sft", "-s", "data.train=rows.json"), "D03", "rows.json:1: ", 'the key "prompt" occurs twice')
 
 
 def test_bad_rows_are_shown_up_to_five_and_counted(folder: Path) -> None:
@@ -267,14 +237,6 @@ def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[s
     replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
     says = "1 of 2 evaluation prompts also occur in"
     assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: remove them")
-
-
-def test_d14_a_conversation_without_a_chat_template(folder: Path) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    write("rows", *[{"messages": turns}] * 8)
-    result = rlhf("sft")
-    assert refused(result, "D14", "rows.jsonl:1: ", "no chat template", "hint: set model.chat_template")
-    assert result.stderr.count("error[") == 1
 
 
 def test_d15_pairs_that_repeat_or_contradict_another(folder: Path) -> None:
