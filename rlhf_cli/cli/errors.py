@@ -17,33 +17,8 @@ from typer.core import TyperGroup
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.cli.options import STAGES, config_of
+from rlhf_cli.config.aliases import COMMANDS
 from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_path, shell_word, shown
-
-_TRAIN = "rlhf run DIR trains all stages of a folder; one alone: rlhf sft --config FILE, or reward, ppo, eval"
-_EXPORT = "rlhf export RUN --out DIR writes a plain model folder, adapters merged; --push REPO uploads it"
-_PREFERENCES = "there is no such stage; rlhf reward and rlhf ppo learn from the same pairs: rlhf init preferences"
-_REWARDS = "there is no such stage; PPO learns from the same rewards: rlhf ppo --config FILE"
-
-# Commands of other tools, and what to use here.
-ELSEWHERE = {
-    "train": _TRAIN,
-    "finetune": _TRAIN,
-    "serve": "rlhf export RUN --out DIR, then: vllm serve DIR; to talk to it here: rlhf chat RUN",
-    "vllm-serve": "rlhf export RUN --out DIR, then: vllm serve DIR",
-    "compare": "rlhf report A B shows runs side by side",
-    "sweep": (
-        "for x in 0.02 0.05; do cp -r runs/mine runs/kl-$x && rlhf run runs/kl-$x -s ppo.kl_coef=$x; done; "
-        "rlhf report runs/kl-*"
-    ),
-    "merge": _EXPORT,
-    "push": _EXPORT,
-    "doctor": "rlhf env shows versions and devices, rlhf check DIR what is wrong with a run",
-    "dpo": _PREFERENCES,
-    "kto": _PREFERENCES,
-    "orpo": _PREFERENCES,
-    "grpo": _REWARDS,
-    "rloo": _REWARDS,
-}
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
 STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # these write no files
@@ -133,8 +108,8 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
         if parameter in RUN_ARGUMENTS and type(error).__name__ == "MissingParameter":
             return _report_error(_run_not_given_error(arguments))
         command = arguments[0] if arguments else ""
-        if command in ELSEWHERE and command not in commands:
-            terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=ELSEWHERE[command])))
+        if command in COMMANDS and command not in commands:
+            terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=COMMANDS[command])))
             return 2
         near = closest_match(command, commands) if command not in commands else None
         hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _stage_hint(arguments)

@@ -13,11 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_cli import config, terminal
-from rlhf_cli.commands.report import rules
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import ALIASES, find_alias
 from rlhf_cli.config.fields import RENAMED, Key, PathField, current_name, key_at
-from rlhf_cli.config.messages import TRL_TYPES, check_trainer
+from rlhf_cli.config.messages import check_trainer
 from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.errors import CODES, RLHFError, closest_match
 
@@ -28,7 +27,10 @@ PATH_TEXTS = {
     "judge": "module:function, a folder or a hub id",
     "template": "a file, a text or chatml",
 }
-TYPE_TEXTS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+TYPE_TEXTS = {
+    int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list",
+    dict: "keys and values",
+}  # fmt: skip
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 EXIT_TEXTS = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: reported before anything runs"}
 StageKey = tuple[str, Key]
@@ -53,7 +55,7 @@ class Entry:
 
 
 def explain(name: str) -> None:
-    """Explain a key, section or code; for any other word list related keys and metrics. Case is ignored.
+    """Explain a key, section or code; for any other word list the keys related to it. Case is ignored.
 
     Raises RLHFError C01 if nothing matches.
     """
@@ -65,24 +67,17 @@ def explain(name: str) -> None:
         elsewhere = [match for match in _keys_ending_in(name) if match not in matches]
         for path, files in _files_by((key.path, stage) for stage, key in elsewhere).items():
             terminal.out(f"\nalso {path}   ({files})")
-        similar = [match for match in _keys_named_like(name) if match not in matches]
-        if similar and not any(key.is_section for _, key in matches):
-            terminal.out(f"\nalso with {name.lower()} in the name:")
-            _show_lines(similar)
-        _show_metrics(name)
     elif replacement := _find_replacement(name) or _find_replacement(name.lower()):
         matches, text = replacement
         terminal.out(text + "\n")
         _show(matches)
     elif name.startswith("trainer.") or any(name in trl_fields.fields_of(stage) for stage in trl_fields.TRAINERS):
-        _show_trl_field(name.removeprefix("trainer."))
-    else:
-        related = _keys_named_like(name) or _described_by(name)
-        if find_alias(name.rpartition(".")[2]) or not (related or _metrics(name)):
-            raise _unknown_error(name)
+        _show_trainer_field(name.removeprefix("trainer."))
+    elif related := _related(name):
         terminal.out(f"no key is called {name}; this has to do with it:")
         _show_lines(related)
-        _show_metrics(name)
+    else:
+        raise _unknown_error(name)
 
 
 def explain_all() -> None:
@@ -124,19 +119,12 @@ def _keys_ending_in(name: str) -> list[StageKey]:
     return [each for each in _all_keys() if each[1].path.endswith(f".{name}")]
 
 
-def _keys_named_like(name: str) -> list[StageKey]:
-    """Return the keys whose last part contains all words of `name`."""
-    return [] if "." in name else [each for each in _all_keys() if _words(name) <= _words(each[1].name)]
-
-
-def _described_by(name: str) -> list[StageKey]:
-    """Return the keys whose description contains all words of `name`."""
-    return [each for each in _all_keys() if _words(name) <= _words(each[1].meaning)]
-
-
-def _metrics(name: str) -> list[tuple[str, str]]:
-    """Return (metric, title) of the metrics whose names contain all words of `name`."""
-    return [(rule.key, rule.title) for rule in rules.RULES if _words(name) <= _words(rule.key)]
+def _related(name: str) -> list[StageKey]:
+    """Return the keys whose last part, or else whose meaning, contains all words of `name`."""
+    if find_alias(name.rpartition(".")[2]):
+        return []
+    named = [] if "." in name else [each for each in _all_keys() if _words(name) <= _words(each[1].name)]
+    return named or [each for each in _all_keys() if _words(name) <= _words(each[1].meaning)]
 
 
 def _words(text: str) -> set[str]:
@@ -242,11 +230,13 @@ def _shown(value: Any) -> str:
 def _describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
     """Describe the values of a type. `notes` are pydantic's bounds and markers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is NoneType:
+        return "null"
     if origin is Annotated:
         inside = [each for note in arguments[1:] for each in (note.metadata if isinstance(note, FieldInfo) else [note])]
         return _describe_type(arguments[0], (*notes, *inside))
     if origin in (Union, UnionType):
-        words = ["null" if each is NoneType else _describe_type(each, notes) for each in arguments]
+        words = [_describe_type(each, notes) for each in arguments]
         return (", or " if any("," in word for word in words) else " or ").join(words)
     mark = next((note for note in notes if isinstance(note, PathField)), None)
     if mark:
@@ -301,14 +291,6 @@ def _show_lines(stage_keys: Iterable[StageKey]) -> None:
             terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
 
 
-def _show_metrics(name: str) -> None:
-    if metrics := _metrics(name):
-        terminal.out("\nmetrics of PPO (docs/tuning.md)")
-        width = max(len(key) for key, _ in metrics)
-        for key, title in metrics:
-            terminal.out(f"  {key:<{width}}  {title}")
-
-
 def _show_entry(entry: Entry, *, first: bool) -> None:
     if not first:
         terminal.out()
@@ -331,36 +313,19 @@ def _show_code(code: str) -> None:
     _show_labelled({"meaning": entry.meaning, "fix": entry.fix, "exit": outcome})
 
 
-def _show_trl_field(name: str) -> None:
-    """Explain a TRL field that `trainer:` accepts. Raises RLHFError C01 if TRL has no such field."""
-    fields = {stage: trl_fields.fields_of(stage).get(name, {}) for stage in trl_fields.TRAINERS}
-    refused = {
-        stage: check_trainer({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
-        for stage, field in fields.items()
-    }
-    elsewhere = dict.fromkeys(each for problems in refused.values() for each in problems if each.code == "C02")
-    for problem in elsewhere:  # set by the pipeline, or a key of the stage's section
-        terminal.out(f"{problem.text.rstrip(':')}: {problem.hint}")
-    if elsewhere:
+def _show_trainer_field(name: str) -> None:
+    """Explain a field of TRL's configs. Raises RLHFError C01 if they have none of this name."""
+    stages = {stage: config.CONFIGS[stage] for stage in trl_fields.TRAINERS}
+    if accepted := [
+        (stage, key) for stage, model in stages.items() if (key := trl_fields.trainer_keys(model).get(name))
+    ]:
+        _show(accepted)
         return
-    if all(refused.values()):
-        raise RLHFError.from_problems(refused["sft"])
-    version = trl_fields.source_versions()["trl"].rpartition(".")[0]
-    stages = [stage for stage in fields if not refused[stage]]
-    groups = [stages] if len({str(fields[stage]) for stage in stages}) == 1 else [[stage] for stage in stages]
-    for number, alike in enumerate(groups):
-        field = fields[alike[0]]
-        types = " or ".join(TRL_TYPES[kind][0] for kind in field["types"])
-        configs = " and ".join(trl_fields.TRAINERS[stage] for stage in alike)
-        entry = Entry(
-            (f"trainer.{name}",),
-            tuple(f"{stage}.yaml" for stage in alike),
-            _one_of(field.get("choices") or [types]),
-            _shown(field["default"]),
-            f"The field {name} of TRL's {configs}, unchanged.",
-            f"TRL {version}, trl/trainer/{alike[0]}_config.py",
-        )
-        _show_entry(entry, first=number == 0)
+    refused = [problem for model in stages.values() for problem in check_trainer({name: None}, model, lambda key: "")]
+    if refused[0].code != "C02":
+        raise RLHFError.from_problems(refused[:1])
+    for problem in dict.fromkeys(refused):  # set by the pipeline, or a key of the stage's section
+        terminal.out(f"{problem.text.rstrip(':')}: {problem.hint}")
 
 
 def _paragraph(text: str, start: str, rest: str | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Option names of other systems and the keys that replace them: aliases.toml.
+"""Names of other systems' options and commands, and what replaces them here; aliases.toml has the tables.
 
-Used by the hints of errors (messages.py), `rlhf explain` and `rlhf convert`.
+Used by the hints of errors, `rlhf explain` and `rlhf convert`.
 """
 
 import tomllib
@@ -23,11 +23,21 @@ class Alias:
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
-ALIASES: dict[str, Alias] = {
-    **{name: Alias(key) for key, names in _TABLES["renamed"].items() for name in names},
+
+
+def _by_name(table: str) -> dict[str, str]:
+    return {name: text for names, text in _TABLES[table].items() for name in names.split()}
+
+
+ALIASES = {
+    **{name: Alias(key) for name, key in _by_name("renamed").items()},
     **{name: Alias(**fields) for name, fields in _TABLES["changed"].items()},
-    **{name: Alias(None, reason) for reason, names in _TABLES["unsupported"].items() for name in names},
+    **{name: Alias(None, reason) for name, reason in _by_name("unsupported").items()},
 }
+# Fields of TRL's configs that rlhf sets itself -> the key or option to use instead, or "".
+SET_BY_RLHF = _by_name("set_by_rlhf")
+# Commands of other tools -> what to use here.
+COMMANDS = _by_name("commands")
 
 
 def find_alias(name: str) -> Alias | None:

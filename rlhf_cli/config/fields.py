@@ -90,7 +90,8 @@ class Key:
 
     def suggestions(self) -> list[str]:
         """Return the values that can be listed: a number's default, choices, true, false, null."""
-        values = numeric_default(self.default(None))
+        default = self.default(None)  # other defaults than numbers are among the choices
+        values = [str(default)] if isinstance(default, int | float) and not isinstance(default, bool) else []
         for part in self.parts:
             if get_origin(part) is Literal:
                 values += map(str, get_args(part))
@@ -122,11 +123,6 @@ class Key:
     def source(self) -> str | None:
         """Return the source of the default, or None."""
         return split_description(self.description)[1]
-
-
-def numeric_default(default: Any) -> list[str]:
-    """Return a number as a suggestion; other defaults are among the choices."""
-    return [str(default)] if isinstance(default, int | float) and not isinstance(default, bool) else []
 
 
 def flatten_annotation(annotation: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.fields import Key, fields_of, keys_of, numeric_default, parse_source
+from rlhf_cli.config.fields import Key, fields_of, keys_of, parse_source
 from rlhf_cli.config.training import CONFIGS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
@@ -57,8 +57,9 @@ def _schema(model: type[Config]) -> dict[str, Any]:
         for name, key in fields_of(section).items():
             properties[name]["description"] = _editor_description(key)
     simplified: dict[str, Any] = _simplify(tree, definitions)
-    if fields := trl_fields.trainer_fields(model):
-        properties = {name: _trl_field_schema(name, field) for name, field in fields.items()}
+    if keys := trl_fields.trainer_keys(model):
+        fields = trl_fields.fields_of(model.model_fields["stage"].default)
+        properties = {name: _trl_field_schema(key, fields[name]) for name, key in keys.items()}
         simplified["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
     return simplified
 
@@ -105,11 +106,10 @@ def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
     return merged | ({"enum": [*types[0]["enum"], None]} if "enum" in merged else {})
 
 
-def _trl_field_schema(name: str, field: dict[str, Any]) -> dict[str, Any]:
-    version, types = trl_fields.source_versions()["trl"].rpartition(".")[0], field["types"]
+def _trl_field_schema(key: Key, field: dict[str, Any]) -> dict[str, Any]:
+    types = field["types"]
     node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
-    node |= {"enum": field["choices"]} if "choices" in field else {}
-    return node | {"description": f"The field {name} of TRL {version}'s trainer, handed on as it is."}
+    return node | ({"enum": field["choices"]} if "choices" in field else {}) | {"description": key.description}
 
 
 def completion_values(stage: str) -> dict[str, list[str]]:
@@ -119,12 +119,6 @@ def completion_values(stage: str) -> dict[str, list[str]]:
     """
     model = CONFIGS[stage]
     values = {path: key.suggestions() for path, key in keys_of(model).items() if ".NAME" not in path}
-    values |= {f"trainer.{name}": _trl_values(field) for name, field in trl_fields.trainer_fields(model).items()}
+    values |= {key.path: key.suggestions() for key in trl_fields.trainer_keys(model).values()}
     sections = {path.rpartition(".")[0] for path in values}
     return {path: suggestions for path, suggestions in values.items() if path not in sections}
-
-
-def _trl_values(field: dict[str, Any]) -> list[str]:
-    values_of_type = {"boolean": ["true", "false"], "null": ["null"]}
-    values = [value for kind in field["types"] for value in values_of_type.get(kind, [])]
-    return [*numeric_default(field["default"]), *field.get("choices", []), *values]

@@ -1,18 +1,17 @@
 """Problems of invalid keys and values: from pydantic's validation errors, and of the fields under `trainer:`."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.aliases import find_alias
-from rlhf_cli.config.base import Config
+from rlhf_cli.config.aliases import SET_BY_RLHF, find_alias
+from rlhf_cli.config.base import Config, Section
 from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
@@ -25,16 +24,6 @@ TYPE_ERRORS = {
     "list_type": "a list", "dict_type": "keys and values", "model_type": "keys and values",
     "model_attributes_type": "keys and values",
 }  # fmt: skip
-# Type of a TRL field in trl_fields.json -> its name and the Python types of its values
-TRL_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "integer": ("a whole number", (int,)),
-    "number": ("a number", (int, float)),
-    "boolean": ("true or false", (bool,)),
-    "string": ("text", (str,)),
-    "array": ("a list", (list,)),
-    "object": ("keys and values", (dict,)),
-    "null": ("null", (type(None),)),
-}
 SIGNS = dict(zip(BOUNDS, (">", ">=", "<", "<="), strict=True))
 KeyPath = tuple[str, ...]
 
@@ -243,23 +232,21 @@ def check_trainer(trainer: dict[str, Any], model: type[Config], where: Callable[
 
 def _check_field(name: str, value: Any, model: type[Config], location: str) -> Problem | None:
     stage = model.model_fields["stage"].default
-    key, fields, own_keys = f"trainer.{name}", trl_fields.fields_of(stage), trl_fields.settings_keys(model)
+    key, own_keys = f"trainer.{name}", trl_fields.settings_keys(model)
     if name in own_keys:
         return Problem("C02", f"{key} belongs under {stage}:", location, f"write it as {stage}.{name}")
-    if trl_fields.is_owned(name):
-        instead = trl_fields.OWNED.get(name)
+    if trl_fields.is_set_by_rlhf(name):
+        instead = SET_BY_RLHF.get(name)
         hint = f"use {instead.format(stage=stage)}" if instead else "remove the line"
         return Problem("C02", f"{key} is set by the pipeline", location, hint)
-    if name not in fields:
+    field = trl_fields.trainer_keys(model).get(name)
+    if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
         return Problem("C01", text, location, _suggest_field(name, stage, own_keys))
-    if isinstance(value, float) and not math.isfinite(value):
-        return Problem("C06", f"{key}: must be a finite number, got {value}", location)
-    field = fields[name]
-    if not any(type(value) in TRL_TYPES[kind][1] for kind in field["types"]):
-        return _wrong_type(key, [TRL_TYPES[kind][0] for kind in field["types"]], value, location)
-    if isinstance(value, str) and "choices" in field and value not in field["choices"]:
-        return _not_a_choice(key, field["choices"], value, location)
+    try:
+        TypeAdapter(field.field.annotation, config=Section.model_config).validate_python(value)
+    except ValidationError as error:
+        return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
     return None
 
 

@@ -1,29 +1,26 @@
 """The fields of TRL's configs that `trainer:` accepts, stored in trl_fields.json: TRL imports slowly."""
 
 import json
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
+
+from rlhf_cli.config.aliases import SET_BY_RLHF
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.fields import Key
 from rlhf_cli.config.fields import fields_of as keys_of_section
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
-# Fields that rlhf sets itself -> the key or option to use instead, or None.
-OWNED: dict[str, str | None] = {
-    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name",
-    "report_to": "output.report_to", "project": "output.project", "save_steps": "output.save_steps",
-    "save_total_limit": "output.keep", "logging_dir": "run",
-    "overwrite_output_dir": "--fresh", "do_train": None, "do_eval": "data.eval", "do_predict": None,
-    "eval_strategy": "{stage}.eval_steps", "train_sampling_strategy": "{stage}.group_by_length",
-    "length_column_name": None, "chat_template_path": "model.chat_template", "model_init_kwargs": "model",
-    "trust_remote_code": "--trust-remote-code", "dataset_text_field": "data.columns", "dataset_kwargs": None,
-    "dataset_num_proc": None, "eos_token": None, "pad_token": None, "local_rank": None, "shuffle_dataset": None,
-    "truncation_mode": None, "assistant_only_loss": None, "disable_tqdm": None, "use_cpu": None,
-    "prediction_loss_only": None,
+TYPES = {
+    "integer": int, "number": float, "boolean": bool, "string": str, "array": list, "object": dict, "null": NoneType,
 }  # fmt: skip
-OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
+# Beginnings of further fields that rlhf sets itself.
+SET_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 
 
 @cache
@@ -33,7 +30,13 @@ def fields_of(stage: str) -> dict[str, dict[str, Any]]:
     return fields
 
 
-def source_versions() -> dict[str, str]:
+def trl_version() -> str:
+    """Return the version of TRL that the fields were read from, without its patch number."""
+    version: str = made_from()["trl"]
+    return version.rpartition(".")[0]
+
+
+def made_from() -> dict[str, str]:
     """Return the versions of TRL and transformers that the fields were read from."""
     versions: dict[str, str] = _file()["made_from"]
     return versions
@@ -44,9 +47,9 @@ def _file() -> Any:
     return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
 
 
-def is_owned(name: str) -> bool:
+def is_set_by_rlhf(name: str) -> bool:
     """Return True if rlhf sets this field itself."""
-    return name in OWNED or name.startswith(OWNED_FAMILIES)
+    return name in SET_BY_RLHF or name.startswith(SET_FAMILIES)
 
 
 def settings_keys(model: type[Config]) -> list[str]:
@@ -55,10 +58,19 @@ def settings_keys(model: type[Config]) -> list[str]:
     return list(settings.model_fields) if settings else []
 
 
-def trainer_fields(model: type[Config]) -> dict[str, dict[str, Any]]:
-    """Return the fields that `trainer:` accepts: those that rlhf does not set and that have no key in the config."""
+@cache
+def trainer_keys(model: type[Config]) -> dict[str, Key]:
+    """Return the keys that `trainer:` accepts: fields that rlhf does not set and that have no key in the config."""
     stage = model.model_fields["stage"].default
     if stage not in TRAINERS:
         return {}
     own_keys = settings_keys(model)
-    return {name: field for name, field in fields_of(stage).items() if name not in own_keys and not is_owned(name)}
+    fields = {name: field for name, field in fields_of(stage).items() if name not in own_keys}
+    return {name: _key(name, field) for name, field in fields.items() if not is_set_by_rlhf(name)}
+
+
+def _key(name: str, field: dict[str, Any]) -> Key:
+    types = [TYPES[kind] for kind in field["types"]]
+    types = [Literal[tuple(field["choices"])] if kind is str and "choices" in field else kind for kind in types]
+    text = f"The field {name} of TRL {trl_version()}'s trainer, handed on as it is."
+    return Key(f"trainer.{name}", FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text))

@@ -50,7 +50,7 @@ def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **opti
     embeddings = embedding_weights(models)
 
     class AdamW8bit(bnb.optim.AdamW8bit):
-        """bitsandbytes registers exceptions by id, for the whole process and for good; this override needs none."""
+        """An override, because bitsandbytes registers exceptions by id for the whole process."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             override = {"optim_bits": 32} if group["params"][pindex] in embeddings else {}

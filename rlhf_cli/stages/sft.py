@@ -114,7 +114,7 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     del model
     with ExitStack() as trackers:
         steps, log = trl_common.train(trainer, config, rows, trackers)
-        loss = "the answers alone" if config.sft.completion_only_loss else "whole rows"
+        loss = "answers only" if config.sft.completion_only_loss else "whole rows"
         card = trl_common.model_card(config, stage.parents, len(rows), steps, f"Loss on {loss}.")
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         del trainer

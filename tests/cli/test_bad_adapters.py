@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, save
 from rlhf_cli.models.load import load_causal_lm
@@ -70,48 +69,19 @@ def test_m01_an_adapter_of_another_model(adapters_copy: Path) -> None:
             load_causal_lm("sft/model")
 
 
-# Keys
-
-FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size: 300}}, adapters: {kind: lora}}"
-
-
-@pytest.mark.parametrize(
-    ("stage", "given", "code", "says"),
-    [
-        ("sft", "model.adapters={kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
-        ("sft", "model.adapters={kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
-        ("sft", "model.adapters={r: 8}", "C05", ("model.adapters.kind is missing",)),
-        ("sft", "model.adapters={kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
-        ("sft", "model.adapters={kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
-        ("sft", "model.adapters={kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
-        ("sft", FRESH, "C17", ("model.adapters needs a trained model", "remove model.adapters")),
-        (
-            "reward",
-            "model.adapters={kind: lora, lora_dropout: 0.1}",
-            "C17",
-            ("lora_dropout has no effect", "remove lora_dropout"),
-        ),
-    ],
-)
-def test_keys_that_are_wrong(
-    world: World, tmp_path: Path, stage: str, given: str, code: str, says: tuple[str, ...]
-) -> None:
-    folder = write(tmp_path / "run", world)
-    with pytest.raises(RLHFError) as caught:
-        load(stage, folder / f"{stage}.yaml", [given])
-    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
+# Settings
 
 
 def test_c07_a_layer_that_the_model_does_not_have(adapters_copy: Path) -> None:
     replace("sft.yaml", "r: 4", "target_modules: [q_prj]")
     replace("reward.yaml", "r: 4", "target_modules: [lm_head]")
-    says = (
-        "model.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj?"
-    )
-    for stage, name in (("sft", "q_prj"), ("reward", "lm_head")):
+    replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
+    for stage, key, name in (("sft", "model", "q_prj"), ("reward", "model", "lm_head"), ("ppo", "models", "q_prj")):
         result = check(f"{stage}.yaml")
-        assert result.exit_code == 2 and f"is called {name}" in result.stderr
-    assert refused(rlhf("sft", "--fresh"), "C07", "sft.yaml:1: ", says)
+        text = f"{key}.adapters.target_modules: no linear layer inside of the model is called {name}"
+        assert result.exit_code == 2 and text in result.stderr
+    for stage, options in (("ppo", []), ("sft", ["--fresh"])):
+        assert refused(rlhf(stage, *options), "C07", f"{stage}.yaml:1: ", "hint: did you mean q_proj?")
 
 
 def test_c17_a_model_of_which_4_bits_can_hold_nothing(
@@ -131,48 +101,6 @@ def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy:
     says = ("adds <|im_start|> and <|im_end|>, whose embeddings adapters do not train", "hint: take a template of")
     assert refused(rlhf("sft", "--fresh"), "C17", "sft.yaml:1: ", *says)
     assert "adds <|im_start|>" in check("sft.yaml").stdout + check("sft.yaml").stderr
-
-
-def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", world)
-    given = ["model.adapters={kind: lora, lora_dropout: 0.1}", "trainer.disable_dropout=false"]
-    adapters = load("reward", folder / "reward.yaml", given).model.adapters
-    assert adapters and adapters.lora_dropout == 0.1
-
-
-# PPO's
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "says"),
-    [
-        (["models.adapters={kind: qlora}"], "C07", ("models.adapters.kind", "lora")),
-        (["models.adapters={kind: lora, lora_dropout: 0.1}"], "C01", ("unknown key models.adapters.lora_dropout",)),
-        (
-            ["models.adapters={kind: lora}", "ppo.num_shared_layers=1"],
-            "C17",
-            ("num_shared_layers cannot be combined with models.adapters", "hint: remove it"),
-        ),
-    ],
-)
-def test_keys_of_ppo_that_are_wrong(
-    world: World, tmp_path: Path, given: list[str], code: str, says: tuple[str, ...]
-) -> None:
-    folder = write(tmp_path / "run", world)
-    with pytest.raises(RLHFError) as caught:
-        load("ppo", folder / "ppo.yaml", given)
-    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
-
-
-def test_c07_a_layer_that_the_policy_does_not_have(adapters_copy: Path) -> None:
-    given = ("-s", "models.adapters={kind: lora, target_modules: [q_prj]}")
-    says = (
-        "models.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj"
-    )
-    assert refused(rlhf("ppo", *given), "C07", "--set models.adapters: ", says)
-    replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
-    seen = check("ppo.yaml")
-    assert seen.exit_code == 2 and says in seen.stderr
 
 
 def test_c17_a_push_of_adapters_whose_base_is_a_folder_here(

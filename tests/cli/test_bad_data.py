@@ -1,10 +1,6 @@
 """Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
 
 import os
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import jsonl
 from rlhf_cli.data import convert
-from rlhf_cli.data.readers import BadRow
 from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
@@ -25,29 +20,11 @@ def write(name: str, *contents: Any) -> None:
     jsonl.write_jsonl(Path(f"{name}.jsonl"), contents)
 
 
-def test_d01_data_file_missing(folder: Path) -> None:
-    replace("sft.yaml", "rows.jsonl", "row.jsonl")
-    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "hint: did you mean rows.jsonl?")
-
-
 @pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl"])
 def test_d01_not_a_file(folder: Path, name: str) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     replace("sft.yaml", "rows.jsonl", name)
     assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", f"{name} is a device or a pipe, a data file is needed")
-
-
-def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a patch: root, who runs many a CI, may read everything."""
-    opens = Path.open
-
-    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == "rows.jsonl":
-            raise PermissionError(13, "Permission denied")
-        return opens(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "cannot read rows.jsonl: Permission denied")
 
 
 def test_d02_column_missing(folder: Path) -> None:
@@ -64,31 +41,35 @@ RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is brig
 
 
 @pytest.mark.parametrize(
-    ("stage", "row", "code"),
+    ("stage", "row", "columns"),
     [
-        ("sft", {"conversations": [ASKED, ANSWERED]}, "D02"),
-        ("sft", {"messages": [ASKED, ANSWERED]}, "D06"),
-        ("sft", ALPACA, "D02"),
-        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, "D02"),
-        ("reward", RANKED, "D02"),
+        ("sft", {"conversations": [ASKED, ANSWERED]}, ""),
+        ("sft", {"messages": [ASKED, ANSWERED]}, ""),
+        ("sft", {"dialog": [ASKED, ANSWERED]}, "{messages: dialog}"),
+        ("sft", ALPACA, ""),
+        ("sft", RANKED, "{completion: chosen}"),
+        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, ""),
+        ("reward", {**RANKED, "margin": 1.5}, ""),
     ],
 )
-def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
-    folder: Path, stage: str, row: dict[str, Any], code: str
+def test_rows_of_sharegpt_and_alpaca_are_read_as_they_are(
+    folder: Path, stage: str, row: dict[str, Any], columns: str
 ) -> None:
     (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
     write("theirs", *[row] * 64)
-    result = rlhf(stage, "-s", "data.train=theirs.jsonl")
-    assert refused(result, code, "theirs.jsonl:1", "hint: run `python -m rlhf_cli.data.convert theirs.jsonl ")
-    words = shlex.split(re.search("hint: run `python -m (.*?)` to", result.stderr)[1])  # type: ignore[index]
-    columns = ["-s", f"data.columns={found[1]}"] if (found := re.search(r"columns: ({.*?})", result.stderr)) else []
-    assert words[0] == "rlhf_cli.data.convert" and convert.main(words[1:]) == 0
-    done = check(f"{stage}.yaml", "-s", f"data.train={words[2]}", *columns)
+    options = ["-s", "data.train=theirs.jsonl"]
+    if columns == "{completion: chosen}":
+        assert refused(rlhf(stage, *options), "D02", "theirs.jsonl:1", f"e.g. data.columns: {columns}")
+    done = check(f"{stage}.yaml", *options, *(["-s", f"data.columns={columns}"] if columns else []))
     assert done.exit_code == 0 and "64 rows" in done.output, done.output
+    assert "theirs.jsonl: ShareGPT or Alpaca, read as {" in done.stderr
 
 
-def test_what_becomes_of_another_systems_rows() -> None:
-    user, good, bad = ({"role": "user", "content": "Tell me about it.\n\nThe sun."}, *map(answer, ("bright", "dull")))
+def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
+    user, good, bad = (
+        {"role": "user", "content": "Tell me about it.\n\nThe sun."},
+        *({"role": "assistant", "content": text} for text in ("bright", "dull")),
+    )
     assert convert.convert_row(
         {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
     ) == {
@@ -98,9 +79,6 @@ def test_what_becomes_of_another_systems_rows() -> None:
     assert convert.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
         "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
     }  # fmt: skip
-    for odd in ({"text": "a"}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
-        with pytest.raises(BadRow):
-            convert.convert_row(odd)
 
 
 SAID = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
@@ -143,128 +121,67 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
         ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
         ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is not a turn of"),
         ({"prompt": "a"}, "D12", "columns prompt match neither"),
+        ({"text": "a"}, "D12", "columns text match neither"),
+        ({"conversations": [ASKED, {"from": "tool", "value": "1"}]}, "D12", "is not a turn of"),
+        ({"conversations": [ASKED]}, "D09", '"messages" has no assistant message'),
     ],
 )
 def test_a_row_that_cannot_be_converted_is_reported_by_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], code: str, says: str
+    folder: Path, row: dict[str, Any], code: str, says: str
 ) -> None:
     write("theirs", ALPACA, row)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and not Path("out.jsonl").exists()
-    stderr = capsys.readouterr().err
-    assert stderr.startswith(f"error[{code}]: theirs.jsonl:2: ") and says in stderr and stderr.count("\n") == 1
+    assert refused(rlhf("sft", "-s", "data.train=theirs.jsonl"), code, "theirs.jsonl:2", says)
 
 
-def test_a_conversion_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("theirs", ALPACA)
-    before = Path("theirs.jsonl").read_bytes()
-    Path("link.jsonl").symlink_to("nowhere.jsonl")
-    for out, code in (("theirs.jsonl", "C15"), ("model", "C15"), ("link.jsonl", "C15"), ("no/out.jsonl", "E03")):
-        assert convert.main(["theirs.jsonl", out]) == 2
-        assert capsys.readouterr().err.startswith(f"error[{code}]: {out} ")
-    assert Path("theirs.jsonl").read_bytes() == before and not Path("nowhere.jsonl").exists()
+TWICE = '{"prompt": "a", "completion": "b", "prompt" : "c"}'
+LIKE_A_KEY = r'{"prompt": "\":\":\" a", "completion": "b"}'
+OTHER_TYPES = {"prompt": [], "completion": "a"}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+# stage, overrides, the file as rows or as bytes, code, place, what the message says
+BAD_DATA = [
+    ("sft", ["data.train=row.jsonl"], [GOOD], "D01", "--set data.train: ", ("hint: did you mean rows.jsonl?",)),
+    ("sft", [], b'{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n', "D03",
+     "rows.jsonl:2:16: ", ()),
+    ("sft", [], f"{LIKE_A_KEY}\n{TWICE}\n".encode(), "D03", "rows.jsonl:2: ",
+     ('the key "prompt" occurs twice in one object', "hint: remove one of the two")),
+    ("sft", [], b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n', "D04", "rows.jsonl:2: ",
+     ("byte 0xE9 at position 13", "hint: convert", "iconv")),
+    ("reward", [], [ALPACA], "D02", "pairs.jsonl:1", ("hint: each row has one answer, but a pair needs two",)),
+    ("sft", ["sft.max_length=2"], [GOOD] * 8, "D05", "rows.jsonl", ("8 read", "longer than 2 tokens")),
+    ("sft", [], [GOOD, {**GOOD, "completion": None}], "D06", "rows.jsonl:2: ", ('"completion" is null', DROP)),
+    ("sft", [], [GOOD, {**GOOD, "prompt": 7}], "D06", "rows.jsonl:2: ", ('"prompt" is the number 7', DROP)),
+    ("reward", [], [PAIR, {**PAIR, "rejected": PAIR["chosen"]}], "D07", "pairs.jsonl:2: ",
+     ('"chosen" equals "rejected"', "data.on_identical")),
+    ("sft", [], [GOOD, {**GOOD, "prompt": " "}], "D08", "rows.jsonl:2: ", ("the prompt is empty", DROP)),
+    ("reward", [], [{"chosen": "Yes.", "rejected": "No."}], "D08", "pairs.jsonl:1: ",
+     ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")),
+    ("sft", [], [GOOD, {**GOOD, "completion": ""}], "D09", "rows.jsonl:2: ", ('"completion" is empty', DROP)),
+    ("sft", [], [GOOD, {**GOOD, "completion": "<eos>"}], "D09", "rows.jsonl:2: ",
+     ("no tokens besides the stop token", DROP)),
+    ("reward", [], [PAIR, {**PAIR, "chosen": "\n"}], "D09", "pairs.jsonl:2: ", ('"chosen" is empty', DROP)),
+    ("sft", [], [GOOD, {"prompt": "a"}], "D12", "rows.jsonl:2: ", ('no column "completion"', "line 1 has one", DROP)),
+    ("sft", [], [GOOD, OTHER_TYPES], "D12", "rows.jsonl:2: ", ("a conversation here, text in line 1", DROP)),
+    ("sft", [], [{"messages": TURNS}] * 8, "D14", "rows.jsonl:1: ",
+     ("no chat template", "hint: set model.chat_template")),
+]  # fmt: skip
 
 
-def test_a_conversion_that_cannot_be_written_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("stage", "overrides", "content", "code", "place", "says"), BAD_DATA)
+def test_bad_data_is_reported_by_line(
+    folder: Path, stage: str, overrides: list[str], content: Any, code: str, place: str, says: tuple[str, ...]
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    write("theirs", ALPACA)
-    before = sorted(os.listdir())
-    monkeypatch.setattr(os, "fsync", full)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and sorted(os.listdir()) == before
-    assert capsys.readouterr().err == "error[E03]: out.jsonl cannot be written: No space left on device\n"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "text"),
-    [
-        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped"),
-        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo"),
-    ],
-)
-def test_a_conversion_counts_what_it_leaves_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], text: str
-) -> None:
-    write("theirs", *theirs)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 0
-    assert capsys.readouterr().err.startswith(text) and len(Path("out.jsonl").read_text().splitlines()) == 1
+    name = {"sft": "rows", "reward": "pairs"}[stage]
+    if isinstance(content, bytes):
+        Path(f"{name}.jsonl").write_bytes(content)
+    else:
+        write(name, *content)
+    result = rlhf(stage, *(word for override in overrides for word in ("-s", override)))
+    assert refused(result, code, place, *says) and result.stderr.count("error[") == 1
 
 
-def test_the_command_of_the_hint_prints_one_line(folder: Path) -> None:
-    """Python warns where a module that is run was imported before."""
-    write("theirs", ALPACA)
-    command = [sys.executable, "-m", "rlhf_cli.data.convert", "theirs.jsonl", "out.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "out.jsonl: 1 rows\n")
-    assert convert.main(["theirs.jsonl"]) == 2
-
-
-def answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def test_rows_with_one_answer_are_no_pairs(folder: Path) -> None:
-    write("pairs", ALPACA)
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, but a pair needs two")
-
-
-def test_d03_malformed_json(folder: Path) -> None:
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n')
-    assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_d03_a_duplicate_key(folder: Path, name: str) -> None:
-    """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
-    good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
-    (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
-    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" occurs twice in one object'
-    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: remove one of the two")
-
-
-def test_d04_not_utf8(folder: Path) -> None:
-    (folder / "rows.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n')
-    assert refused(rlhf("sft"), "D04", "rows.jsonl:2: ", "byte 0xE9 at position 13", "hint: convert", "iconv")
-
-
-def test_d05_no_usable_row(folder: Path) -> None:
-    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 2")
-    assert refused(rlhf("sft"), "D05", "rows.jsonl", "96", "longer than 2 tokens")
-
-
-@pytest.mark.parametrize(
-    ("stage", "row", "code", "says"),
-    [
-        ("sft", {**GOOD, "completion": None}, "D06", ('"completion" is null', DROP)),
-        ("sft", {**GOOD, "prompt": 7}, "D06", ('"prompt" is the number 7', DROP)),
-        ("reward", {**PAIR, "rejected": PAIR["chosen"]}, "D07", ('"chosen" equals "rejected"', "data.on_identical")),
-        ("sft", {**GOOD, "prompt": " "}, "D08", ("the prompt is empty", DROP)),
-        ("sft", {**GOOD, "completion": ""}, "D09", ('"completion" is empty', DROP)),
-        ("reward", {**PAIR, "chosen": "\n"}, "D09", ('"chosen" is empty', DROP)),
-        ("sft", {"prompt": "a"}, "D12", ('no column "completion"', "line 1 has one", DROP)),
-        ("sft", {"prompt": [], "completion": "a"}, "D12", ("a conversation here, text in line 1", DROP)),
-    ],
-)
-def test_a_bad_row_is_reported_by_line(
-    folder: Path, stage: str, row: dict[str, Any], code: str, says: tuple[str, ...]
-) -> None:
-    """D06-D09 and D12."""
-    name, good = ("rows", GOOD) if stage == "sft" else ("pairs", PAIR)
-    write(name, good, row)
-    assert refused(rlhf(stage), code, f"{name}.jsonl:2: ", *says)
-
-
-def test_d08_pairs_that_begin_with_nothing_in_common(folder: Path) -> None:
-    write("pairs", {"chosen": "Yes.", "rejected": "No."})
-    says = ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")
-    assert refused(rlhf("reward"), "D08", "pairs.jsonl:1: ", *says)
-
-
-def test_d09_nothing_left_of_a_completion(folder: Path) -> None:
-    write("rows", GOOD, {**GOOD, "completion": "<eos>"})
-    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "no tokens besides the stop token", DROP)
+def test_d03_a_duplicate_key_in_a_list(folder: Path) -> None:
+    (folder / "rows.json").write_text(f"[{LIKE_A_KEY}, {TWICE}]")
+    assert refused(rlhf("sft", "-s", "data.train=rows.json"), "D03", "rows.json:1: ", 'the key "prompt" occurs twice')
 
 
 def test_bad_rows_are_shown_up_to_five_and_counted(folder: Path) -> None:
@@ -320,14 +237,6 @@ def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[s
     replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
     says = "1 of 2 evaluation prompts also occur in"
     assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: remove them")
-
-
-def test_d14_a_conversation_without_a_chat_template(folder: Path) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    write("rows", *[{"messages": turns}] * 8)
-    result = rlhf("sft")
-    assert refused(result, "D14", "rows.jsonl:1: ", "no chat template", "hint: set model.chat_template")
-    assert result.stderr.count("error[") == 1
 
 
 def test_d15_pairs_that_repeat_or_contradict_another(folder: Path) -> None:

@@ -184,14 +184,3 @@ def test_m07_weights_that_are_a_pickle(folder: Path, stage: str, command: Any) -
     says = ("only as a pickle (pytorch_model.bin)", "hint: if you trust it: ", "save_pretrained(FOLDER)")
     assert f"error[M07]: {stage}.yaml:1: " in result.stderr and all(text in result.stderr for text in says)
     assert result.exit_code == 2 and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("command", [rlhf, lambda stage: check(f"{stage}.yaml")], ids=["the stage", "check"])
-def test_m08_code_of_the_models_own(folder: Path, command: Any) -> None:
-    (folder / "model/own.py").write_text("open('pwned', 'w')\n")
-    config = json.loads((folder / "model/config.json").read_text())
-    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    (folder / "model/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto_map}))
-    result = command("sft")
-    assert "error[M08]: sft.yaml:1: " in result.stderr and "--trust-remote-code" in result.stderr, result.stderr
-    assert result.exit_code == 2 and "Traceback" not in result.stderr and not (folder / "pwned").exists()

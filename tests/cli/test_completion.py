@@ -1,14 +1,10 @@
-"""What TAB offers, by the protocol that the shells' scripts speak, and in a bash that is really typed into."""
+"""What TAB offers, by the protocol of the shells' scripts."""
 
 import os
-import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,6 @@ from rlhf_cli.commands import init
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.runs import discover
 
-RLHF = Path(sys.executable).with_name("rlhf")
 MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]
 YAML = {"sft": "model: {path: base}", "reward": "data: {train: p}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
 
@@ -148,54 +143,3 @@ def test_it_is_quick_and_needs_no_torch(here: Path) -> None:
     assert offered == ["ppo.kl_coef=", "ppo.kl_coef=0.05"]
     seconds, heavy = cost.split(maxsplit=1)
     assert heavy == "set()" and float(seconds) < 0.6  # 0.25 on a quiet machine
-
-
-# A bash
-
-
-class Bash:
-    """An interactive bash with the completion of its script, typed into through a terminal of its own."""
-
-    def __init__(self, home: Path) -> None:
-        paths = os.pathsep.join([str(RLHF.parent), os.environ["PATH"]])
-        terminal = {"PATH": paths, "HOME": str(home), "PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null"}
-        self.pid, self.screen = pty.fork()
-        if self.pid == 0:
-            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, **terminal})
-        self.type('eval "$(_RLHF_COMPLETE=source_bash rlhf)"; echo "rea""dy"\r', until=r"\nready\r")
-
-    def type(self, keys: str, until: str) -> str:
-        """What the screen shows from the keys on, up to a match."""
-        os.write(self.screen, keys.encode())
-        shown, deadline = "", time.monotonic() + 60
-        while not re.search(until, shown):
-            ready, _, _ = select.select([self.screen], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {until!r} in {shown!r}"
-            shown += os.read(self.screen, 65536).decode(errors="replace")
-        return shown
-
-    def complete(self, line: str) -> str:
-        """The line as it stands once its tabs are through: echoed, not run."""
-        shown = self.type(f'{line}\x01echo ":" \x05 ":"\r', until=r"\n: .* :\r")
-        line_shown = re.search(r"\n: (.*) :\r", shown)
-        assert line_shown
-        return line_shown[1]
-
-
-@pytest.fixture
-def bash(here: Path) -> Iterator[Bash]:
-    if not (shutil.which("bash") and RLHF.is_file()):
-        pytest.skip("bash, and the command itself, are what this is about")
-    shell = Bash(here)
-    yield shell
-    os.write(shell.screen, b"\x03\rexit\r")
-    os.close(shell.screen)
-    os.waitpid(shell.pid, 0)
-
-
-def test_a_real_bash_completes_lines(bash: Bash) -> None:
-    assert bash.complete("rlhf ppo -c run\t") == "rlhf ppo -c runs/demo/ppo.yaml"
-    # No space behind the sign: the value is typed on, or completed in its turn.
-    assert bash.complete("rlhf ppo ppo.kl_est\tfu\t") == "rlhf ppo ppo.kl_estimator=full"
-    assert bash.complete("rlhf sta\truns/dem\t--j\t") == "rlhf status runs/demo --json"
-    assert bash.complete("rlhf export runs/demo --out rea\t") == "rlhf export runs/demo --out readme/"  # bash's own

@@ -51,13 +51,6 @@ def test_only_the_first_rank_marks_messages_as_printed() -> None:
         assert child(RANK="0", WORLD_SIZE="2") == LINE
 
 
-def test_a_muted_warning_is_not_marked_as_printed() -> None:
-    with terminal.share_seen_messages():
-        with terminal.muted_warnings():
-            terminal.warn("R10", "too long", where="run/reward", hint="shorter")
-        assert child() == LINE
-
-
 def test_messages_repeat_if_their_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal.share_seen_messages():
         monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/told")

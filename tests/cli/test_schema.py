@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rlhf_cli import config, errors
 from rlhf_cli.commands import init
 from rlhf_cli.config import json_schema, trl_fields, yaml_io
+from rlhf_cli.config.aliases import SET_BY_RLHF
 from rlhf_cli.config.messages import check_trainer
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.demo.world import Sizes
@@ -131,9 +132,9 @@ def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: st
 @pytest.mark.parametrize("stage", trl_fields.TRAINERS)
 def test_trainer_takes_what_trl_takes_but_what_the_pipeline_sets(stage: str, schemas: Any) -> None:
     head = yaml.safe_load(HEAD[stage])
-    for name, field in trl_fields.trainer_fields(CONFIGS[stage]).items():
-        schemas[stage].validate({**head, "trainer": {name: field["default"]}})
-    for name in (*trl_fields.OWNED, "save_steps", "learning_rate", "no_such_field"):
+    for name, key in trl_fields.trainer_keys(CONFIGS[stage]).items():
+        schemas[stage].validate({**head, "trainer": {name: key.default(None)}})
+    for name in (*SET_BY_RLHF, "save_steps", "learning_rate", "no_such_field"):
         assert not schemas[stage].is_valid({**head, "trainer": {name: None}}), name
 
 

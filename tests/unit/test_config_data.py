@@ -73,13 +73,6 @@ def test_a_name_is_a_path_unless_it_can_only_be_a_dataset_of_the_hub(tmp_path: P
     assert loaded(again, "sft", yaml.safe_dump(config.dump(relative_to=again))).data.train == config.data.train
 
 
-def test_a_deleted_data_folder_stays_a_path(tmp_path: Path) -> None:
-    (tmp_path / "mine" / "rows").mkdir(parents=True)
-    dumped = data_config(tmp_path, train="mine/rows").dump(relative_to=tmp_path)
-    other = data_config(tmp_path / "elsewhere", train=dumped["data"]["train"])
-    assert other.data.train == f"{tmp_path}/elsewhere/mine/rows"
-
-
 def test_the_tokenizer_of_new_weights_reads_the_training_data_as_it_is_read(tmp_path: Path) -> None:
     def source(train: str) -> DataSource:
         new = {"model_type": "llama", "tokenizer": {"train": train, "vocab_size": 300}}

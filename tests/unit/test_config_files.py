@@ -30,14 +30,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
     ]  # fmt: skip
 
 
-def test_a_duplicate_key_names_the_first_line() -> None:
-    text = f"{HEAD['sft']}seed: 1\nsft: {{packing: true, packing: false}}\nseed: 2\n"
-    assert messages("sft", text) == [
-        "error[C03]: sft.yaml:4: duplicate key sft.packing, first set on line 4\nhint: keep one of the two lines",
-        "error[C03]: sft.yaml:5: duplicate key seed, first set on line 3\nhint: keep one of the two lines",
-    ]
-
-
 CONVERT = "hint: convert it: iconv -f latin1 -t utf8 sft.yaml"
 SYSTEM = "!!python/object/apply:os.system"
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

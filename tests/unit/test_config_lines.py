@@ -120,7 +120,7 @@ push_to_hub: true | C02 trainer.push_to_hub is set by the pipeline | remove the 
 resume_from_checkpoint: x | C02 trainer.resume_from_checkpoint is set by the pipeline | remove the line
 overwrite_output_dir: true | C02 trainer.overwrite_output_dir is set by the pipeline | use --fresh
 eval_strategy: steps | C02 trainer.eval_strategy is set by the pipeline | use sft.eval_steps
-neftune_noise_alpha: high | C05 trainer.neftune_noise_alpha: expected null or a number, got "high"
+neftune_noise_alpha: high | C05 trainer.neftune_noise_alpha: expected a number, got "high"
 label_smoothing_factor: true | C06 trainer.label_smoothing_factor: expected a number, got true
 label_smoothing_factor: .nan | C06 trainer.label_smoothing_factor: must be a finite number, got nan
 fp16: off | C10 trainer.fp16: expected true or false, got "off" | write true or false
@@ -140,9 +140,28 @@ on_bad: dorp | C07 data.on_bad: "dorp" is not one of error, drop | did you mean 
 model: {} | C17 set model.path or model.new | path starts from an existing model, new from random weights
 model: {path: a, new: {tokenizer: {train: t, vocab_size: 9}}} | C17 set model.path or model.new, not both | path ...
 model: {new: {hidden_size: 8}} | C05 model.new.tokenizer is missing | tokenizer: Tokenizer to train for the new model
+model: {new: {tokenizer: {train: t, vocab_size: 9}}, adapters: {kind: lora}} | C17 model.adapters needs a ... | ...
 model: {path: a, chat_template: t.jinja} | C07 model: chat_template `t.jinja` is not a file, the text of ..., or chatml
 """,
+    ("sft", "model: {path: a, adapters: {LINE}}\ndata: {train: t.jsonl}\n", 1): r"""
+kind: lora, lora_r: 8 | C01 unknown key model.adapters.lora_r | write r: 8
+kind: dora | C07 model.adapters.kind: "dora" is not one of lora, qlora | did you mean lora?
+r: 8 | C05 model.adapters.kind is missing | kind: Kind of the adapters
+kind: lora, r: 0 | C06 model.adapters.r: must be > 0, got 0
+kind: lora, lora_dropout: 1.0 | C06 model.adapters.lora_dropout: must be >= 0 and < 1, got 1.0
+kind: lora, target_modules: all | C07 ...target_modules: "all" is not one of all-linear, a list | ...
+""",
+    (
+        "ppo",
+        f"{HEAD['ppo']}models: {{adapters: {{LINE}}}}\nppo: {{total_episodes: 64, num_shared_layers: 1}}\n",
+        3,
+    ): r"""
+kind: qlora | C07 models.adapters.kind: "qlora" is not one of lora | did you mean lora?
+kind: lora, lora_dropout: 0.1 | C01 unknown key models.adapters.lora_dropout | keys here: kind, r, ...
+kind: lora | C17@4 num_shared_layers cannot be combined with models.adapters, which share all layers | remove it
+""",
     ("reward", f"{HEAD['reward']}LINE\n", 2): r"""
+model: {adapters: {kind: lora, lora_dropout: 0.1}} | C17 ...lora_dropout has no effect: ... | ... remove lora_dropout
 model: {new: {}} | C02 model.new belongs in sft.yaml, under model:
 trainer: {packing_strategy: bfd} | C01 unknown key ...: not a field of TRL's RewardConfig | only SFTConfig has ...
 """,
@@ -190,6 +209,12 @@ def test_good_fields_of_the_trainer_pass() -> None:
     fields = "{neftune_noise_alpha: 5, label_smoothing_factor: 0, optim: sgd, lr_scheduler_kwargs: {num_cycles: 2}}"
     Path("sft.yaml").write_text(f"{HEAD['sft']}trainer: {fields}\n")
     assert load("sft", "sft.yaml").trainer["lr_scheduler_kwargs"] == {"num_cycles": 2}
+
+
+def test_reward_training_may_leave_the_dropout_of_adapters_on() -> None:
+    text = "model: {adapters: {kind: lora, lora_dropout: 0.1}}\ntrainer: {disable_dropout: false}\n"
+    Path("reward.yaml").write_text(HEAD["reward"] + text)
+    assert load("reward", "reward.yaml").model.adapters.lora_dropout == 0.1
 
 
 def test_old_names_point_at_keys_that_exist() -> None:

@@ -132,7 +132,7 @@ def map_option(conversion: Conversion, setting: Setting) -> None:
 def _unsupported_reason(name: str) -> str:
     if name in ALIASES:
         return ALIASES[name].note if ALIASES[name].key is None else f"ppo.yaml has no {ALIASES[name].key}"
-    if name in trl_fields.OWNED or name.startswith(trl_fields.OWNED_FAMILIES):
+    if trl_fields.is_set_by_rlhf(name):
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
         return "a setting of transformers' Trainer, which PPO does not use"
