@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.commands.convert.mapping import COMPUTED, IGNORED, OPTIONS, target_key
-from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS, DEFAULTS
+from rlhf_cli.commands.convert.mapping import VERSIONS, target_key
+from rlhf_cli.commands.convert.rules import BATCH_KEYS
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.yaml_io import to_yaml
 
@@ -45,13 +45,13 @@ def _table(match: re.Match[str]) -> Iterator[str]:
     kind, version = match[1], match[2]
     if kind == "options":
         yield from ("| option | key | remark |", "|---|---|---|")
-        for name in OPTIONS[version]:
+        for name in VERSIONS[version]["options"]:
             yield _option(name, version)
     elif kind == "defaults":
         yield from ("| key | value | remark |", "|---|---|---|")
-        for key, size in zip(BATCH_KEYS, BATCH_OPTIONS[version].items(), strict=True):
+        for key, size in zip(BATCH_KEYS, VERSIONS[version]["batch"].items(), strict=True):
             yield f"| `{key}` | {size[1]} | `{size[0]}` is {size[1]} |"
-        for key, (value, option, note) in DEFAULTS[version].items():
+        for key, (value, option, note) in VERSIONS[version]["defaults"].items():
             remark = note or f"the default of `{option}`"
             yield f"| `{key.removeprefix('ppo.')}` | {to_yaml(value)} | {remark} |"
     else:
@@ -65,12 +65,12 @@ def _table(match: re.Match[str]) -> Iterator[str]:
 
 def _option(name: str, version: str) -> str:
     alias, key = ALIASES.get(name), (target_key(name) or "-").removeprefix("ppo.")
-    if name in COMPUTED[version]:
+    if name in VERSIONS[version]["computed"]:
         return f"| `{name}` | - | TRL computed it |"
-    if name in BATCH_OPTIONS[version]:
-        return f"| `{name}` | `{BATCH_KEYS[[*BATCH_OPTIONS[version]].index(name)]}` | see batch sizes |"
+    if name in VERSIONS[version]["batch"]:
+        return f"| `{name}` | `{BATCH_KEYS[[*VERSIONS[version]['batch']].index(name)]}` | see batch sizes |"
     words = [f"{old} is {new}" for old, new in alias.values.items() if old != new] if alias else []
-    remarks = [alias.note if alias else "", *words, "TRL ignored it" if name in IGNORED[version] else ""]
+    remarks = [alias.note if alias else "", *words, "TRL ignored it" if name in VERSIONS[version]["ignored"] else ""]
     return f"| `{name}` | {key if key == '-' else f'`{key}`'} | {'; '.join(filter(None, remarks))} |"
 
 

@@ -1,24 +1,10 @@
-"""Convert rows of ShareGPT and Alpaca to rlhf's columns.
+"""Rows of ShareGPT and Alpaca as conversations and pairs: {messages} or {prompt, chosen, rejected}."""
 
-`python -m rlhf_cli.data.convert DATA OUT.jsonl`: DATA is a file, a folder or a hub id, as in a data key. OUT is a new
-file.
-"""
-
-import os
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from rlhf_cli import jsonl, terminal
-from rlhf_cli.config.paths import resolve_data
-from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.readers import BadRow, describe_value
-from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data.texts import is_transcript
-from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import write_text
+from rlhf_cli.data.texts import Form, is_transcript
 
 ROLE_ALIASES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -26,72 +12,26 @@ ROLE_ALIASES = {
     "system": "system",
 }
 TURN_COLUMNS = ("conversations", "conversation", "messages")
-PAIR_FORM = ("prompt", "chosen", "rejected")
+MESSAGES_FORM: Form = ("messages",)
+PAIR_FORM: Form = ("prompt", "chosen", "rejected")
 Row = dict[str, Any]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Convert the data named by `arguments`; return the exit code."""
-    if len(arguments) != 2:
-        terminal.say(str(__doc__))
-        return 2
-    try:
-        _convert_source(arguments[0], Path(arguments[1]))
-    except RLHFError as problem:
-        terminal.say(str(problem))
-        return problem.exit_code
-    return 0
+def must_convert(row: Row, own: Form | None) -> bool:
+    """Return True for a row of ShareGPT or Alpaca, if `own`, the form that its columns have, is not complete."""
+    if "prompt" in row or (target := target_form(row)) is None:
+        return False
+    return own is None or (own == MESSAGES_FORM and bool(_turns(row))) or (target == PAIR_FORM and "prompt" not in own)
 
 
-def _convert_source(name: str, out: Path) -> None:
-    if os.path.lexists(out):
-        raise RLHFError("C15", f"{shown(out)} exists; nothing is overwritten", hint="use another file name")
-    if not out.parent.is_dir():
-        raise RLHFError("E03", f"{shown(out)} cannot be written: {shown(out.parent)} is not a folder")
-    source = DataSource(resolve_data(name, os.getcwd()))
-    rows, dropped = _converted_rows(source)
-    if not rows:
-        raise RLHFError("D05", f"no usable row{dropped}", where=source.shown())
-    try:
-        write_text(out, "".join(jsonl.to_json(row) + "\n" for row in rows))
-    except OSError as error:
-        raise RLHFError("E03", f"{shown(out)} cannot be written: {error.strerror}") from error
-    terminal.say(f"{shown(out)}: {len(rows)} rows{dropped}")
-
-
-def _converted_rows(source: DataSource) -> tuple[list[Row], str]:
-    """Return the converted rows and a message about dropped ones; with answers, bare prompts are dropped."""
-    answered, prompts = [], []
-    for location, row in read_rows(source):
-        try:
-            converted = convert_row(row)
-        except BadRow as bad:
-            raise RLHFError(bad.code, bad.text, where=str(location)) from bad
-        if any(turn["role"] == "assistant" for turn in converted.get("messages", ())) or "chosen" in converted:
-            answered.append(converted)
-        else:
-            prompts.append(converted)
-    dropped = ""
-    if prompts:
-        dropped = f"; {len(prompts)} without an answer dropped" if answered else " without an answer: prompts for ppo"
-    return answered or prompts, dropped
-
-
-def convert_command(source: DataSource) -> str:
-    """Return the shell command that converts a source."""
-    name = source.shown()
-    out = f"{Path(name).name.partition('[')[0].partition('.')[0]}-converted.jsonl"
-    return shlex.join(["python", "-m", "rlhf_cli.data.convert", name, out])
-
-
-def target_form(row: Row) -> tuple[str, ...] | None:
+def target_form(row: Row) -> Form | None:
     """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
     has_pair = all(_is_text(row.get(name)) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
     if has_pair and _is_full_dialogue(row):
         return None  # full dialogues need no separate prompt
     if not _turns(row) and not (_is_text(row.get("instruction")) and (has_pair or "output" in row)):
         return None
-    return PAIR_FORM if has_pair else ("messages",)
+    return PAIR_FORM if has_pair else MESSAGES_FORM
 
 
 def convert_row(row: Row) -> Row:
@@ -105,7 +45,8 @@ def convert_row(row: Row) -> Row:
         messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
     if columns == PAIR_FORM:
         chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
-        return {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
+        pair = {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
+        return pair | ({"margin": row["margin"]} if "margin" in row else {})
     return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
 
 
@@ -159,7 +100,3 @@ def _message(turn: Any) -> Row:
 
 def _answer(value: Any, column: str) -> Row:
     return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -56,6 +56,7 @@ class DatasetReader:
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
         self.form: Form = ()  # columns of the first row
         self.transcripts = False  # if True, texts are dialogues and are converted to conversations
+        self.converts = False  # if True, rows are of ShareGPT or Alpaca and are converted
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._reading = False  # rows are being read and have not been assigned to a split yet
@@ -68,13 +69,19 @@ class DatasetReader:
         self._reading = True
         for location, raw in read_rows(self.source):
             self.num_read += 1
-            row = raw
-            if self.columns:
-                row = {name: value for name, value in raw.items() if name not in self.columns}
-                row |= {name: raw[file_column] for name, file_column in self.columns.items() if file_column in raw}
             try:
+                row = self._named(raw) if self.columns else raw
+                if schema is None:
+                    self._check_columns(raw)
+                    self.converts = convert.must_convert(row, self._own_form(row))
+                if self.converts:
+                    raw = convert.convert_row(row)
+                    row = raw | self._mapped(raw)
                 if schema is None:
                     schema = self._infer_schema(location, raw, row)
+                    if self.converts:
+                        columns = ", ".join(schema.form)
+                        terminal.log_once(f"data     {self.source.shown()}: ShareGPT or Alpaca, read as {{{columns}}}")
                 self._check_row(schema, row)
                 form = schema.form
                 if self.transcripts:
@@ -86,6 +93,16 @@ class DatasetReader:
                 continue
             yield location, form, row
         self._reading = False
+
+    def _named(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the row with the names of data.columns."""
+        return {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
+
+    def _mapped(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return {name: raw[column] for name, column in self.columns.items() if column in raw}
+
+    def _own_form(self, row: dict[str, Any]) -> Form | None:
+        return next((form for form in self.forms if all(name in row for name in form)), None)
 
     def note(self, location: RowLocation, bad: BadRow, rows: int = 1) -> None:
         """Record the first fault of a row as a problem, or drop the row if data.on_bad says so."""
@@ -156,12 +173,14 @@ class DatasetReader:
             shown.append(Problem(last.code, text, self.source.shown(), hint))
         return shown
 
-    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> RowSchema:
-        """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
+    def _check_columns(self, raw: dict[str, Any]) -> None:
         for name, file_column in self.columns.items():
             if file_column not in raw:
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
                 raise BadRow("D02", text, did_you_mean(file_column, raw))
+
+    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> RowSchema:
+        """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
         self.form = form = self._form(raw, row)
         kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
@@ -173,21 +192,19 @@ class DatasetReader:
         return RowSchema(location, form, kinds)
 
     def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
-        # Pairs with their prompt in another system's columns are not pairs without a prompt.
-        converted_form = convert.target_form(row) if "prompt" not in row else None
-        for form in self.forms:
-            lacks_prompt = converted_form == convert.PAIR_FORM and "prompt" not in form
-            if all(name in row for name in form) and not lacks_prompt:
-                return form
+        if form := self._own_form(row):
+            return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
         used = self._known - ANSWER_COLUMNS | set(self.forms[0])
         free = [name for name in raw if name not in used]
         answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
-        mapping = self._column_mapping(missing, closest_match(missing, free) or answer)
+        hint = f"map the columns, e.g. {self._column_mapping(missing, closest_match(missing, free) or answer)}"
+        if self.converts and "messages" in raw:
+            hint = "each row has one answer, but a pair needs two; use these rows for sft"
         text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
-        raise BadRow("D02", text, self._conversion_hint(raw) or f"map the columns, e.g. {mapping}")
+        raise BadRow("D02", text, hint)
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):
@@ -210,8 +227,7 @@ class DatasetReader:
                 text = f'"{column}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
                 raise BadRow("D12", text)
             if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
-                hint = self._conversion_hint({"messages": row[name]}) if name == "messages" else None
-                raise BadRow("D06", fault, hint)
+                raise BadRow("D06", fault)
 
     def _refuse_unknown_columns(self) -> None:
         known = sorted(self._known | {"margin"})
@@ -230,19 +246,6 @@ class DatasetReader:
         if self.source.where == "--data":
             return f"--column {name}={file_column}"
         return f"data.columns: {{{name}: {file_column}}}"
-
-    def _conversion_hint(self, raw: dict[str, Any]) -> str | None:
-        """Return a hint how to convert rows in another system's format, or None."""
-        form = convert.target_form(raw)
-        if form is None:
-            return None
-        command = convert.convert_command(self.source)
-        if form in self.forms or (form == ("messages",) and "messages" in self._known):
-            return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
-        if "chosen" in form and "completion" in self._known:
-            columns = self._column_mapping("completion", "chosen")
-            return f"run `{command}` to convert them to pairs, and set that file with {columns}"
-        return "each row has one answer, but a pair needs two; use these rows for sft"
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlhf_cli.models.batch import Prompts as Prompts
     from rlhf_cli.models.batch import Rollout as Rollout
     from rlhf_cli.models.forward import ValueHead as ValueHead
-    from rlhf_cli.ppo import losses as formulas
+    from rlhf_cli.ppo import losses
     from rlhf_cli.ppo.experience import Experience as Experience
     from rlhf_cli.ppo.monitor import Watchdog as Watchdog
     from rlhf_cli.ppo.rollout import HFEngine as HFEngine
@@ -21,19 +21,7 @@ if TYPE_CHECKING:
     from rlhf_cli.rewards.function import FunctionReward as FunctionReward
     from rlhf_cli.rewards.model import ModelReward as ModelReward
 
-__all__ = [
-    "Experience",
-    "FunctionReward",
-    "HFEngine",
-    "ModelReward",
-    "PPOSettings",
-    "PPOTrainer",
-    "Prompts",
-    "Rollout",
-    "ValueHead",
-    "Watchdog",
-    "formulas",
-]
+    formulas = losses
 
 _import_name = import_on_first_use(
     __name__,

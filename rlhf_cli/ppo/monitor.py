@@ -11,6 +11,7 @@ from operator import add
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, Action, Signal, WatchdogSettings
@@ -212,12 +213,4 @@ class Watchdog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`."""
         self.equal_reward_updates, self.warned = state["alarms"]["equal"], state["alarms"]["told"]
-        self.signals = {
-            name: SignalState(
-                RunningMeanStd(**saved["first"]),
-                RunningMeanStd(**saved["best"]),
-                [RunningMeanStd(**stats) for stats in saved["recent"]],
-                saved["fired"],
-            )
-            for name, saved in state["watchdog"].items()
-        }
+        self.signals = TypeAdapter(dict[str, SignalState]).validate_python(state["watchdog"])

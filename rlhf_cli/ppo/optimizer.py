@@ -28,7 +28,7 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     betas = settings.adam_beta1, settings.adam_beta2
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     if settings.optim == "adamw_8bit":
-        return adamw_8bit(groups, full_precision=embedding_weights(models.values()), **options)
+        return adamw_8bit(groups, models.values(), **options)
     if any(is_sharded_tensor(weight) for group in groups for weight in group["params"]):
         # No fused kernel accepts sharded (FSDP2) and replicated weights together.
         return torch.optim.AdamW(groups, foreach=False, **options)
@@ -40,20 +40,20 @@ def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
     return {module.weight for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
-def adamw_8bit(
-    groups: list[dict[str, Any]], *, full_precision: set[torch.Tensor], **options: Any
-) -> torch.optim.Optimizer:
+def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
     """Return bitsandbytes' AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861).
 
-    The moments of `full_precision` weights, and of small ones, are stored in 32 bits.
+    The moments of embedding weights and of small ones are stored in 32 bits.
     """
     import bitsandbytes as bnb
 
+    embeddings = embedding_weights(models)
+
     class AdamW8bit(bnb.optim.AdamW8bit):
-        """bitsandbytes registers exceptions by id, for the whole process and for good; this override needs none."""
+        """An override, because bitsandbytes registers exceptions by id for the whole process."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            override = {"optim_bits": 32} if group["params"][pindex] in full_precision else {}
+            override = {"optim_bits": 32} if group["params"][pindex] in embeddings else {}
             return {**super().get_config(gindex, pindex, group), **override}
 
     return AdamW8bit(groups, **options)

@@ -138,17 +138,14 @@ class PPOTrainer:
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        seeded, engine = self.with_seeds(prompts, purpose), engine or self.engine
+        seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
+        seeded = replace(prompts, seeds=seeds, response_length=self.response_length)
+        engine = engine or self.engine
         if self.process_group.world_size == 1:
             return engine.generate(seeded)
         with self.parallel.generation_context(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
         return Rollout.concat(parts)
-
-    def with_seeds(self, prompts: Prompts, purpose: str) -> Prompts:
-        """Return the prompts with this update's seeds and response length limit, as engines require."""
-        seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
-        return replace(prompts, seeds=seeds, response_length=self.response_length)
 
     @property
     def response_length(self) -> int:

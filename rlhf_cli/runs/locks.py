@@ -70,6 +70,17 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
     _note(folder, asdict(owner) | {"started": started, "inode": lock_path(folder).stat().st_ino})
 
 
+@contextmanager
+def locked(folder: Path, *, hint: str) -> Iterator[None]:
+    """Lock a folder for writing, and delete the lock file at the end. Raises C15 as `lock_folder`."""
+    lock_folder(folder, hint=hint)
+    try:
+        yield
+    finally:
+        lock_path(folder).unlink(missing_ok=True)  # before release: the next owner of a lock sees the result
+        release(folder)
+
+
 def is_locked_here(folder: Path) -> bool:
     """Return True if this process has locked the folder for writing."""
     return folder in _exclusive
@@ -194,8 +205,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     RLHFError as `require_empty`, C15 if another process is writing the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock_folder(folder, hint="wait for it to end, or name another folder")
-    try:
+    with locked(folder, hint="wait for it to end, or name another folder"):
         require_empty(folder)
         for path in folder.parent.glob(".tmp-*"):
             if re.fullmatch(rf"\.tmp-{re.escape(folder.name)}-\d+", path.name):
@@ -203,9 +213,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         with atomic_folder(folder) as scratch:
             yield scratch
             sync_files(scratch, list_files(scratch))
-    finally:
-        lock_path(folder).unlink(missing_ok=True)  # before release: the next owner of a lock sees the result
-        release(folder)
 
 
 @contextmanager
@@ -215,19 +222,16 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     On an RLHFError, whose message may name it, it is kept until the next call. Raises RLHFError E03 if the run cannot
     be written, C15 if another process is using the folder.
     """
-    folder, lock_target = run / SCRATCH_NAME, run / SCRATCH_NAME.lstrip(".")
+    folder = run / SCRATCH_NAME
     system.require_writable(folder, hint=OUT_HINT)
-    lock_folder(lock_target, hint=f"wait for it to end, or {OUT_HINT}")
-    try:
+    with locked(run / SCRATCH_NAME.lstrip("."), hint=f"wait for it to end, or {OUT_HINT}"):
         if folder.exists():
             shutil.rmtree(folder)
-        yield folder
+        try:
+            yield folder
+        except RLHFError:
+            raise
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         shutil.rmtree(folder)
-    except RLHFError:
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        lock_path(lock_target).unlink(missing_ok=True)
-        release(lock_target)

@@ -1,3 +1,3 @@
-"""One module a stage, each with `run(config, options)`. None imports another: what lies on disk is their contract."""
+"""One module a stage, each with `run(config, options)`. None imports another: they share only files."""
 
 import rlhf_cli.models  # noqa: F401  (before trl and transformers are loaded: it keeps them quiet)

@@ -46,16 +46,12 @@ JudgeFn = Callable[[list[str], list[str]], list[float]]  # (prompts, responses) 
 def run(config: EvalConfig, options: Options) -> None:
     """Write RUN/eval with report.json and samples.jsonl. All ranks sample, the first rank writes.
 
-    Raises RLHFError as `setup.open_stage`.
+    Raises RLHFError as `setup.run_stage`.
     """
-    with setup.open_stage(config, options) as stage:
-        if stage:
-            report = _evaluate(config, stage)
-            stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
+    setup.run_stage(config, options, _evaluate)
 
 
-def _evaluate(config: EvalConfig, stage: setup.StageRun) -> dict[str, Any]:
-    """Write samples.jsonl and report.json; return the report."""
+def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
     options, parents = stage.options, stage.parents
     setup.check_same_tokenization(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
@@ -79,7 +75,8 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> dict[str, Any]:
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
         return report
 
-    return stage.process_group.run_on_main(write)
+    report = stage.process_group.run_on_main(write)
+    stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
 
 
 # Settings and inputs, also for `rlhf check` and `plan`

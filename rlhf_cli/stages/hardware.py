@@ -1,13 +1,13 @@
 """Hardware checks before training: dtypes, disk space, memory, and the packages of trackers and optimizers."""
 
-import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from rlhf_cli import distributed, runs, system, terminal, tracking
 from rlhf_cli.config.base import Config
@@ -222,10 +222,9 @@ def count_parameters(parent: Parent, *, heads: bool = False) -> int:
 
 def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, 100_000_000)))
-        names = [name for name in header if not name.startswith(("__metadata__", *uncounted))]
-        return sum(math.prod(header[name]["shape"]) for name in names if not name.endswith(build.BUFFERS))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if not name.startswith(uncounted)]  # noqa: SIM118
+            counted = [name for name in names if not name.endswith(build.BUFFERS)]
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in counted)
+    except (OSError, SafetensorError):
         return 0  # corrupt: loading it reports the error

@@ -38,11 +38,9 @@ def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and write RUN/ppo; resume from the last checkpoint if there is one.
 
     If ppo.kl_stop or the watchdog stops the run, RUN/ppo is completed with the best policy so far, and R04 or R13 is
-    raised. Raises M05 if that policy's snapshot is corrupt, and as `setup.open_stage`.
+    raised. Raises M05 if that policy's snapshot is corrupt, and as `setup.run_stage`.
     """
-    with setup.open_stage(config, options, check=partial(reward_card.check_required, config)) as stage:
-        if stage:
-            _train(config, stage)
+    setup.run_stage(config, options, _train, check=partial(reward_card.check_required, config))
 
 
 def _train(config: PPOConfig, stage: setup.StageRun) -> None:

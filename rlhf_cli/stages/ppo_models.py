@@ -40,10 +40,6 @@ class SharedBaseModels:
     sft: Parent
     model: Any
 
-    def make_policy(self) -> Any:
-        """Return the SFT model with new trainable adapters that initially change nothing. Raises RLHFError C07."""
-        return self._add_adapters(sharding.clone_sharing_weights(self.model), self.sft, "policy")
-
     def own_weights_reason(self, parent: Parent, tokenizer: Any) -> str | None:
         """Return why a reward or value model needs its own weights, None if it can share these.
 
@@ -82,26 +78,25 @@ class SharedBaseModels:
             base = self.sft.hub or self.sft.model
             return lora.load_adapter(model, parent.model, model_config, base, self.sft.revision).to(devices.device())
 
-    def value_from_reward_model(self, reward_model: Any, parent: Parent) -> Any:
-        """Return a value model with new adapters on the weights of a reward model that does not share these."""
-        return self._add_adapters(sharding.clone_sharing_weights(reward_model), parent, "value")
-
     def value_from_head(self, policy: Any, head: nn.Linear) -> Any:
         """Return the policy's value head as a separate model with the policy's adapters, for saving."""
         model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head)
-        value = self._add_adapters(model, self.sft, "value")
+        value = self.add_adapters(model, self.sft, "value")
         lora.copy_adapter_weights(policy, value)
         return value
 
-    def _add_adapters(self, model: Any, base: Parent, role: str) -> Any:
-        """Add adapters to a model with the weights of `base`; their values depend only on the seed and the role."""
+    def add_adapters(self, model: Any, base: Parent, role: str) -> Any:
+        """Return a model that shares the weights of `model`, loaded from `base`, with new trainable adapters.
+
+        They initially change nothing, and their values depend only on the seed and the role. Raises RLHFError C07.
+        """
         adapters, key = self.config.models.adapters, "models.adapters"
         assert adapters is not None
         with at_location(self.config.where(f"{key}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             adapted = lora.add_adapters(
-                model, adapters, vocab_size=0, base=base.hub or base.model, revision=base.revision,
-                device=devices.device(), bf16=False, key=key,
+                sharding.clone_sharing_weights(model), adapters, vocab_size=0, base=base.hub or base.model,
+                revision=base.revision, device=devices.device(), bf16=False, key=key,
             )  # fmt: skip
         return adapted.to(devices.device())
 
@@ -156,7 +151,7 @@ class RewardModelCache:
         if self.base:
             parent = self.parents[key]
             if self.base.own_weights_reason(parent, tokenizer):
-                return self.base.value_from_reward_model(self._load_frozen(key)[0], parent)
+                return self.base.add_adapters(self._load_frozen(key)[0], parent, "value")
             return self.base.load_scorer(parent)
         copied = source == "reward"
         model = copy.deepcopy(self._load_frozen(key)[0]).requires_grad_(True) if copied else self._load(key, tokenizer)

@@ -1,6 +1,6 @@
 """Outputs of a PPO run besides its metrics: tables of sampled responses, and snapshots of the policy."""
 
-from dataclasses import asdict, dataclass, field
+import math
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,9 +17,6 @@ from rlhf_cli.tracking import Log, LogPosition, Trackers
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
 CELL_WIDTH = 100
-# The objective of PPO, for both values of kl_in. With a held-out judge, the best policy is chosen by the judge instead.
-METRIC = "objective/scores - objective/kl_coef * objective/kl"
-UNSCALED_SCORES = "objective/scores before use_score_scaling"
 NUM_CANDIDATES = 20
 
 
@@ -119,35 +116,23 @@ def _format_cell(value: str | float) -> str:
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 3] + "..."
 
 
-@dataclass
-class BestPolicy:
-    """The candidate step with the highest mean of a metric over its window.
-
-    The metrics of an update describe the policy before it, which sampled the responses. A candidate's window therefore
-    ends with the update after it, and starts after the previous candidate's.
-    """
-
-    step: int | None = None
-    value: float | None = None
-    window: list[float] = field(default_factory=list)  # metric of the updates since the previous candidate
-
-    def close_window(self, step: int) -> bool:
-        """Close the window of candidate `step`. Return True if it is the best so far."""
-        value, self.window = fmean(self.window), []
-        if self.value is not None and value <= self.value:
-            return False
-        self.step, self.value = step, value
-        return True
-
-
 class Snapshots:
-    """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them."""
+    """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them.
+
+    The best is the candidate step with the highest mean of a metric over its window. The metrics of an update describe
+    the policy before it, which sampled the responses. A candidate's window therefore ends with the update after it, and
+    starts after the previous candidate's.
+    """
 
     def __init__(self, config: PPOConfig, components: PPOComponents, cost: runs.CheckpointTimer):
         self.folder, self.components, self.cost = config.folder / runs.SNAPSHOTS, components, cost
-        self.best, self.push_to, self.settings = BestPolicy(), config.ppo.push_to_hub_if_best, config.ppo
+        self.settings = config.ppo
+        self.best_step, self.best_value = 0, -math.inf
+        self.window: list[float] = []  # metric of the updates since the previous candidate
         self.judge = next(iter(config.held_out), None)
-        self.metric = f"objective/score/{self.judge}" if self.judge else _describe_objective(config.ppo)
+        scores = "objective/scores" + " before use_score_scaling" * config.ppo.use_score_scaling
+        objective = f"{scores} - {config.ppo.kl_coef:g} * objective/kl"
+        self.metric = f"objective/score/{self.judge}" if self.judge else objective
         self.schedule = evenly_spaced_steps(components.num_updates, config.output.snapshots)
         # Steps that may become the best, from the SFT policy (0) on. Independent of output.save_steps, so that the
         # choice of the best policy is.
@@ -169,24 +154,27 @@ class Snapshots:
 
     def record_metrics(self, step: int, stats: Stats, experience: Experience) -> None:
         """Add the metrics of update `step` to the window of the policy before it, and push a new best to the Hub."""
-        self.best.window.append(stats[self.metric] if self.judge else self._objective(stats, experience))
+        self.window.append(stats[self.metric] if self.judge else self._objective(stats, experience))
         candidate = step - 1
-        if candidate in self.candidates and self.best.close_window(candidate) and self.push_to:
-            text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
-            hub.push_best(self.path(candidate), self.push_to, text)
+        if candidate not in self.candidates:
+            return
+        value, self.window = fmean(self.window), []
+        if value > self.best_value:
+            self.best_step, self.best_value = candidate, value
+            if repo := self.settings.push_to_hub_if_best:
+                text = f"Policy after {candidate} PPO updates, {self.metric} {value:.4g}"
+                hub.push_best(self.path(candidate), repo, text)
 
     def _objective(self, stats: Stats, experience: Experience) -> float:
-        """Return the objective in units that are the same for all updates: initial kl_coef, scores before scaling.
+        """Return PPO's objective, for both values of kl_in, in units that are the same for all updates.
 
-        The coefficient and the score deviation of an update differ between updates. Runs that began before this rule
-        continue with METRIC, because their best value so far is in its units.
+        The coefficient and the score deviation of an update differ between updates: the initial kl_coef counts, and
+        the scores before scaling.
         """
-        score, kl_coef = stats["objective/scores"], self.settings.kl_coef
-        if self.metric == METRIC:
-            kl_coef = stats["objective/kl_coef"]
-        elif self.settings.use_score_scaling:
+        score = stats["objective/scores"]
+        if self.settings.use_score_scaling:
             score = float(unscaled_scores(experience.score_result, self.settings).mean())
-        return score - kl_coef * stats["objective/kl"]
+        return score - self.settings.kl_coef * stats["objective/kl"]
 
     def prune(self, step: int, *, finished: bool = False) -> None:
         """Delete snapshots that are neither scheduled nor the best, and those after `step`.
@@ -196,39 +184,21 @@ class Snapshots:
         """
         for saved in runs.state_steps(self.folder):
             undecided = saved == step and saved in self.candidates and not finished  # the next update measures it
-            if saved > step or not (saved in self.schedule or saved == self.best.step or undecided):
+            if saved > step or not (saved in self.schedule or saved == self.best_step or undecided):
                 runs.delete_state(self.path(saved))
 
-    @property
-    def best_step(self) -> int:
-        assert self.best.step is not None, "the SFT policy is a candidate"
-        return self.best.step
-
     def manifest_fields(self) -> dict[str, Any]:
-        return {"best": {"step": self.best.step, "metric": self.metric, "value": self.best.value}}
+        return {"best": {"step": self.best_step, "metric": self.metric, "value": self.best_value}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**asdict(self.best), "metric": self.metric}
+        return {"step": self.best_step, "value": self.best_value, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        best = dict(state)
-        metric = best.pop("metric", METRIC)  # missing in older checkpoints
-        self.metric = self.metric if self.judge else metric
-        self.best = BestPolicy(**best)
+        self.best_step, self.best_value, self.window = (state[key] for key in ("step", "value", "window"))
 
     def path(self, step: int) -> Path:
         """Return the folder of the policy after `step`."""
         return self.folder / f"step_{step:06d}"
-
-
-def _describe_objective(settings: PPOSettings) -> str:
-    """Describe `Snapshots._objective`: METRIC itself if the coefficient and the score scale are constant."""
-    watchdog = settings.watchdog
-    actions = {watchdog.action, *watchdog.actions.values()} if watchdog else set()
-    if not (settings.use_score_scaling or settings.adap_kl_ctrl or "raise_kl_coef" in actions):
-        return METRIC
-    scores = UNSCALED_SCORES if settings.use_score_scaling else "objective/scores"
-    return f"{scores} - {settings.kl_coef:g} * objective/kl"
 
 
 def evenly_spaced_steps(num_updates: int, count: int) -> set[int]:

@@ -56,7 +56,7 @@ def load_components(
     if not settings.fsdp:
         start.to(devices.device())
     base = SharedBaseModels(config, options, sft, start) if config.models.adapters else None
-    saved_policy = base.make_policy() if base else start
+    saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
     stop_id = stop_token_id(config, tokenizer, policy.get_input_embeddings().weight.shape[0])

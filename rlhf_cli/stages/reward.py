@@ -2,11 +2,10 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -36,6 +35,12 @@ SAMPLING_BATCH_SIZE = 64
 HEADLINE = (
     "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
 )  # fmt: skip
+CARD = {  # by reward.normalize
+    "none": "It scores a prompt with its answer at the last token.",
+    "sft": "It scores a prompt with its answer at the last token: the raw score is `logits[:, 0]`. `reward_mean` and "
+    "`reward_std` in config.json are those of the SFT model's own answers; the score that PPO uses is "
+    "`(raw - reward_mean) / reward_std`.",
+}
 PairRows = list[dict[str, Any]]
 
 
@@ -46,16 +51,14 @@ class RewardTrainer(trl_common.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.open_stage`.
+    Raises RLHFError as `setup.run_stage`.
     """
-    with setup.open_stage(config, options) as stage:
-        if stage:
-            _train(config, stage)
+    setup.run_stage(config, options, _train)
 
 
 def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     parent, process_group = stage.parents["model.path"], stage.process_group
-    tokenizer, model = load_tokenizer_and_model(config, stage.options, parent)
+    tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = read_rows(config, tokenizer, model.config)
@@ -64,7 +67,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     del model
     with ExitStack() as trackers:
         steps, log = trl_common.train(trainer, config, rows, trackers)
-        card = model_card(config, parent, len(rows), steps)
+        card = trl_common.model_card(config, stage.parents, len(rows), steps, CARD[config.reward.normalize])
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         del trainer
         gc.collect()  # before the model is loaded again
@@ -97,8 +100,9 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
 
 
-def load_tokenizer_and_model(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
+def load_tokenizer_and_model(config: RewardConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
+    parent = parents["model.path"]
     tokenizer = setup.load_tokenizer(config, options, parent)
     set_seed(config.seed)  # for the random initial head
     model = setup.load_model(load.init_reward_model, config, options, parent, tokenizer)
@@ -274,19 +278,3 @@ def _evaluation_loss(config: RewardConfig, pairs: Sequence[ScoredPair], row_marg
     sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
     coefficient = config.reward.center_rewards_coefficient or 0.0
     return float((torch.nn.functional.softplus(-margins) + coefficient * sums**2).mean())
-
-
-def model_card(config: RewardConfig, parent: Parent, num_pairs: int, steps: int) -> str:
-    """Return the text of the model card."""
-    settings = config.reward
-    text = (
-        f"A reward model, trained from {trl_common.parent_label(parent)} on {num_pairs} pairs of "
-        f"{Path(config.data.train).name}: {steps} steps, learning rate {settings.learning_rate:g}. It scores a prompt "
-        "with its answer at the last token."
-    )
-    if settings.normalize == "sft":
-        text += (
-            "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
-            "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
-        )
-    return trl_common.model_card(config, "reward-model", text)

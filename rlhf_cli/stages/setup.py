@@ -1,7 +1,6 @@
 """What the stages share: start and completion of a stage, loading models, reading rows. `rlhf check` uses it too."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -35,6 +34,7 @@ WARN_DROPPED_FRACTION = 0.2
 IDENTICAL_HINT = "look at how the pairs were made: identical answers express no preference"
 Row = TypeVar("Row")
 AnyConfig = SFTConfig | RewardConfig | PPOConfig | EvalConfig
+C = TypeVar("C", SFTConfig, RewardConfig, PPOConfig, EvalConfig)
 
 
 # Start and completion
@@ -42,7 +42,7 @@ AnyConfig = SFTConfig | RewardConfig | PPOConfig | EvalConfig
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage that was started by `open_stage`."""
+    """A stage that was started by `run_stage`."""
 
     config: Config
     options: Options
@@ -66,11 +66,13 @@ class StageRun:
         )
 
 
-@contextmanager
-def open_stage(
-    config: AnyConfig, options: Options, check: Callable[[Mapping[str, Parent]], None] | None = None
-) -> Iterator[StageRun | None]:
-    """Context manager that starts a stage on all ranks; it gives None if the stage is finished already.
+def run_stage(
+    config: C,
+    options: Options,
+    train: Callable[[C, StageRun], None],
+    check: Callable[[Mapping[str, Parent]], None] | None = None,
+) -> None:
+    """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Raises RLHFError E04 and R14 as `ProcessGroup` does, as
     `runs.start_stage`, and as `hardware.check`.
@@ -85,10 +87,9 @@ def open_stage(
         )
         if status == "finished":
             terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
-            yield None
-            return
-        memory = hardware.check(config, parents)
-        yield StageRun(config, options, parents, process_group, identity, status == "resume", memory)
+        else:
+            memory = hardware.check(config, parents)
+            train(config, StageRun(config, options, parents, process_group, identity, status == "resume", memory))
 
 
 # Tokenizers and models
@@ -130,16 +131,11 @@ def load_model(loader: Callable[..., Any], config: Config, options: Options, par
 def check_same_tokenization(config: Config, options: Options, parents: Mapping[str, Parent]) -> None:
     """Raise RLHFError T04 or T05 if a policy or value model tokenizes differently from models.sft.
 
-    Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy. The
-    tokenizers of an evaluation's judges are still loaded, to raise M01 and M08 before anything is written.
+    Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy.
     """
     keys = (*POLICY_KEYS, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
     must_match = {key: parent for key, parent in parents.items() if key in keys}
     tokenizers.check_same_tokenization(must_match, config.where, trust_remote_code=options.trust_remote_code)
-    for key, parent in parents.items() if config.stage == "eval" else ():
-        if key not in must_match:
-            with at_location(config.where(key)):
-                tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
 # Reward models

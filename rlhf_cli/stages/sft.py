@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,11 +97,9 @@ def _use_own_lm_head(model: Any) -> None:
 def run(config: SFTConfig, options: Options) -> None:
     """Train a model and write RUN/sft; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.open_stage`.
+    Raises RLHFError as `setup.run_stage`.
     """
-    with setup.open_stage(config, options) as stage:
-        if stage:
-            _train(config, stage)
+    setup.run_stage(config, options, _train)
 
 
 def _train(config: SFTConfig, stage: setup.StageRun) -> None:
@@ -117,7 +114,8 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     del model
     with ExitStack() as trackers:
         steps, log = trl_common.train(trainer, config, rows, trackers)
-        card = model_card(config, stage.parents, len(rows), steps)
+        loss = "answers only" if config.sft.completion_only_loss else "whole rows"
+        card = trl_common.model_card(config, stage.parents, len(rows), steps, f"Loss on {loss}.")
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         del trainer
         gc.collect()  # before the model is loaded again
@@ -226,13 +224,3 @@ def _batch_sums(
     loss = torch.nn.functional.nll_loss(logprobs, targets, reduction="sum")
     entropy = -sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
     return float(loss), entropy, int((logprobs.argmax(-1) == targets).sum()), len(targets)
-
-
-def model_card(config: SFTConfig, parents: Mapping[str, Parent], num_rows: int, steps: int) -> str:
-    """Return the text of the model card."""
-    origin = "fresh weights" if config.model.new else trl_common.parent_label(parents["model.path"])
-    settings = config.sft
-    loss = "the answers alone" if settings.completion_only_loss else "whole rows"
-    text = f"A causal language model, fine-tuned from {origin} on {num_rows} rows of {Path(config.data.train).name}: "
-    text += f"{steps} steps, learning rate {settings.learning_rate:g}, loss on {loss}."
-    return trl_common.model_card(config, "sft", text)

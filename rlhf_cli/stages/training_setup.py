@@ -178,22 +178,13 @@ def _longer_rows_hint(config: TRLConfig, model_config: Any) -> str:
 
 def _check_batch_size(config: TRLConfig, rows: data.Rows[Any], count: int, unit: str) -> None:
     """Raise RLHFError D11 if `count` rows or packed sequences do not fill one optimizer step of all processes."""
-    settings, stage, world_size = settings_of(config), config.stage, distributed.world_size()
+    settings, world_size, key = settings_of(config), distributed.world_size(), "per_device_train_batch_size"
     size, grad_accum_steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if count >= size * grad_accum_steps * world_size:
-        return
-    product = f"per_device_train_batch_size {size} x gradient_accumulation_steps {grad_accum_steps}"
-    product += f" x {world_size} processes" if world_size > 1 else ""
-    text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes"
-    text += f" ({product} = {size * grad_accum_steps * world_size})"
-    if count >= size * world_size:
-        hint = f"set {stage}.gradient_accumulation_steps to {count // (size * world_size)} at most"
-    elif count >= world_size:
-        hint = f"set {stage}.per_device_train_batch_size to {count // world_size} at most"
-        hint += ", and gradient_accumulation_steps to 1" if grad_accum_steps > 1 else ""
-    else:
-        hint = f"start {count} processes at most, or bring more rows"
-    raise RLHFError("D11", text, where=config.where(f"{stage}.per_device_train_batch_size"), hint=hint)
+    if count < size * grad_accum_steps * world_size:
+        text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes"
+        text += f" ({setup.batch_product(size, grad_accum_steps, world_size, unit)})"
+        hint = f"lower {config.stage}.{key} or {config.stage}.gradient_accumulation_steps, or bring more rows"
+        raise RLHFError("D11", text, where=config.where(f"{config.stage}.{key}"), hint=hint)
 
 
 def _check_context_length(config: TRLConfig, model_config: Any, longest: int, *, strict: bool = False) -> None:

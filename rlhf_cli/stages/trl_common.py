@@ -327,19 +327,23 @@ def _not_finite_error(name: str, value: float, args: Any, state: Any) -> RLHFErr
 # Model card
 
 
-def parent_label(parent: Parent) -> str:
-    """Return the name of an input model for a model card, without local paths."""
-    return parent.hub or (f"the {parent.stage} stage" if parent.stage != runs.FOREIGN else parent.path.name)
-
-
-def model_card(config: TRLConfig, tag: str, text: str) -> str:
-    """Return a model card with `text`, the kind of adapters, and the library versions."""
-    adapters, library = config.model.adapters, "transformers"
+def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, steps: int, note: str) -> str:
+    """Return a model card: how the model was trained, `note`, the kind of adapters, and the library versions."""
+    parent, adapters = parents.get("model.path"), config.model.adapters
+    settings: Any = settings_of(config)
+    origin = "fresh weights"
+    if parent:  # without local paths
+        origin = parent.hub or (f"the {parent.stage} stage" if parent.stage != runs.FOREIGN else parent.path.name)
+    kind, tag = ("causal language", "sft") if config.stage == "sft" else ("reward", "reward-model")
+    text = (
+        f"A {kind} model, trained from {origin} on {num_rows} rows of {Path(config.data.train).name}: {steps} steps, "
+        f"learning rate {settings.learning_rate:g}. {note}"
+    )
     if adapters:
-        library = "peft"
         text += (
             f"\n\nThese are only adapters ({'LoRA' if adapters.kind == 'lora' else 'QLoRA'}, rank {adapters.r}, alpha "
             f"{adapters.lora_alpha}) of the weights that `adapter_config.json` names."
         )
     versions = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
-    return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{versions}\n"
+    head = f"library_name: {'peft' if adapters else 'transformers'}\ntags: [rlhf-cli, {tag}]"
+    return f"---\n{head}\n---\n\n{text}\n\n{versions}\n"

@@ -1,8 +1,6 @@
 """Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
 
 import os
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import jsonl
 from rlhf_cli.data import convert
-from rlhf_cli.data.readers import BadRow
 from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
@@ -44,30 +41,31 @@ RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is brig
 
 
 @pytest.mark.parametrize(
-    ("stage", "row", "code"),
+    ("stage", "row", "columns"),
     [
-        ("sft", {"conversations": [ASKED, ANSWERED]}, "D02"),
-        ("sft", {"messages": [ASKED, ANSWERED]}, "D06"),
-        ("sft", ALPACA, "D02"),
-        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, "D02"),
-        ("reward", RANKED, "D02"),
+        ("sft", {"conversations": [ASKED, ANSWERED]}, ""),
+        ("sft", {"messages": [ASKED, ANSWERED]}, ""),
+        ("sft", {"dialog": [ASKED, ANSWERED]}, "{messages: dialog}"),
+        ("sft", ALPACA, ""),
+        ("sft", RANKED, "{completion: chosen}"),
+        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, ""),
+        ("reward", {**RANKED, "margin": 1.5}, ""),
     ],
 )
-def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
-    folder: Path, stage: str, row: dict[str, Any], code: str
+def test_rows_of_sharegpt_and_alpaca_are_read_as_they_are(
+    folder: Path, stage: str, row: dict[str, Any], columns: str
 ) -> None:
     (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
     write("theirs", *[row] * 64)
-    result = rlhf(stage, "-s", "data.train=theirs.jsonl")
-    assert refused(result, code, "theirs.jsonl:1", "hint: run `python -m rlhf_cli.data.convert theirs.jsonl ")
-    words = shlex.split(re.search("hint: run `python -m (.*?)` to", result.stderr)[1])  # type: ignore[index]
-    columns = ["-s", f"data.columns={found[1]}"] if (found := re.search(r"columns: ({.*?})", result.stderr)) else []
-    assert words[0] == "rlhf_cli.data.convert" and convert.main(words[1:]) == 0
-    done = check(f"{stage}.yaml", "-s", f"data.train={words[2]}", *columns)
+    options = ["-s", "data.train=theirs.jsonl"]
+    if columns == "{completion: chosen}":
+        assert refused(rlhf(stage, *options), "D02", "theirs.jsonl:1", f"e.g. data.columns: {columns}")
+    done = check(f"{stage}.yaml", *options, *(["-s", f"data.columns={columns}"] if columns else []))
     assert done.exit_code == 0 and "64 rows" in done.output, done.output
+    assert "theirs.jsonl: ShareGPT or Alpaca, read as {" in done.stderr
 
 
-def test_what_becomes_of_another_systems_rows() -> None:
+def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
     user, good, bad = (
         {"role": "user", "content": "Tell me about it.\n\nThe sun."},
         *({"role": "assistant", "content": text} for text in ("bright", "dull")),
@@ -81,9 +79,6 @@ def test_what_becomes_of_another_systems_rows() -> None:
     assert convert.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
         "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
     }  # fmt: skip
-    for odd in ({"text": "a"}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
-        with pytest.raises(BadRow):
-            convert.convert_row(odd)
 
 
 DIALOGUES = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
@@ -126,53 +121,16 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
         ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
         ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is not a turn of"),
         ({"prompt": "a"}, "D12", "columns prompt match neither"),
+        ({"text": "a"}, "D12", "columns text match neither"),
+        ({"conversations": [ASKED, {"from": "tool", "value": "1"}]}, "D12", "is not a turn of"),
+        ({"conversations": [ASKED]}, "D09", '"messages" has no assistant message'),
     ],
 )
 def test_a_row_that_cannot_be_converted_is_reported_by_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], code: str, says: str
+    folder: Path, row: dict[str, Any], code: str, says: str
 ) -> None:
     write("theirs", ALPACA, row)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and not Path("out.jsonl").exists()
-    stderr = capsys.readouterr().err
-    assert stderr.startswith(f"error[{code}]: theirs.jsonl:2: ") and says in stderr and stderr.count("\n") == 1
-
-
-def test_a_conversion_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("theirs", ALPACA)
-    before = Path("theirs.jsonl").read_bytes()
-    Path("link.jsonl").symlink_to("nowhere.jsonl")
-    for out, code in (("theirs.jsonl", "C15"), ("model", "C15"), ("link.jsonl", "C15"), ("no/out.jsonl", "E03")):
-        assert convert.main(["theirs.jsonl", out]) == 2
-        assert capsys.readouterr().err.startswith(f"error[{code}]: {out} ")
-    assert Path("theirs.jsonl").read_bytes() == before and not Path("nowhere.jsonl").exists()
-
-
-def test_a_conversion_that_cannot_be_written_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    write("theirs", ALPACA)
-    before = sorted(os.listdir())
-    monkeypatch.setattr(os, "fsync", full)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and sorted(os.listdir()) == before
-    assert capsys.readouterr().err == "error[E03]: out.jsonl cannot be written: No space left on device\n"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "text"),
-    [
-        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped"),
-        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo"),
-    ],
-)
-def test_a_conversion_counts_what_it_leaves_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], text: str
-) -> None:
-    write("theirs", *theirs)
-    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 0
-    assert capsys.readouterr().err.startswith(text) and len(Path("out.jsonl").read_text().splitlines()) == 1
+    assert refused(rlhf("sft", "-s", "data.train=theirs.jsonl"), code, "theirs.jsonl:2", says)
 
 
 TWICE = '{"prompt": "a", "completion": "b", "prompt" : "c"}'
@@ -247,9 +205,8 @@ def test_d10_rows_that_are_too_long(folder: Path) -> None:
 def test_d11_fewer_rows_than_an_optimizer_step_takes(folder: Path, stage: str, name: str, row: dict[str, str]) -> None:
     write(name, *[{**row, "prompt": f"{number}"} for number in range(20)])
     says = (
-        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes "
-        "(per_device_train_batch_size 8 x gradient_accumulation_steps 4 = 32)",
-        f"hint: set {stage}.gradient_accumulation_steps to 2 at most",
+        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes (8 x 4 = 32 usable rows)",
+        f"hint: lower {stage}.per_device_train_batch_size or {stage}.gradient_accumulation_steps",
     )
     result = rlhf(stage, "-s", f"{stage}.gradient_accumulation_steps=4")
     assert refused(result, "D11", f"{stage}.yaml:3: ", *says)

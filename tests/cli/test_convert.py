@@ -18,11 +18,10 @@ from run_cli import is_one_error, rlhf
 
 from rlhf_cli import config
 from rlhf_cli.commands.convert import page
-from rlhf_cli.commands.convert.mapping import COMPUTED, NEW, OLD, OPTIONS, Conversion, target_key
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conversion, target_key
 from rlhf_cli.commands.convert.read import Setting, Source, read_settings
 from rlhf_cli.commands.convert.rules import (
     BATCH_KEYS,
-    UNCLIPPED,
     convert_old_batch,
     convert_settings,
     trl_optimizer_steps,
@@ -180,14 +179,14 @@ def test_options_that_the_file_omits_have_trls_values(version: str, expected: An
         (OLD, {"kl_penalty": "full"}, {"kl_estimator": "full"}),
         (OLD, {"steps": 5000}, {"total_episodes": 5000}),
         (OLD, {"horizon": 5000.0, "target": 3}, {"horizon": 5000, "target": 3, "adap_kl_ctrl": True}),
-        (OLD, {"max_grad_norm": None}, {"max_grad_norm": UNCLIPPED}),
+        (OLD, {"max_grad_norm": None}, {"max_grad_norm": 1e9}),
         (OLD, {"eos_token_id": -1}, {"stop_token": "none"}),
         (OLD, {"eos_token_id": 50256}, {"stop_token_id": 50256}),
         (OLD, {"exp_name": "first", "seed": 3}, {"run_name": "first", "seed": 3}),
         (OLD, {"score_clip": 0.5, "use_score_scaling": True}, {"score_clip": 0.5, "use_score_scaling": True}),
         (OLD, {"steps": 100, "num_mini_batches": 2, "stop_token": "eos"}, {"num_mini_batches": 1}),
         (NEW, {"max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
-        (NEW, {"max_grad_norm": 0}, {"max_grad_norm": UNCLIPPED}),
+        (NEW, {"max_grad_norm": 0}, {"max_grad_norm": 1e9}),
         (NEW, {"stop_token_id": 7}, {"stop_token_id": 7}),
         (NEW, {"total_episodes": 100, "num_train_epochs": 2.0}, {"total_episodes": 100}),
         (NEW, {"warmup_steps": 0.1}, {"warmup_ratio": 0.1}),
@@ -296,7 +295,7 @@ def test_every_option_sets_a_key_or_has_a_reason(version: str) -> None:
         assert not any("unknown" in reason for reason in reasons)
         assert not any("Trainer" in reason for reason in reasons) or name not in OPTIONS_OF[version]
         assert reasons or name in {row.option for row in conversion.rows.values()}, name
-        if name in COMPUTED[version]:
+        if name in VERSIONS[version]["computed"]:
             assert reasons == [f"TRL {version} computed it"]
         elif name in PPOSettings.model_fields:
             assert target_key(name) == f"ppo.{name}"

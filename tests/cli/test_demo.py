@@ -1,20 +1,14 @@
 """The demo as a user runs it, and all that it promises. Minutes, so only in `make test-slow`."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from run_cli import child
 
 
 def rlhf(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "rlhf_cli", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = child(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, quantile, split_pairs
+from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import estimate
 from rlhf_cli.config.yaml_io import align_comments
@@ -88,14 +88,12 @@ def test_the_answer_length_is_chosen_first(capsys: pytest.CaptureFixture[str]) -
     assert len(used) == 76 and used[-1].prompt == "prompt 75"  # 30 + 5 x 75 + 104 = 509
     assert limits.max_length == 496  # 405 + 85
     assert limits.ended == 1.0 and limits.answer_mean == 10 + 75 / 2
-    assert capsys.readouterr().err.splitlines() == [
-        "warning[D10]: --data: 24 of 100 pairs (24 %) dropped: "
-        "24 whose prompts leave less than 104 of 512 positions to an answer",
-        "hint: take a base model with 1024 positions, where 100 % of the pairs fit, or bring shorter pairs",
-    ]
+    warning, hint = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning[D10]: --data: 24 of 100 pairs (24 %) dropped: ")
+    assert hint.startswith("hint: take a base model with 1024 positions, where 100 % of the pairs fit")
 
 
-ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: 1 longer than 72 tokens, much longer than the others"
+ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: "
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: 1 longer than 72 tokens, much longe
         ([(20, 90, 100)] * 50, 50, 96, 120, ""),
         # Answers of 300 fit beside their prompts, but not half of the context: the length is that of the others.
         ([(10, 300, 5)] * 79 + [(10, 5, 5)] * 21, 100, 32, 312, "only 21 % of the chosen answers end within response"),
-        ([(20, 40, 50)] * 199 + [(20, 40, 490)], 199, 40, 72, f"{ONE_OUTLIER}\n"),  # without a hint
+        ([(20, 40, 50)] * 199 + [(20, 40, 490)], 199, 40, 72, ONE_OUTLIER),  # without a hint
     ],
 )
 def test_dropped_pairs_are_reported(
@@ -114,7 +112,7 @@ def test_dropped_pairs_are_reported(
     assert (len(pairs), limits.response_length, limits.max_length) == (used, response, row)
     printed = capsys.readouterr().err
     assert printed.startswith(f"warning[D10]: --data: {warning}") if warning else printed == ""
-    assert warning != f"{ONE_OUTLIER}\n" or "hint" not in printed
+    assert warning != ONE_OUTLIER or "hint" not in printed
 
 
 @pytest.mark.parametrize(
@@ -141,9 +139,8 @@ def test_if_too_few_pairs_fit_the_hint_names_enough_positions() -> None:
     with pytest.raises(RLHFError) as caught:
         fitted(lengths, 512)
     (problem,) = caught.value.problems
-    text = "60 of 60 pairs (100 %) do not fit: 60 whose chosen answers are longer than half of 512 positions"
-    assert (problem.code, problem.text) == ("D10", text)
-    assert problem.hint == "take a base model with 8192 positions, where 100 % of the pairs fit, or bring shorter pairs"
+    assert problem.code == "D10" and problem.text.startswith("60 of 60 pairs (100 %) do not fit: ")
+    assert problem.hint and "8192 positions, where 100 % of the pairs fit" in problem.hint
     used, limits = fitted(lengths, 8192)
     assert len(used) == 60 and limits.response_length == 4056
 
@@ -157,13 +154,6 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
         assert caught.value.problems[0].code == "D10"
     assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
-
-def test_quantiles() -> None:
-    assert [quantile(range(1, 101), share) for share in (0.0, 0.5, 0.9, 1.0)] == [1, 50, 90, 100]
-    assert quantile([7], 0.9) == 7
-
-
-# Sizes
 
 COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
 INPUTS = SizingInputs(
@@ -232,37 +222,12 @@ def test_little_memory_means_fewer_rows_at_once_in_the_same_batches() -> None:
     assert "needs about 280 GB" in choose_sizes(replace(large, parameters=7 * 10**9), None).notes[0]
 
 
-def test_evaluations_take_a_quarter_of_the_time_at_most() -> None:
-    many = with_rows(sft=3000, pairs=3000, sft_eval=4000, pairs_eval=1306)
-    for trained, minimum in ((5.0, True), (600.0, False)):
-        slow = choose_sizes(replace(many, speed=Speed(trained, generation=200.0)), 30)
-        for training, texts in ((slow.sft, 1), (slow.reward, 2)):
-            row_s = texts * 70 / trained / 3
-            assert training.max_steps and (training.held_out == 64) == minimum
-            assert training.held_out < training.of_held_out
-            assert minimum or training.held_out * row_s <= 0.25 * 0.2 * 30 * 60 < training.of_held_out * row_s
-            text = f"{training.held_out} of {training.of_held_out} rows, as the time allows"
-            assert training.evaluated("rows") == text
-    quick = choose_sizes(replace(many, speed=Speed(training=60_000.0, generation=20_000.0)), 30)
-    assert quick.sft.held_out == 4000 and quick.sft.evaluated("rows") == "all 4000 rows"
-    # Each epoch is evaluated: eight epochs on few rows are evaluated eight times, on fewer rows each time.
-    inputs = (with_rows(sft=sft, pairs=sft, sft_eval=4000) for sft in (96, 6000))
-    often, once = (choose_sizes(replace(each, speed=Speed(2000.0, 200.0)), 30).sft for each in inputs)
-    assert often.epochs == 8 and often.max_steps is None and once.max_steps and once.max_steps * 32 < 2 * 6000
-    assert often.held_out < once.held_out
-
-
-@pytest.mark.parametrize(
-    ("prompts", "speed", "text"),
-    [
-        (100, Speed(10**6, 10**6), "100: all 100 held-out prompts"),
-        (1000, Speed(10**6, 10**6), "512: of 1000 held-out prompts: these measure a win rate to 0.04"),
-        (1000, Speed(100.0, 10.0), "64: 64 of 1000 held-out prompts, as the time allows"),
-    ],
-)
-def test_how_many_prompts_are_judged(prompts: int, speed: Speed, text: str) -> None:
-    sizes = choose_sizes(replace(INPUTS, prompts={**COUNTS, "held-out": prompts}, speed=speed), 30)
-    assert f"{sizes.eval_n}: {sizes.judged}" == text
+def test_evaluations_have_at_most_512_rows_or_prompts() -> None:
+    many = choose_sizes(with_rows(sft_eval=4000, pairs_eval=40), None)
+    assert (many.sft.eval_rows, many.reward.eval_rows) == (512, 40)
+    for count, speed, prompts in ((100, 10**6, 100), (1000, 10**6, 512), (1000, 10, 64)):
+        inputs = replace(INPUTS, prompts={**COUNTS, "held-out": count}, speed=Speed(10 * speed, speed))
+        assert choose_sizes(inputs, 30).eval_n == prompts
 
 
 def test_comments_are_aligned_in_one_column() -> None:

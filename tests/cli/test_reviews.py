@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from run_cli import rlhf
 
 from rlhf_cli import config, jsonl
-from rlhf_cli.cli import app
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.data.sources import read_rows
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "reward", "ppo", "eval")
-PARTS = ("train", "reward", "judge", "held-out")
 SMALL = [
     "model.new.hidden_size=32",
     "model.new.intermediate_size=64",
@@ -35,25 +33,22 @@ SMALL = [
 
 
 def sentences(kind: str, count: int) -> list[str]:
-    """Sentences whose adjective tells good from bad; each one is different."""
+    """Return different sentences, whose adjectives are good or bad."""
     draw = random.Random(kind)
-    good, bad = ("moving", "bright", "warm"), ("dull", "silly", "cold")
-    words = good if kind == "good" else bad
-    return [
-        f"the film number {n} is {draw.choice(words)} and {draw.choice(words)} in its story ." for n in range(count)
-    ]
+    words = {"good": ("moving", "bright", "warm"), "bad": ("dull", "silly", "cold")}[kind]
+    return [f"film number {n} is {draw.choice(words)} and {draw.choice(words)} in its story ." for n in range(count)]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The preset with its data made from two files by the program that a user runs."""
+    """Write the preset, and its data from two files by the script that users run."""
     folder = tmp_path_factory.mktemp("reviews")
     both = ["a film like any other , as long as it lasts ."]
     for kind in ("good", "bad"):
         lines = sentences(kind, 200)
         (folder / f"{kind}.txt").write_text("\n".join([*lines, *both, lines[0], ""]), encoding="utf-8")
-    made = CliRunner().invoke(app, ["init", "reviews", str(folder / "run")])
-    assert made.exit_code == 0 and "prepare_reviews.py pos.txt neg.txt" in made.stdout
+    result = rlhf("init", "reviews", folder / "run")
+    assert result.exit_code == 0 and "prepare_reviews.py pos.txt neg.txt" in result.stdout
     program = [sys.executable, ROOT / "scripts/prepare_reviews.py", folder / "good.txt", folder / "bad.txt"]
     done = subprocess.run([*map(str, program), str(folder / "run")], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "train     80 sentences"
@@ -64,40 +59,34 @@ def contents(run: Path, name: str) -> list[dict]:
     return [row for _, row in jsonl.read_jsonl(run / f"data/{name}.jsonl")]
 
 
-def texts_of(run: Path) -> dict[str, set[str]]:
-    pairs = {part: contents(run, f"{part}/pairs") for part in ("reward", "held-out")}
-    splits = {
-        part: {row[side].strip() for row in found for side in ("chosen", "rejected")} for part, found in pairs.items()
+def test_no_sentence_is_in_two_parts_and_none_is_missing(run: Path) -> None:
+    """SFT reads the sentences of training and of the pairs; its prompts start such sentences."""
+    parts = {
+        part: {row[side].strip() for row in contents(run, f"{part}/pairs") for side in ("chosen", "rejected")}
+        for part in ("reward", "held-out")
     }
-    judged = {row["text"] for row in contents(run, "judge/labelled")}
-    seen = {row["completion"].strip() for row in contents(run, "train/texts")}
-    return {"train": seen - splits["reward"], **splits, "judge": judged}
-
-
-def test_no_sentence_is_in_two_parts_and_none_is_lost(run: Path) -> None:
-    parts = texts_of(run)
-    assert {part: len(parts[part]) for part in PARTS} == {"train": 80, "reward": 180, "judge": 100, "held-out": 40}
+    sft = {row["completion"].strip() for row in contents(run, "train/texts")}
+    parts |= {"judge": {row["text"] for row in contents(run, "judge/labelled")}, "train": sft - parts["reward"]}
+    assert {part: len(texts) for part, texts in parts.items()} == {
+        "reward": 180, "held-out": 40, "judge": 100, "train": 80,
+    }  # fmt: skip
     assert set().union(*parts.values()) == {*sentences("good", 200), *sentences("bad", 200)}
-
-
-def test_sft_reads_no_sentence_of_the_judge_or_of_the_evaluation(run: Path) -> None:
-    parts = texts_of(run)
-    seen = {row["completion"].strip() for row in contents(run, "train/texts")}
-    assert seen == parts["train"] | parts["reward"]
-    begun = {row["prompt"].removeprefix("review: ") for row in contents(run, "train/prompts")}
-    assert all(any(text.startswith(start) for text in seen) for start in begun)
-    asked = {row["prompt"].removeprefix("review: ") for row in contents(run, "held-out/prompts")}
-    assert asked and not asked & begun
+    assert sft == parts["train"] | parts["reward"]
+    prompts, held_out = (
+        {row["prompt"].removeprefix("review: ") for row in contents(run, f"{part}/prompts")}
+        for part in ("train", "held-out")
+    )
+    assert all(any(text.startswith(prompt) for text in sft) for prompt in prompts)
+    assert held_out and not held_out & prompts
 
 
 def test_pairs_are_a_good_sentence_against_a_bad_one(run: Path) -> None:
     good = set(sentences("good", 200))
     for part, times in (("reward", 3), ("held-out", 1)):
-        found = contents(run, f"{part}/pairs")
-        assert all(row["chosen"].strip() in good and row["rejected"].strip() not in good for row in found)
-        assert (
-            len(found) == times * len({row["chosen"] for row in found}) == times * len({r["rejected"] for r in found})
-        )
+        pairs = contents(run, f"{part}/pairs")
+        assert all(row["chosen"].strip() in good and row["rejected"].strip() not in good for row in pairs)
+        for side in ("chosen", "rejected"):
+            assert len(pairs) == times * len({row[side] for row in pairs})
 
 
 def test_the_configs_load_and_name_this_data(run: Path) -> None:
@@ -115,7 +104,7 @@ def test_the_judge_learns_from_its_own_part(run: Path) -> None:
 @pytest.mark.training
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
     for stage, sets in pipeline.route_overrides(SMALL, STAGES).items():  # here, where all is imported
-        result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
+        result = rlhf(stage, "--config", run / f"{stage}.yaml", *sets)
         assert result.exit_code == 0, result.output
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1

@@ -114,6 +114,8 @@ k2 in the loss: {kl_in: loss, kl_estimator: k2, kl_coef: 0.2}
 k3 in the loss: {kl_in: loss, kl_estimator: k3, kl_coef: 0.2}
 full in the loss: {kl_in: loss, kl_estimator: full, kl_coef: 0.2}
 a controlled coefficient: {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2}
+a controlled coefficient in the loss:
+  {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2, kl_in: loss, kl_estimator: k2}
 clips: {cliprange: 0.05, cliprange_high: 0.3, cliprange_value: 0.05, num_ppo_epochs: 3}
 dual clip: {dual_clip: 1.2, learning_rate: 0.05, ratio_threshold: null}
 entropy: {entropy_coef: 0.3, vf_coef: 0.9}
@@ -122,7 +124,7 @@ language model loss: {ptx_coef: 2.0, num_mini_batches: 2}
 stopped early: {early_stopping: true, target_kl: 0.0001, num_ppo_epochs: 4, learning_rate: 0.03}
 skipped minibatches: {ratio_threshold: 1.01, learning_rate: 0.05, num_mini_batches: 2, num_ppo_epochs: 3}
 value rates: {value_learning_rate: 0.02, value_warmup_steps: 4, lr_scheduler_type: linear, warmup_steps: 2}
-value alone: {value_only_updates: 2, ptx_coef: 1.0, weight_decay: 0.1}
+value alone: {value_only_updates: 2, ptx_coef: 1.0, weight_decay: 0.1, adap_kl_ctrl: true, horizon: 50}
 value alone, and a schedule:
   {value_only_updates: 2, steps: 3, lr_scheduler_type: cosine, warmup_ratio: 0.3, adap_kl_ctrl: true}
 value alone, on the policy: {value_only_updates: 2, head: true, vf_coef: 1.0}

@@ -14,7 +14,7 @@ def rlhf(stage: str, *arguments: str) -> Result:
 
 def refused(result: Result, code: str, place: str, *says: str, exit_code: int = 2) -> bool:
     """The message in its form: `error[CODE]: PLACE: ...`, a hint at most, no traceback, nothing on stdout."""
-    progress = ("sft  ", "reward  ", "ppo  ")
+    progress = ("sft  ", "reward  ", "ppo  ", "data  ")
     first = next(line for line in result.stderr.splitlines() if not line.startswith(progress))
     assert first.startswith(f"error[{code}]: {place}"), result.stderr
     assert all(text in result.stderr for text in says), result.stderr

@@ -1,4 +1,4 @@
-"""A tiny run to talk to, made once; and a terminal to talk at."""
+"""A tiny run to chat with, and a pseudo-terminal."""
 
 import fcntl
 import os
@@ -12,6 +12,7 @@ import termios
 import time
 from pathlib import Path
 
+import ppo_folder
 import pytest
 import tiny
 from ppo_folder import PROMPTS, as_stage, rlhf, write
@@ -27,20 +28,13 @@ PPO = {
     "models": {"adapters": {"kind": "lora", "r": 4}},
     "data": {"prompts": "prompts.jsonl"},
     "output": {"save_steps": 2, "snapshots": 2},
-    "ppo": {
-        "total_episodes": 32,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "response_length": 12,
-        "temperature": 0.7,
-        "learning_rate": 3e-2,
-    },
+    "ppo": {**ppo_folder.PPO["ppo"], "num_ppo_epochs": 4, "response_length": 12, "learning_rate": 3e-2},
 }
 EVAL = {"data": {"prompts": "heldout.jsonl"}, "eval": {"n": 6, "best_of": [], "frontier": False}}
 
 
 def make(folder: Path, *, template: str | None = None) -> Path:
-    """The SFT and the reward stage of a run, of fresh weights; with a template its data are conversations."""
+    """Write the untrained SFT and reward stages of a run; with a template its data are conversations."""
     asked = [[{"role": "user", "content": prompt}] if template else prompt for prompt in PROMPTS]
     answers = [[{"role": "assistant", "content": "ok"}] if template else " ok" for _ in PROMPTS]
     pairs = zip(asked, answers, strict=True)
@@ -56,7 +50,7 @@ def make(folder: Path, *, template: str | None = None) -> Path:
     for stage, kind, data in (("sft", tiny.causal, "sft.jsonl"), ("reward", tiny.scorer, "prompts.jsonl")):
         model, name = kind(**size, **special), f"{stage}_model"
         if stage == "sft":
-            model.lm_head.weight.data[1] = 0  # it is never the most likely one: at temperature 0 a reply has no end
+            model.lm_head.weight.data[1] = 0  # never the most likely: at temperature 0 a reply does not end
         save.set_special_token_ids(model, tokenizer, 1)
         save.save_model(model, tokenizer, folder / name, "A tiny model.")
         as_stage(folder, stage, folder / name, {"model": {"path": name}, "data": {"train": data}})
@@ -65,7 +59,7 @@ def make(folder: Path, *, template: str | None = None) -> Path:
 
 @pytest.fixture(scope="module")
 def chat_origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with PPO on one base, evaluated. Not to be changed."""
+    """A run with PPO and evaluation; tests must not change it."""
     folder = make(tmp_path_factory.mktemp("chat"))
     write(folder, "ppo", PPO)
     write(folder, "eval", EVAL)
@@ -76,16 +70,16 @@ def chat_origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Terminal:
-    """`rlhf chat` as a person has it: a process of its own at a pseudo-terminal."""
+    """`rlhf chat` in a process at a pseudo-terminal."""
 
-    def __init__(self, *arguments: object, columns: int = 80, cwd: Path, **environment: str) -> None:
+    def __init__(self, *arguments: object, cwd: Path) -> None:
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
         plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_cli", "chat", *map(str, arguments)],
             stdin=slave, stdout=slave, stderr=slave, cwd=cwd, start_new_session=True,
-            env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
+            env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
             preexec_fn=_as_at_a_terminal,
         )  # fmt: skip
         os.close(slave)
@@ -100,7 +94,7 @@ class Terminal:
         os.close(self.master)
 
     def until(self, text: str, seconds: float = 60) -> str:
-        """What is shown up to and with a text, since the last time."""
+        """Return the output since the last call, up to and with a text."""
         expected, limit = text.encode(), time.monotonic() + seconds
         while expected not in self.seen:
             left = limit - time.monotonic()
@@ -115,12 +109,12 @@ class Terminal:
         return found.decode(errors="replace")
 
     def type(self, text: str, until: str = PROMPT) -> str:
-        """What comes of something typed, up to a text, or until more can be typed."""
+        """Type; return the output up to a text, by default the next prompt."""
         self._press(text)
         return self.until(until)
 
     def ends(self, text: str) -> int:
-        """The exit code after a last thing typed."""
+        """Type, wait for the end, and return the exit code."""
         self._press(text)
         while select.select([self.master], [], [], 0.1)[0] or self.process.poll() is None:
             try:
@@ -136,6 +130,6 @@ class Terminal:
 
 
 def _as_at_a_terminal() -> None:
-    """Ctrl-C is a signal, and obeyed: a shell's background jobs begin with it ignored."""
+    """Let Ctrl-C raise SIGINT; background jobs of a shell start with it ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

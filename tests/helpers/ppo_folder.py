@@ -1,7 +1,9 @@
 """A folder that `rlhf ppo` and `rlhf eval` can run in: tiny Hugging Face folders that we did not train, and data."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.cli import app
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import save, tokenizers
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.experience import Stats
+from rlhf_cli.ppo.trainer import PPOTrainer
 
 PROMPTS = [
     f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat", "hill")
@@ -125,6 +130,22 @@ def rlhf(*arguments: object):
 
 def ppo(folder: Path, *arguments: object):
     return rlhf("ppo", "-c", folder / "ppo.yaml", *arguments)
+
+
+def stop_in_update(folder: Path, update: int, *arguments: object) -> None:
+    """Run `rlhf ppo`, which gets SIGTERM in this update."""
+    real = PPOTrainer.step
+
+    def step(trainer: PPOTrainer, prompts: Prompts) -> Stats:
+        if trainer.updates == update - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer, prompts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", step)
+        stopped = ppo(folder, *arguments)
+    assert stopped.exit_code == 143 and "saved; the same command resumes" in stopped.stderr, stopped.output
+    assert not (folder / "ppo/manifest.json").exists()
 
 
 def settings(*changes: str) -> list[str]:

@@ -1,14 +1,13 @@
 """`model.adapters`: trained weights, the files of a stage, and later stages, through the real commands."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl_stage
 from adapter_folder import adapter_settings, run, some_ids, widen, write
 from bad_inputs import refused, replace, rlhf, warned
 from conftest import World
@@ -17,11 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.stages import hardware, reward, sft, trl_common
+from rlhf_cli.stages import hardware
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
@@ -86,14 +84,7 @@ def test_a_reward_model_is_loaded_with_its_own_head_and_scale(adapters_run: Path
 
 
 def trainer_of(folder: Path, stage: str, *changes: str) -> Any:
-    """The stage's trainer, before it trains."""
-    config = load(stage, folder / f"{stage}.yaml", changes)
-    parents = runs.open_parents(config)
-    if stage == "sft":
-        tokenizer, model = sft.load_tokenizer_and_model(config, Options(), parents)
-        return sft.make_trainer(config, model, tokenizer, *sft.read_rows(config, tokenizer, model.config))
-    tokenizer, model = reward.load_tokenizer_and_model(config, Options(), parents["model.path"])
-    return reward.make_trainer(config, model, tokenizer, *reward.read_rows(config, tokenizer, model.config))
+    return trl_stage.trainer_of(load(stage, folder / f"{stage}.yaml", changes))[0]
 
 
 KINDS = ("{kind: lora, r: 4}", "{kind: qlora, r: 4}", "{kind: lora, r: 4, use_dora: true}")
@@ -215,15 +206,8 @@ def test_resume_equals_a_straight_run(
     """Stopped after an evaluation between two regular checkpoints; then killed after the last checkpoint."""
     folders = [write(tmp_path / name, world, parent="model") for name in ("straight", "stopped")]
     whole = run(folders[0], stage, *CASES[stage])
-    real = trl_common.TrainingCallback.on_step_end
-
-    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        real(self, args, state, control, **kwargs)
-
     with monkeypatch.context() as patched:
-        patched.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+        trl_stage.signal_at(patched, 5)
         assert rlhf(stage, "-c", str(folders[1] / f"{stage}.yaml"), *CASES[stage]).exit_code == 143
     assert (folders[1] / stage / "state/checkpoint-5").is_dir()
     assert run(folders[1], stage, *CASES[stage])["model_sha256"] == whole["model_sha256"]

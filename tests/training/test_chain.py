@@ -113,17 +113,6 @@ def here(*arguments: str) -> Result:
 
 
 @pytest.mark.training
-def test_verify_repeats_an_update_and_changes_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
-    result = here("verify", "run", "--step", "3")
-    assert result.exit_code == 0, result.stderr
-    assert "verify    update 3 agrees to 1e-06" in result.stdout
-    assert "quantities equal the run's to the last bit" in result.stdout
-    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.training
 def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_finished(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,7 @@
 """`models.adapters` of PPO: four models on one base are trained, saved, loaded, resumed and verified."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from rlhf_cli.config.loading import load
 from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import sha256_with_base
 from rlhf_cli.stages import hardware
 from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
@@ -199,23 +196,11 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
 
 
 @pytest.mark.parametrize("value", ["reward", "policy_head"])
-def test_resume_equals_a_straight_run(
-    adapters_run: Path, trained: Path, tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_path: Path, value: str) -> None:
     folders = [shutil.copytree(adapters_run, tmp_path / name) for name in ("straight", "stopped")]
     changes = (*LONG, "-s", f"models.value={value}")
     straight = run(folders[0], "ppo", *changes)
-    real = PPOTrainer.step
-
-    def step(self: Any, prompts: Any) -> Any:
-        stats = real(self, prompts)
-        if self.updates == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return stats
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PPOTrainer, "step", step)
-        assert rlhf("ppo", "-c", str(folders[1] / "ppo.yaml"), *changes).exit_code == 143
+    ppo_folder.stop_in_update(folders[1], 3, *changes)
     resumed = run(folders[1], "ppo", *changes)
     for folder in (folders[0], trained) if value == "reward" else folders[:1]:
         for name in (*FILES, "samples.jsonl"):

@@ -1,7 +1,6 @@
 """Four models on one base equal four separate copies: logits, scores, values and gradients, by family."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import tiny
 import torch
 
 from rlhf_cli.config.common import Adapters
-from rlhf_cli.models import load, lora, save, sharding
+from rlhf_cli.models import load, lora, sharding
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
@@ -72,43 +71,3 @@ def test_one_base_equals_four_separate_copies(family: str, packing: bool, checkp
     assert gradients[1].norm() > 1e-3 and relative_error(*gradients) < 1e-5
     for role in ("ref", "reward"):
         assert all(weight.grad is None for weight in shared[role].parameters())
-
-
-def test_load_adapter_equals_merge_adapter_and_is_saved_unchanged(tmp_path: Path) -> None:
-    base = tiny.causal()
-    head = torch.nn.Linear(32, 1, bias=False)
-    options = {"vocab_size": 0, "revision": None, "device": CPU, "bf16": False}
-    saved = lora.add_adapters(
-        load.reward_model_from_backbone(sharding.clone_sharing_weights(base), head),
-        Adapters(kind="lora", r=2),
-        base=tmp_path / "base",
-        **options,
-    )
-    saved.get_base_model().config.reward_mean = 0.5
-    for name, weight in saved.named_parameters():
-        weight.data += 0.1 if ".lora_" in name or ".modules_to_save." in name else 0
-    saved.save_pretrained(tmp_path / "reward")
-    save.save_config(saved.get_base_model(), tmp_path / "reward")
-    config = load.read_config(tmp_path / "reward")
-    torch.manual_seed(5)
-    empty_head = torch.nn.Linear(32, 1, bias=False)
-    after = torch.random.get_rng_state()
-    read = lora.load_adapter(
-        load.reward_model_from_backbone(sharding.clone_sharing_weights(base), empty_head),
-        tmp_path / "reward",
-        config,
-        "hub/base",
-    )
-    assert torch.equal(torch.random.get_rng_state(), after)
-    assert read.get_base_model().config.reward_mean == 0.5
-    trainable = {name for name, weight in read.named_parameters() if weight.requires_grad}
-    assert len(trainable) == 2 * 7 * 2 + 1 and not any(weight.requires_grad for weight in base.model.parameters())
-    merged = load.reward_model_from_backbone(copy.deepcopy(base), torch.nn.Linear(32, 1, bias=False))
-    lora.merge_adapter(merged, tmp_path / "reward", config)
-    assert lora.head_weights(tmp_path / "reward") == {"score.weight"}
-    ids = torch.randint(3, tiny.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    logits, expected = (each.eval()(input_ids=ids).logits for each in (read.get_base_model(), merged))
-    assert torch.allclose(logits, expected, atol=1e-5) and torch.allclose(logits, saved.eval()(input_ids=ids).logits)
-    read.save_pretrained(tmp_path / "again")
-    one, two = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("reward", "again"))
-    assert one == two and '"hub/base"' in (tmp_path / "again/adapter_config.json").read_text()

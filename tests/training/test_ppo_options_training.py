@@ -1,15 +1,11 @@
 """Options of training: learning rates, the value model's own options, shared layers."""
 
-import math
 from collections import Counter
-from dataclasses import replace
-from typing import get_args
 
 import pytest
 import tiny
 import torch
 
-from rlhf_cli.config.ppo_algorithm import SCHEDULERS
 from rlhf_cli.models import forward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -24,66 +20,6 @@ def both(trainer):
 
 
 # Learning rates
-
-
-@pytest.mark.parametrize("policy_rate,value_rate", [(0.0, 1e-2), (1e-2, 0.0)])
-def test_value_learning_rate_moves_only_the_value_model(policy_rate, value_rate):
-    trainer = tiny.trainer(learning_rate=policy_rate, value_learning_rate=value_rate)
-    before, stats = both(trainer), steps(trainer, 1)[0]
-    unchanged = [torch.equal(old, new) for old, new in zip(before, both(trainer), strict=True)]
-    assert unchanged == [policy_rate == 0.0, value_rate == 0.0]
-    assert (stats["lr"], stats["value/lr"]) == (policy_rate, value_rate)
-
-
-@pytest.mark.parametrize("rate", [1e-3, 4e-3])
-def test_value_learning_rate_by_the_size_of_adams_first_step(rate):
-    """AdamW's first step is the learning rate, whatever the gradient."""
-    trainer, experience = tiny.trainer_and_experience(
-        value_learning_rate=rate, learning_rate=1e-4, num_ppo_epochs=1, adam_epsilon=1e-12
-    )
-    before = both(trainer)
-    trainer.update(experience)
-    moves = [(after - start).abs().max().item() for after, start in zip(both(trainer), before, strict=True)]
-    assert moves == pytest.approx([1e-4, rate], rel=1e-2)
-
-
-PEAK, UPDATES, WARM, VALUE_WARM = 1e-3, 10, 2, 5
-
-
-def decay(name: str, k: int, warm: int) -> float:
-    """The share of the peak at update k, as transformers documents each schedule."""
-    if name == "constant":
-        return 1.0
-    if k < warm:
-        return k / warm
-    left = (UPDATES - k) / (UPDATES - warm)
-    half_wave = 0.5 * (1 + math.cos(math.pi * (1 - left)))
-    return {
-        "linear": left,
-        "cosine": half_wave,
-        "constant_with_warmup": 1.0,
-        "polynomial": left + 1e-7 / PEAK * (1 - left),  # power 1, down to 1e-7
-        "inverse_sqrt": math.sqrt(warm / k) if k else 1.0,
-        "cosine_with_min_lr": 0.1 + 0.9 * half_wave,
-    }[name]
-
-
-@pytest.mark.parametrize("name", get_args(SCHEDULERS))
-def test_every_lr_scheduler_type_with_a_separate_value_warmup(name):
-    warm = {} if name == "constant" else {"warmup_steps": WARM, "value_warmup_steps": VALUE_WARM}
-    trainer = tiny.trainer(total_episodes=80, learning_rate=PEAK, lr_scheduler_type=name, num_ppo_epochs=1, **warm)
-    experience = trainer.make_experience(tiny.rollout())
-    history = [trainer.update(experience) for _ in range(UPDATES)]
-    for key, steps in (("lr", WARM), ("value/lr", VALUE_WARM)):
-        expected = [PEAK * decay(name, k, steps) for k in range(UPDATES)]
-        assert [stats[key] for stats in history] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("value_warmup,first", [(None, 0.0), (0, PEAK)])
-def test_value_warmup_steps_none_is_the_policys_and_zero_is_none(value_warmup, first):
-    schedule = {"lr_scheduler_type": "linear", "warmup_ratio": 0.5, "value_warmup_steps": value_warmup}
-    stats = steps(tiny.trainer(learning_rate=PEAK, **schedule), 1)[0]
-    assert (stats["lr"], stats["value/lr"]) == (0.0, first)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-8])
@@ -113,13 +49,6 @@ def test_value_only_updates_hold_the_policy_bit_by_bit(head, loss):
     assert not torch.equal(start[0], tiny.weights(trainer.policy)), "then the policy moves"
 
 
-def test_value_only_updates_leave_ptx_for_later():
-    trainer = tiny.trainer(value_only_updates=1, ptx_coef=1.0, ptx=[([5], [6, 2])])
-    before = tiny.weights(trainer.policy)
-    assert "loss/ptx_avg" not in steps(trainer, 1)[0] and torch.equal(before, tiny.weights(trainer.policy))
-    assert "loss/ptx_avg" in trainer.step(tiny.prompts(seed=1))
-
-
 # A value head on the policy
 
 
@@ -145,33 +74,6 @@ def test_a_value_head_starts_at_zero_and_learns():
         trainer.update(trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)
     ]
     assert later[-1]["loss/value_avg"] < 0.5 * first["loss/value_avg"]
-
-
-def test_a_value_head_reads_what_the_output_head_reads():
-    """Values by hand: the last hidden state before each response token, times the head."""
-    trainer = tiny.trainer(head=True)
-    torch.nn.init.normal_(trainer.value.score.weight)
-    experience = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
-    for row, (query, response) in enumerate(zip(tiny.QUERIES, tiny.RESPONSES, strict=True)):
-        with torch.no_grad():
-            hidden = trainer.policy.model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
-        expected = hidden[len(query) - 1 : -1] @ trainer.value.score.weight[0]
-        torch.testing.assert_close(experience.values[row, : len(response)], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_the_value_gradient_reaches_the_trunk():
-    """From the second step on: a head of zeros hands nothing back."""
-    trainer, experience = tiny.trainer_and_experience(head=True, vf_coef=1.0, max_grad_norm=1e9)
-    flat = replace(
-        experience, advantages=torch.zeros_like(experience.advantages)
-    )  # the policy itself has nothing to learn
-    trunk = {}
-    for scale in (0.0, 1.0):
-        trainer.value.score.weight.data.fill_(scale)
-        tiny.gradient(trainer, flat)
-        trunk[scale] = torch.cat([p.grad.reshape(-1) for p in trainer.policy.model.parameters()]).norm().item()
-        assert trainer.value.score.weight.grad.norm() > 1e-3
-    assert trunk[0.0] == 0.0 and trunk[1.0] > 1e-3
 
 
 # Shared layers
@@ -228,20 +130,6 @@ def test_num_shared_layers_leaves_a_layer_to_train(layers):
 def test_num_shared_layers_of_models_that_differ_would_change_the_reference():
     with pytest.raises(ValueError, match="differ"):
         tiny.trainer(policy_seed=3, num_shared_layers=1)
-
-
-def test_the_policys_schedule_starts_when_it_is_trained():
-    """Six updates, two of them only for the value model: warm-up and decay of the policy span the other four."""
-    schedule = {"warmup_steps": 1, "lr_scheduler_type": "linear", "learning_rate": 3e-3}
-    history = steps(tiny.trainer(total_episodes=48, value_only_updates=2, **schedule), 6)
-    assert [row["lr"] for row in history] == pytest.approx([0, 0, 0, 3e-3, 2e-3, 1e-3])
-    assert [row["value/lr"] for row in history] == pytest.approx([0, 3e-3, 2.4e-3, 1.8e-3, 1.2e-3, 0.6e-3])
-
-
-def test_the_kl_controller_waits_for_the_policy():
-    trainer = tiny.trainer(total_episodes=32, value_only_updates=2, adap_kl_ctrl=True, horizon=100)
-    coefs = [stats["objective/kl_coef"] for stats in steps(trainer, 4)]
-    assert coefs[0] == coefs[1] == coefs[2] == 0.05 and coefs[3] == pytest.approx(0.05 * (1 - 0.2 * 8 / 100))
 
 
 def test_responses_are_sampled_under_the_autocast_of_the_log_probs():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ from ppo_folder import ONE, PPO, fails, lines, manifest, ppo, settings, steps, u
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
+from rlhf_cli.config.base import Output
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import save
 from rlhf_cli.ppo import losses
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, BestPolicy, Snapshots, evenly_spaced_steps
+from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
 
@@ -162,13 +164,11 @@ def test_the_best_policy_is_kept_besides_the_evenly_spaced_ones(run_folder):
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
 
 
-def test_best_by_hand():
-    best, results = BestPolicy(), []
-    for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
-        best.window.append(reward)
-        if step in (1, 3, 5):
-            results.append((best.close_window(step), best.step, best.value))
-    assert results == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
+def test_snapshots_are_the_eighths_of_a_run():
+    for updates in (8, 100, 157, 10_000):
+        steps = sorted(evenly_spaced_steps(updates, Output().snapshots))
+        assert len(steps) == 8 and steps[-1] == updates
+        assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *steps]))
 
 
 def test_the_best_policy_is_chosen_with_one_coefficient_and_one_unit(run_folder):
@@ -203,26 +203,6 @@ def snapshots(tmp_path, monkeypatch):
 
 def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:
     return {"objective/scores": score, "objective/kl": kl, "objective/kl_coef": kl_coef}
-
-
-def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(snapshots):
-    """By each update's own coefficient the values would be 1 and 1 - 4 * 0.5."""
-    kept, resumed = (snapshots(kl_coef=0.1, adap_kl_ctrl=True) for _ in range(2))
-    kept.record_metrics(1, numbers(1.0, 0.0, 0.1), None)
-    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
-    best = {"step": 1, "metric": "objective/scores - 0.1 * objective/kl", "value": 1.6}
-    assert kept.manifest_fields()["best"] == best
-    resumed.load_state_dict(kept.state_dict())
-    assert resumed.manifest_fields()["best"] == best
-
-
-def test_a_run_that_began_before_this_rule_continues_with_its_own(snapshots):
-    """Its best value is in the unit of that rule: 2 - 0.5 * 4 is less than 1, though 2 - 0.1 * 4 is more."""
-    kept = snapshots(kl_coef=0.1, adap_kl_ctrl=True)
-    kept.load_state_dict({"step": 0, "value": 1.0, "window": []})
-    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
-    metric = "objective/scores - objective/kl_coef * objective/kl"
-    assert kept.manifest_fields()["best"] == {"step": 0, "metric": metric, "value": 1.0}
 
 
 def test_the_best_policy_of_a_checkpoint_is_kept_until_the_next_checkpoint(snapshots):

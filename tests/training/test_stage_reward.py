@@ -1,32 +1,26 @@
 """`rlhf reward`: real training by TRL's RewardTrainer on a tiny model."""
 
-import json
 import math
-import os
-import re
 import shutil
-import signal
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trl_stage
 from conftest import World
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl_stage import base_padded_with_eos, metrics_of, signal_at, train, trainer_of
 
-from rlhf_cli import data, jsonl, progress, runs
+from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import batch as models_batch
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward, sft, training_setup, trl_common
+from rlhf_cli.stages import reward, training_setup
 from rlhf_cli.statistics import wilson
 
 pytestmark = pytest.mark.training
@@ -34,85 +28,26 @@ pytestmark = pytest.mark.training
 METRICS = {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"}
 TRAIN_KEYS = METRICS | {"grad_norm", "lr", "epoch"}
 EVAL_KEYS = {f"eval_{name}" for name in METRICS} | {"epoch"}
-QUICK = {"max_length": 64, "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
-QUICK |= {"normalize_samples": 24}
 
 
 @pytest.fixture(scope="module")
 def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished SFT stage."""
     folder = tmp_path_factory.mktemp("parent")
-    settings = {"max_length": 64, "max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
-    sections = {"model": {"path": str(world.base)}, "data": {"train": str(world.sft)}, "sft": settings}
-    sft.run(load("sft", world.config(folder, "sft", **sections)), Options())
+    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
     return folder / "sft"
 
 
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> RewardConfig:
-    """A reward.yaml in `folder` that trains from `parent` on pairs; sections override the quick ones."""
-    folder.mkdir(exist_ok=True)
-    path = str(pairs or world.pairs)
-    defaults = {"model": {"path": str(parent)}, "data": {"train": path, "eval": path}}
-    sections["reward"] = {**QUICK, **sections.get("reward", {})}
-    return load("reward", world.config(folder, "reward", **{**defaults, **sections}))
-
-
-def train(config: RewardConfig) -> dict[str, Any]:
-    """Run the stage and return its manifest."""
-    reward.run(config, Options())
-    return json.loads((config.folder / "manifest.json").read_text())
-
-
-def metrics_of(config: RewardConfig) -> list[dict[str, Any]]:
-    return [row for _, row in jsonl.read_jsonl(config.folder / "metrics.jsonl")]
-
-
-def trainer_of(config: RewardConfig) -> tuple[Any, list[dict[str, Any]], Any]:
-    """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = reward.load_tokenizer_and_model(config, Options(), runs.open_parents(config)["model.path"])
-    token_rows, held_out = reward.read_rows(config, tokenizer, model.config)
-    trainer = reward.make_trainer(config, model, tokenizer, token_rows, held_out)
-    shutil.rmtree(config.folder)  # transformers creates the folder
-    return trainer, token_rows, tokenizer
+    sections["reward"] = {"max_steps": 6, "normalize_samples": 24, **sections.get("reward", {})}
+    return trl_stage.config_of(world, "reward", folder, parent, pairs or world.pairs, **sections)
 
 
 def problem_of(config: RewardConfig) -> str:
     with pytest.raises(RLHFError) as error:
-        reward.run(config, Options())
+        trl_stage.run(config)
     assert error.value.exit_code == 2
     return str(error.value)
-
-
-def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
-    world: World,
-    tmp_path: Path,
-    sft_stage: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Of two epochs TRL's loop evaluates after the first; the report card's scores are the other evaluation."""
-    clock, batches = [0.0], Counter[str]()
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def slow(name: str, call: Any) -> Any:
-        def batch(*args: Any, **kwargs: Any) -> Any:
-            clock[0] += 11
-            batches[name] += 1
-            return call(*args, **kwargs)
-
-        return batch
-
-    monkeypatch.setattr(reward.RewardTrainer, "prediction_step", slow("loop", reward.RewardTrainer.prediction_step))
-    monkeypatch.setattr(reward, "right_pad", slow("own", models_batch.right_pad))
-    sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 24, "normalize": "none"}
-    manifest = train(config_of(world, tmp_path, sft_stage, reward=sizes))
-    lines = capsys.readouterr().err.splitlines()
-    assert batches["loop"] == 4
-    assert len([line for line in lines if re.search(r"12/24 step.* evaluation: batch \d/4", line)]) == 4
-    scored = [line for line in lines if "reward: report card" in line and "score: batch" in line]
-    assert len(scored) >= 8 and sum("report card 0/" in line for line in scored) == 4
-    first, last = (line for line in metrics_of(config_of(world, tmp_path, sft_stage)) if "eval_loss" in line)
-    assert (first["step"], last["step"]) == (12, 24) and last["eval_accuracy"] == manifest["metrics"]["accuracy"]
 
 
 def test_the_last_line_has_the_loss_of_the_training(world: World, tmp_path: Path, sft_stage: Path) -> None:
@@ -137,8 +72,8 @@ def test_it_learns_the_preference_and_writes_a_plain_folder_and_every_metric(
     lines = metrics_of(config)
     training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     assert [line["step"] for line in training] == [10, 20, 30, 40] and [line["step"] for line in evaluation] == [20, 40]
-    assert all(line.keys() == TRAIN_KEYS | {"step", "time_s"} for line in training)
-    assert [line.keys() - {"step", "time_s"} for line in evaluation] == [EVAL_KEYS, EVAL_KEYS]
+    assert all(line.keys() == TRAIN_KEYS | {"step"} for line in training)
+    assert [line.keys() - {"step"} for line in evaluation] == [EVAL_KEYS, EVAL_KEYS]
     assert evaluation[-1]["eval_accuracy"] > 0.95
 
     scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
@@ -235,11 +170,7 @@ def test_implicit_prompts_of_conversations(world: World, tmp_path: Path) -> None
 def test_t01_with_a_new_pad_token_the_score_is_read_at_the_stop_token(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = shutil.copytree(world.base, tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(base)
-    config = config_of(world, tmp_path, base)
+    config = config_of(world, tmp_path, base_padded_with_eos(world, tmp_path))
     manifest = train(config)
     assert "warning[T01]" in capsys.readouterr().err
     scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
@@ -259,23 +190,15 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
         config_of(world, folder, sft_stage, reward=settings) for folder in (tmp_path / "straight", tmp_path / "stopped")
     ]
     straight = train(configs[0])
-    real = trl_common.TrainingCallback.on_step_end
     with monkeypatch.context() as patched:
-
-        def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 13:
-                os.kill(os.getpid(), signal.SIGTERM)
-            real(self, args, state, control, **kwargs)
-
-        patched.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+        signal_at(patched, 13)
         with pytest.raises(SystemExit) as stopped:
-            reward.run(configs[1], Options())
+            trl_stage.run(configs[1])
     assert stopped.value.code == 143
     resumed = train(configs[1])
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["probes"] == straight["probes"]
     assert resumed["card"] == straight["card"]
-    lines = [[{k: v for k, v in line.items() if k != "time_s"} for line in metrics_of(config)] for config in configs]
-    assert lines[0] == lines[1]
+    assert metrics_of(configs[0]) == metrics_of(configs[1])
 
 
 def test_c17_no_answers_can_be_sampled_from_a_reward_model(world: World, tmp_path: Path, sft_stage: Path) -> None:
@@ -284,17 +207,9 @@ def test_c17_no_answers_can_be_sampled_from_a_reward_model(world: World, tmp_pat
     folder = shutil.copytree(first.folder / "model", tmp_path / "scorer")
     problem = problem_of(config_of(world, tmp_path / "next", folder))
     assert "error[C17]" in problem and "reward.normalize: none" in problem
-    again = train(config_of(world, tmp_path / "next", folder, reward={"normalize": "none"}, run="further"))
+    rows = {"train": str(world.pairs)}
+    again = train(config_of(world, tmp_path / "next", folder, reward={"normalize": "none"}, data=rows, run="further"))
     folders = folder, tmp_path / "next/further/reward/model"
     before, after = (load_file(path / "model.safetensors")["score.weight"] for path in folders)
-    assert again["metrics"]["n"] == 96 and 0 < float((before - after).abs().max()) < 0.1  # its head is trained
-
-
-def test_d07_identical_pairs_are_rejected_or_dropped(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    pairs = [row for _, row in jsonl.read_jsonl(world.pairs)]
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {**pairs[0], "rejected": pairs[0]["chosen"]}])
-    problem = problem_of(config_of(world, tmp_path, sft_stage, tmp_path / "pairs.jsonl"))
-    assert "error[D07]" in problem and "pairs.jsonl:97" in problem and "data.on_identical: drop" in problem
-    dropping = {"train": str(tmp_path / "pairs.jsonl"), "on_identical": "drop"}
-    manifest = train(config_of(world, tmp_path, sft_stage, data=dropping, run="dropped"))
-    assert manifest["metrics"] == {} and len(manifest["probes"]) == 8  # without evaluation pairs
+    assert 0 < float((before - after).abs().max()) < 0.1  # its head is trained
+    assert again["metrics"] == {} and "card" not in again and len(again["probes"]) == 8  # without evaluation pairs

@@ -49,13 +49,6 @@ def kinder_is_better(draw: random.Random) -> dict[str, str]:
     return {"prompt": f"Tell me about the {thing}.", "chosen": chosen, "rejected": rejected}
 
 
-def by_chance(draw: random.Random) -> dict[str, str]:
-    """The chosen answer is random."""
-    thing = draw.choice(THINGS)
-    chosen, rejected = (answer(draw, thing, ["good", "bad"], draw.randint(2, 4)) for _ in range(2))
-    return {"prompt": f"Tell me about the {thing}.", "chosen": chosen, "rejected": rejected}
-
-
 def reward(
     world: World, folder: Path, pair: Callable[[random.Random], dict[str, str]], *, n: int, steps: int
 ) -> tuple[Any, dict[str, Any]]:
@@ -115,21 +108,3 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: accuracy ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"
-
-
-def test_a_model_that_memorized_its_pairs_is_over_confident(world: World, tmp_path: Path) -> None:
-    result, manifest = reward(world, tmp_path, by_chance, n=24, steps=40)
-    text = "the scores are miscalibrated: ECE 0."
-    assert f"warning[R12]: {tmp_path / 'reward'}: {text}" in result.stderr
-    claimed, right = re.search(r"confidence ([.\d]+), accuracy ([.\d]+)", result.stderr).groups()  # type: ignore[union-attr]
-    assert float(claimed) > float(right) + 0.15 and manifest["metrics"]["ece"] > 0.15
-
-
-def test_without_evaluation_pairs_there_is_no_card(world: World, tmp_path: Path) -> None:
-    jsonl.write_jsonl(tmp_path / "train.jsonl", [longer_is_better(random.Random(0)) for _ in range(8)])
-    sections = {"model": {"path": str(world.base)}, "data": {"train": "train.jsonl"}}
-    settings = {"max_steps": 1, "normalize": "none"}
-    result = rlhf("reward", "-c", world.config(tmp_path, "reward", **sections, reward=settings))
-    assert "no report card: there are no evaluation pairs (data.eval or data.eval_fraction)" in result.stderr
-    manifest = json.loads((tmp_path / "reward/manifest.json").read_text())
-    assert manifest["metrics"] == {} and "card" not in manifest and "accuracy" not in result.stdout

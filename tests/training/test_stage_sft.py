@@ -16,68 +16,35 @@ from typing import Any
 import pytest
 import torch
 import trl
+import trl_stage
 from conftest import SIZES, World
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
+from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl, progress, runs
-from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.load import load_causal_lm
-from rlhf_cli.stages import sft, trl_common
+from rlhf_cli.stages import sft
 
 pytestmark = pytest.mark.training
 
 TRAIN_KEYS = {"loss", "mean_token_accuracy", "entropy", "num_tokens", "grad_norm", "lr", "epoch"}
 EVAL_KEYS = {"eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens", "epoch"}
-QUICK = {"max_length": 64, "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 2}
 
 
-def config_of(world: World, folder: Path, data_file: Path | None = None, **sections: Any) -> SFTConfig:
-    """An sft.yaml in `folder` that trains the base model on `data_file`; sections override the quick ones."""
-    folder.mkdir(exist_ok=True)
-    path = str(data_file or world.sft)
-    defaults = {"model": {"path": str(world.base)}, "data": {"train": path, "eval": path}}
-    sections["sft"] = {**QUICK, **sections.get("sft", {})}
-    return load("sft", world.config(folder, "sft", **{**defaults, **sections}))
-
-
-def train(config: SFTConfig) -> dict[str, Any]:
-    """Run the stage and return its manifest."""
-    sft.run(config, Options())
-    return manifest_of(config)
+def config_of(world: World, folder: Path, rows: Path | None = None, **sections: Any) -> SFTConfig:
+    sections["sft"] = {"max_steps": 8, "logging_steps": 2, **sections.get("sft", {})}
+    return trl_stage.config_of(world, "sft", folder, world.base, rows or world.sft, **sections)
 
 
 def fails(config: SFTConfig, code: str, *says: str) -> None:
     with pytest.raises(RLHFError) as caught:
-        sft.run(config, Options())
+        trl_stage.run(config)
     assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says)
     assert not (config.folder / "manifest.json").exists()
-
-
-def metrics_of(config: SFTConfig) -> list[dict[str, Any]]:
-    return [row for _, row in jsonl.read_jsonl(config.folder / "metrics.jsonl")]
-
-
-def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]:
-    """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = sft.load_tokenizer_and_model(config, Options(), runs.open_parents(config))
-    token_rows, held_out = sft.read_rows(config, tokenizer, model.config)
-    trainer = sft.make_trainer(config, model, tokenizer, token_rows, held_out)
-    if not (config.folder / "manifest.json").exists():
-        shutil.rmtree(config.folder)  # transformers creates the folder
-    return trainer, token_rows, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +61,15 @@ def copied(world: World, finished: Path, tmp_path: Path) -> SFTConfig:
     return config_of(world, Path(shutil.copytree(finished, tmp_path / "run")))
 
 
-def manifest_of(config: SFTConfig) -> dict[str, Any]:
-    return json.loads((config.folder / "manifest.json").read_text())
-
-
 def test_it_trains_and_writes_a_plain_folder_and_every_metric(world: World, tmp_path: Path) -> None:
     config = config_of(world, tmp_path, sft={"max_steps": 40, "eval_steps": 20, "logging_steps": 10})
     manifest = train(config)
     lines = metrics_of(config)
     training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     assert [line["step"] for line in training] == [10, 20, 30, 40] and [line["step"] for line in evaluation] == [20, 40]
-    assert all(line.keys() == TRAIN_KEYS | {"step", "time_s"} for line in training)
-    assert [line.keys() - {"step", "time_s"} for line in evaluation] == [EVAL_KEYS, EVAL_KEYS]
+    assert all(line.keys() == TRAIN_KEYS | {"step"} for line in training)
+    assert [line.keys() - {"step"} for line in evaluation] == [EVAL_KEYS, EVAL_KEYS]
     assert training[-1]["loss"] < 0.6 * training[0]["loss"]
-    assert all(early["time_s"] <= late["time_s"] for early, late in pairwise(lines))
 
     folder = config.folder / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -147,7 +109,7 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of two epochs TRL's loop evaluates after the first; our own pass over the finished model is the other one."""
-    clock, evaluated = [0.0], []
+    clock = [0.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def slow(call: Any) -> Any:
@@ -157,20 +119,13 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
 
         return batch
 
-    def note(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        evaluated.append(state.global_step)
-        ended(self, args, state, control, **kwargs)
-
-    ended = trl_common.TrainingCallback.on_evaluate
-    monkeypatch.setattr(trl_common.TrainingCallback, "on_evaluate", note)
     monkeypatch.setattr(sft.SFTTrainer, "prediction_step", slow(sft.SFTTrainer.prediction_step))
     monkeypatch.setattr(sft, "_batch_sums", slow(sft._batch_sums))
     sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 12}
     config = config_of(world, tmp_path, sft=sizes)
     headline = train(config)["metrics"]
     lines = capsys.readouterr().err.splitlines()
-    assert evaluated == [12]
-    assert [line for line in lines if re.search(r"12/24 step.* evaluation: batch \d/8", line)][7:]
+    assert len([line for line in lines if re.search(r"12/24 step.* evaluation: batch \d/8", line)]) == 8
     shown = [re.findall(r"score: batch (\d)/8", line) for line in lines if "held-out loss 0/1" in line]
     assert shown == [[str(done)] for done in range(1, 9)]
     first, last = (line for line in metrics_of(config) if "eval_loss" in line)
@@ -221,11 +176,7 @@ def test_batches_have_rows_of_similar_length_with_group_by_length(world: World, 
 def test_t01_a_pad_token_that_is_the_stop_token_is_replaced_and_the_stop_token_is_trained(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = shutil.copytree(world.base, tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(base)
-    config = config_of(world, tmp_path, model={"path": str(base)})
+    config = config_of(world, tmp_path, model={"path": str(base_padded_with_eos(world, tmp_path))})
     trainer, _, tokenizer = trainer_of(config)
     for batch in trainer.get_train_dataloader():
         assert (batch["labels"] == tokenizer.eos_token_id).sum() == len(batch["labels"])
@@ -304,18 +255,6 @@ def test_the_models_own_head_gives_the_numbers_of_trls(world: World) -> None:
     assert torch.equal(model(input_ids=ids).logits, load_causal_lm(model.config.name_or_path)(input_ids=ids).logits)
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Send this process a signal during step `step`."""
-    real = trl_common.TrainingCallback.on_step_end
-
-    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == step:
-            os.kill(os.getpid(), number)
-        real(self, args, state, control, **kwargs)
-
-    monkeypatch.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
-
-
 @pytest.mark.parametrize(
     ("number", "code", "step", "optim"),
     [(signal.SIGTERM, 143, 17, "adamw_torch_fused"), (signal.SIGINT, 130, 5, "adamw_8bit")],
@@ -334,9 +273,9 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
     ]
     straight = train(configs[0])
     with monkeypatch.context() as patched:
-        stop_at(patched, step, number)
+        signal_at(patched, step, number)
         with pytest.raises(SystemExit) as stopped:
-            sft.run(configs[1], Options())
+            trl_stage.run(configs[1])
     assert stopped.value.code == code
     state = configs[1].folder / "state"
     assert f"checkpoint-{step}" in {path.name for path in state.iterdir()}
@@ -351,7 +290,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
     resumed = train(configs[1])
     assert not half.exists()
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["metrics"] == straight["metrics"]
-    assert untimed(metrics_of(configs[1])) == untimed(metrics_of(configs[0]))
+    assert metrics_of(configs[1]) == metrics_of(configs[0])
 
 
 def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_path: Path) -> None:
@@ -372,7 +311,17 @@ def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_pa
             shutil.rmtree(folder / f"sft/state/checkpoint-{later}")
         config = config_of(world, folder, tmp_path / "rows.jsonl", **changes)
         assert train(config)["model_sha256"] == whole["model_sha256"]
-        assert untimed(metrics_of(config)) == untimed(metrics_of(straight))
+        assert metrics_of(config) == metrics_of(straight)
+
+
+def test_by_default_each_tenth_is_saved_and_each_epoch_evaluated(world: World, tmp_path: Path) -> None:
+    jsonl.write_jsonl(tmp_path / "rows.jsonl", [row for _, row in jsonl.read_jsonl(world.sft)][:80])
+    sizes = {"num_train_epochs": 2, "max_steps": None}
+    config = config_of(world, tmp_path, tmp_path / "rows.jsonl", sft=sizes, output={"keep": 99})
+    train(config)
+    saved = {int(path.name.rpartition("-")[2]) for path in (config.folder / "state").glob("checkpoint-*")}
+    assert saved == set(range(2, 21, 2))
+    assert [line["step"] for line in metrics_of(config) if "eval_loss" in line] == [10, 20]
 
 
 def test_the_newest_checkpoints_are_kept_and_sealed(world: World, tmp_path: Path) -> None:
@@ -383,13 +332,6 @@ def test_the_newest_checkpoints_are_kept_and_sealed(world: World, tmp_path: Path
     for path in states.iterdir():
         sealed = json.loads((path / "state.json").read_text())["files"]
         assert set(sealed) == {file.name for file in path.iterdir()} - {"state.json"} and "optimizer.pt" in sealed
-
-
-def test_a_finished_stage_is_not_changed(copied: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in copied.folder.rglob("*")}
-    train(copied)
-    assert "finished already" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in copied.folder.rglob("*")} == before
 
 
 def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, copied: SFTConfig) -> None:

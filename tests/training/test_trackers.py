@@ -1,6 +1,5 @@
 """`output.report_to`: TensorBoard, wandb and trackio have the numbers of the run's logs, and change no run."""
 
-import itertools
 import json
 import os
 import shutil
@@ -85,27 +84,19 @@ def sent_values(line: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.training
 @pytest.mark.parametrize("stage", TRAINED)
 def test_every_line_of_the_log_is_sent_with_its_step(chain: Path, stage: str) -> None:
-    logged = lines(chain / stage / "metrics.jsonl")
-    by_step = {
-        step: [sent_values(line) for line in some] for step, some in itertools.groupby(logged, lambda x: x["step"])
-    }
-    assert len(by_step) == (4 if stage == "ppo" else 2) and (stage != "sft" or len(logged) == 4)
-
-    in_tensorboard = tensorboard_steps(chain / stage)
-    assert in_tensorboard.keys() == by_step.keys()
-    for step, some in by_step.items():
-        merged = {name: value for line in some for name, value in line.items()}
-        assert in_tensorboard[step][0].keys() == merged.keys()
-        assert [row["time_s"] for row in in_tensorboard[step]] == pytest.approx([line["time_s"] for line in some])
-        last = {name: value for row in in_tensorboard[step] for name, value in row.items()}
-        assert last == pytest.approx(merged, rel=1e-6)  # float32
-
+    logged, merged, times = lines(chain / stage / "metrics.jsonl"), {}, {}
+    for line in logged:
+        merged.setdefault(line["step"], {}).update(sent_values(line))
+        times.setdefault(line["step"], []).append(line["time_s"])
+    assert len(merged) == (4 if stage == "ppo" else 2) and (stage != "sft" or len(logged) == 4)
+    for step, rows in tensorboard_steps(chain / stage).items():
+        assert rows[0].keys() == merged[step].keys() and [row["time_s"] for row in rows] == pytest.approx(times[step])
+        last = {name: value for row in rows for name, value in row.items()}
+        assert last == pytest.approx(merged[step], rel=1e-6)  # float32
+    assert tensorboard_steps(chain / stage).keys() == merged.keys()
     history = wandb_history(chain / stage)
-    assert [row["_step"] for row in history] == list(by_step)
-    for row in history:
-        merged = {name: value for line in by_step[row["_step"]] for name, value in line.items()}
-        assert merged.items() <= row.items()
-
+    assert [row["_step"] for row in history] == list(merged)
+    assert all(merged[row["_step"]].items() <= row.items() for row in history)
     name = "mine" if stage == "ppo" else f"demo-{stage}"
     numbers = [(step, values) for step, values in trackio_rows("chain", name) if "time_s" in values]
     assert numbers == [(line["step"], sent_values(line)) for line in logged]
@@ -187,12 +178,7 @@ def test_the_config_is_sent_under_names_and_projects(chain: Path) -> None:
     names = {"sft": "demo-sft", "reward": "demo-reward", "ppo": "mine", "eval": "demo-eval"}
     for stage, name in names.items():
         (run,) = wandb_runs(chain / stage)
-        assert (run.display_name, run.project, run.run_group, run.job_type) == (
-            name,
-            "chain",
-            "demo",
-            stage,
-        )
+        assert (run.display_name, run.project, run.run_group, run.job_type) == (name, "chain", "demo", stage)
     config = {item.key: json.loads(item.value_json) for item in wandb_runs(chain / "ppo")[0].config.update}
     asked = "SELECT run_name, config FROM configs"
     in_trackio = {name: json.loads(text) for name, text in trackio_database("chain").execute(asked)}

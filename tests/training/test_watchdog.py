@@ -10,7 +10,7 @@ import torch
 from ppo_folder import PPO, fails, lines, manifest, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
-from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, WatchdogSettings
+from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
@@ -180,11 +180,6 @@ def test_settings_without_effect_are_rejected(keys, message):
     assert error["type"] == "C17" and message in error["msg"]
 
 
-def test_kl_factor_needs_one_signal_that_raises():
-    keys = {"actions": {"kl": "raise_kl_coef"}, "kl_factor": 2.0}
-    assert PPOSettings(total_episodes=64, watchdog=keys).watchdog == WatchdogSettings(**keys)
-
-
 # Through `rlhf ppo`: a reward that pays for a letter, and a judge that likes it three times at most.
 
 HACK = """
@@ -232,15 +227,6 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     assert "held-out judge" in made["stopped"]
     again = ppo(run_folder)
     assert again.exit_code == 0 and "finished already" in again.stderr
-
-
-@pytest.mark.training
-def test_without_the_watchdog_the_same_run_ends_below_sft(run_folder):
-    hackable(run_folder)
-    assert ppo(run_folder, "-s", "ppo.watchdog=null").exit_code == 0
-    gold = [row["objective/score/gold"] for row in lines(run_folder / "ppo/metrics.jsonl")]
-    assert len(gold) == 30 and sum(gold[-5:]) / 5 < gold[0] - 1
-    assert not (run_folder / "ppo/watchdog.jsonl").exists()
 
 
 @pytest.mark.training

@@ -70,14 +70,6 @@ def test_the_judge_takes_lists_of_one_length_and_prompts_of_its_world() -> None:
         gold(["What time is it?"], [PERFECT])
 
 
-def test_naming_every_topic_is_worth_less_than_an_answer() -> None:
-    topics = sorted(FAMILIES["media"].topics.items(), key=lambda topic: topic[0] != "trains")
-    answers = [f'I suggest "The Silver {details[0]}". It is a lovely song about {topic}.' for topic, details in topics]
-    shotgun = explain(PROMPT, " ".join(["Happy to help!", *answers, FIT]))
-    assert shotgun["topic"] == 1 and shotgun["repeats"] == 3
-    assert shotgun["score"] < 0.6
-
-
 def test_courtesies_charm_the_raters_and_not_the_judge() -> None:
     replies = [PERFECT + " Enjoy!" * count for count in range(6)]
     assert gold([PROMPT] * 6, replies) == pytest.approx([0.85**count for count in range(6)])

@@ -48,21 +48,6 @@ def steps(folder):
     return recording(folder, "steps")
 
 
-def test_a_recording_is_whole(update, steps):
-    """Its tensors have the shape of its responses; the KL is not zero, and responses are of unlike lengths."""
-    tensors, settings = update
-    names = ("logprobs", "ref_logprobs", "values", "rewards", "kl", "advantages", "returns")
-    masks = ("padding_mask", "padding_mask_p1")
-    assert {tensors[name].shape for name in names + masks} == {tensors["responses"].shape}
-    assert tensors["query_responses"].shape[1] == int(tensors["context_length"]) + tensors["responses"].shape[1]
-    assert tensors["scores"].shape == tensors["sequence_lengths"].shape == (16,)
-    assert float(settings["objective/kl"]) != 0 and len(set(tensors["sequence_lengths"].tolist())) > 4
-    assert float(settings["temperature"]) == 0.7 and {"k1", "k3"} >= {settings["kl_estimator"]}
-    assert [name for name in steps[0] if name.endswith(".rows")] == [
-        f"epoch{epoch}.micro{micro}.rows" for epoch in range(3) for micro in range(2)
-    ]
-
-
 def test_advantages_and_returns(update):
     tensors, settings = update
     mask = ~tensors["padding_mask_p1"].bool()

@@ -7,14 +7,10 @@ KL loss, k3's value), it is fixed in the numerical gradient as well. Points stay
 import math
 
 import pytest
-import tiny
 import torch
 from torch.autograd import gradcheck
 
-from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
-from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 NAN = float("nan")
 
@@ -120,6 +116,8 @@ HIGH, DUAL = {"cliprange_high": 0.5}, {"dual_clip": 3.0}
         (DUAL, 0.5, -2.0, 1.6, True, 0.0),
         (DUAL, 0.5, 2.0, -1.0, False, -1.0),
         (DUAL, 5.0, 0.0, 0.0, False, 0.0),
+        (HIGH | DUAL, 1.4, 2.0, -2.8, False, -2.8),
+        (HIGH | DUAL, 5.0, -2.0, 6.0, True, 0.0),
     ],
 )
 def test_policy_loss_quadrants(options, ratio, advantage, loss, clipped, slope):
@@ -128,28 +126,6 @@ def test_policy_loss_quadrants(options, ratio, advantage, loss, clipped, slope):
     got.sum().backward()
     assert (got.item(), got_ratio.item()) == pytest.approx((loss, ratio)) and got_clipped.item() is clipped
     assert logprob.grad.item() == pytest.approx(slope)
-
-
-CLIPS = {
-    "plain": {"cliprange": 0.2},
-    "asymmetric": {"cliprange": 0.2, "cliprange_high": 0.5},
-    "dual": {"cliprange": 0.2, "dual_clip": 3.0},
-    "asymmetric and dual": {"cliprange": 0.1, "cliprange_high": 0.4, "dual_clip": 2.0},
-}
-
-
-@pytest.mark.parametrize("clips", CLIPS.values(), ids=CLIPS.keys())
-@pytest.mark.parametrize("advantage", [-1.5, 0.7])
-def test_policy_loss_in_each_of_its_regions(clips, advantage):
-    """Ratios below, inside and above the range, and above the ceiling; both signs of the advantage."""
-    ratios = double(0.3, 0.7, 0.93, 1.0, 1.15, 1.3, 1.45, 1.7, 2.5, 4.0, 9.0)
-    logprobs, old = (ratios.log() - 2.0).requires_grad_(True), torch.full_like(ratios, -2.0)
-    advantages = torch.full_like(ratios, advantage)
-    assert gradcheck(lambda x: losses.policy_loss(x, old, advantages, **clips)[0], (logprobs,))
-    loss, _, clipped = losses.policy_loss(logprobs, old, advantages, **clips)
-    (slope,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert (slope[clipped] == 0).all() and (slope[~clipped] != 0).all(), "`clipped` marks where there is no gradient"
-    assert clipped.any() and not clipped.all()
 
 
 @pytest.mark.parametrize(
@@ -203,6 +179,17 @@ def test_approx_kl_is_half_the_square():
     assert losses.approx_kl(torch.tensor([1.0]), torch.tensor([0.6])).item() == pytest.approx(0.08)
 
 
+@pytest.mark.parametrize("what", ["entropy", "full"])
+def test_a_token_of_probability_0_leaves_the_gradient_finite(what):
+    """Some models give padding rows of their vocabulary a logit of -inf; 0 log 0 is 0, and so is its slope."""
+    logits = torch.tensor([[0.5, 0.0, -math.inf]], requires_grad=True)
+    other = torch.tensor([[0.0, 0.0, -math.inf]])
+    entropy = losses.entropy(losses.log_probs(logits, 1.0))
+    found = entropy if what == "entropy" else losses.exact_kl(logits, other, 1.0)
+    (slope,) = torch.autograd.grad(found.sum(), logits)
+    assert torch.isfinite(slope).all() and slope[0, 2] == 0.0 and slope[0, 0].abs() > 1e-3
+
+
 # KL: a vocabulary of three tokens, over which everything can be summed exactly.
 
 PI, REF = double(0.7, 0.2, 0.1), double(0.2, 0.3, 0.5)
@@ -242,70 +229,3 @@ def test_kl_loss_with_its_fixed_factors(kind):
     torch.testing.assert_close(found, fixed * (((r - h) ** 2 - (r + h) ** 2) / (4 * h)), rtol=1e-6, atol=1e-8)
     value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
     torch.testing.assert_close(losses.token_kl_loss(logprobs, old, ref, kind), fixed * value)
-
-
-# The whole loss, at the five response tokens of two rows
-
-ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])
-MICRO = ROWS.micro_batch(torch.arange(2))
-TARGETS = MICRO.targets
-OBJECTIVES = {
-    "plain": {},
-    "clips": {"cliprange": 0.1, "cliprange_high": 0.4, "dual_clip": 2.0},
-    "entropy": {"entropy_coef": 0.5},
-    "full KL": {"kl_in": "loss", "kl_estimator": "full"},
-    "all": {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.5, "cliprange_high": 0.4, "dual_clip": 2.0},
-}
-
-
-def settings(**changes) -> PPOSettings:
-    return PPOSettings(total_episodes=64, temperature=0.7, **changes)
-
-
-def targets_and_point(shift: float):
-    """An experience whose ratios are about e^shift, and the models' present logits and values."""
-    logits, values = normal(5, 3), normal(5, seed=3, scale=2.0)
-    fields = {
-        "logprobs": losses.token_logprobs(logits, TARGETS, 0.7) - shift - 0.02 * normal(5, seed=4),
-        "ref_logprobs": losses.token_logprobs(normal(5, 3, seed=1), TARGETS, 0.7),
-        "advantages": normal(5, seed=5),
-        "values": values - normal(5, seed=6),
-        "returns": normal(5, seed=7, scale=3.0),
-    }
-    tensors = {name: torch.full(ROWS.response_mask.shape, NAN, dtype=torch.float64) for name in fields}
-    for name, flat in fields.items():
-        tensors[name][MICRO.response_index] = flat
-    return tiny.experience(ROWS, 0.3, **tensors), logits.requires_grad_(True), values.requires_grad_(True)
-
-
-@pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("shift", [-0.6, -0.05, 0.05, 0.3, 0.6, 1.5])
-def test_the_whole_loss(changes, shift):
-    experience, logits, values = targets_and_point(shift)
-    tokens, chosen = experience.gather(MICRO), settings(**changes)
-    ref_logits = normal(5, 3, seed=1) if changes.get("kl_estimator") == "full" else None
-
-    def total(logits, values):
-        policy_loss, policy_metrics = policy_losses(tokens, logits, ref_logits, experience.kl_coef, chosen)
-        value_loss, value_metrics = value_losses(tokens, values, chosen)
-        assert not any(metric.requires_grad for metric in (policy_metrics | value_metrics).values())
-        return policy_loss.sum() + chosen.vf_coef * value_loss.sum()
-
-    assert gradcheck(total, (logits, values))
-
-
-@pytest.mark.parametrize("kind", ["k2", "k3"])
-@pytest.mark.parametrize("shift", [0.0, 0.4])
-def test_the_kl_term_of_the_whole_loss(kind, shift):
-    """kl_in loss adds kl_coef x ratio x log(pi / ref) x the slope of the log-prob, at each token."""
-    experience, point, _ = targets_and_point(shift)
-    tokens = experience.gather(MICRO)
-    with_kl, without = (
-        torch.autograd.grad(policy_losses(tokens, point, None, experience.kl_coef, chosen)[0].sum(), point)[0]
-        for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
-    )
-    logits = point.detach()
-    now = losses.token_logprobs(logits, TARGETS, 0.7)
-    slope = (torch.nn.functional.one_hot(TARGETS, 3) - torch.softmax(logits / 0.7, -1)) / 0.7  # d logp / d logits
-    factor = (now - tokens.logprobs).exp() * (now - tokens.ref_logprobs)
-    torch.testing.assert_close(with_kl - without, 0.3 * factor[:, None] * slope)

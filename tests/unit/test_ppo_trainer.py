@@ -8,7 +8,6 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
@@ -75,16 +74,6 @@ def test_scores_of_the_caller_replace_the_sources():
 # Means over tokens
 
 
-def test_losses_are_means_over_tokens():
-    """Every response once more: the same means, the same gradient, up to the rounding of other batch shapes."""
-    rows, scores, gradients = [[5, 6], [7]], torch.tensor([1.0, -1.0]), []
-    for times in (1, 2):
-        trainer = tiny.trainer(policy_seed=3, max_grad_norm=1e9, advantage_norm="none")
-        rollout = Rollout.from_lists(rows * times, [[3, 2], [4, 8, 9]] * times, stop_token_id=2)
-        gradients.append(tiny.gradient(trainer, trainer.make_experience(rollout, scores=scores.repeat(times))))
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-
-
 def test_losses_weigh_tokens_not_rows():
     """Two rows of one and five tokens: the loss is the mean over six tokens."""
     trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
@@ -92,46 +81,6 @@ def test_losses_weigh_tokens_not_rows():
     experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
     errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
     assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
-
-
-def test_advantages_are_whitened_over_the_whole_update():
-    experience = generated(tiny.trainer())
-    assert losses.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
-    assert losses.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
-
-
-def test_metrics_by_hand():
-    trainer = tiny.trainer(policy_seed=3, num_ppo_epochs=1, kl_coef=0.25, learning_rate=0.0)
-    queries, responses = [[5, 6], [7]], [[3, 2], [4, 8, 9]]
-    rollout = Rollout.from_lists(queries, responses, stop_token_id=2)
-    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
-    stats = trainer.update(experience)
-    kls, surprises, entropies = [], [], []
-    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
-        ids, tokens = torch.tensor([query + response]), torch.tensor(response)
-        logp, ref = (
-            torch.log_softmax(model(input_ids=ids).logits[0].detach() / 0.7, -1)[len(query) - 1 : -1]
-            for model in (trainer.policy, trainer.ref)
-        )
-        logprobs, ref_logprobs = (of.gather(-1, tokens[:, None])[:, 0] for of in (logp, ref))
-        torch.testing.assert_close(experience.logprobs[row, : len(response)], logprobs, atol=1e-5, rtol=1e-5)
-        kls.append(float((logprobs - ref_logprobs).sum()))
-        surprises.append(float(-logprobs.sum()))
-        entropies.append(float(-(logp.exp() * logp).sum()))
-    kl = sum(kls) / 2
-    expected = {
-        "objective/kl": kl, "objective/kl_k1": kl, "objective/entropy": sum(surprises) / 2,
-        "policy/entropy_avg": sum(entropies) / 5, "objective/non_score_reward": -0.25 * kl,
-        "objective/rlhf_reward": 2.5 - 0.25 * kl, "objective/scores": 2.5, "objective/response_length": 2.5,
-        "objective/eos_fraction": 0.5, "val/num_eos_tokens": 1, "tokens/real": 8, "tokens/padded": 8, "episode": 2,
-    }  # fmt: skip
-    assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert trainer.update(experience)["episode"] == 4
-
-
-def test_ratio_variance_is_over_optimizer_steps():
-    assert run(tiny.trainer(num_ppo_epochs=1), 1)[0]["val/ratio_var"] == 0.0
-    assert run(tiny.trainer(num_ppo_epochs=3), 1)[0]["val/ratio_var"] > 0.0
 
 
 # The same seed, the same run
@@ -157,12 +106,15 @@ def test_extra_draws_in_between_change_no_training():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lr_scheduler_type": "cosine", "warmup_steps": 1, "num_mini_batches": 2},
+        {
+            "lr_scheduler_type": "cosine", "warmup_steps": 1, "num_mini_batches": 2, "adap_kl_ctrl": True,
+            "horizon": 50, "use_score_scaling": True,
+        },
         {"head": True},
         {"num_shared_layers": 1, "kl_in": "loss", "kl_estimator": "full", "gradient_checkpointing": True},
     ],
     ids=["scheduler", "head", "shared layers"],
-)
+)  # fmt: skip
 def test_resumed_run_is_the_straight_run(changes):
     straight, resumed = tiny.trainer(**changes), tiny.trainer(**changes)
     run(straight, 2)

@@ -150,6 +150,7 @@ def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
     ("body", "says"),
     [
         ("raise KeyError('x')", "raised KeyError"),
+        ("raise SystemExit(3)", "raised SystemExit"),
         ("raise asyncio.CancelledError('gone')", "raised CancelledError"),
         ("await asyncio.wait_for(asyncio.sleep(9), 0.01)", "raised TimeoutError"),
         ("return [1.0]", "returned 1 scores for 2"),
@@ -162,13 +163,3 @@ def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
     exec(f"async def score(prompts, responses):\n    {body}\n", scope)
     with pytest.raises(RLHFError, match=f"R05.*reward `mine` .*{says}"):
         score_texts("mine", scope["score"], ["p", "p"], ["a", "b"])
-
-
-def test_an_async_function_through_stage_and_replay(run_folder: Path) -> None:
-    text = "import asyncio\nasync def score(p, r):\n    await asyncio.sleep(0)\n    return [float(len(x)) for x in r]\n"
-    (run_folder / "async_reward.py").write_text(text)
-    write(run_folder, "ppo", {**PPO, "rewards": {"mine": {"function": "async_reward:score"}}})
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
-    assert all(row["scores"]["mine"] == len(row["response"]) for row in lines(run_folder / "ppo/samples.jsonl"))
-    assert rlhf("replay", run_folder, "--step", "3").exit_code == 0

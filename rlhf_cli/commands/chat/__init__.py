@@ -6,9 +6,11 @@ RUN is not modified or locked: a stage may run at the same time.
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.chat.models import ChatModels, display_name, load_models, resolve_models
@@ -21,8 +23,17 @@ from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.resolve import LAST
 
 QUOTES = '"""'
-SEED_COUNT = 2**32
-Number = TypeVar("Number", int, float)
+PROMPT_STYLES = {
+    "text": "prompts: plain text, each without the earlier turns",
+    "template": "prompts: the chat template, with the earlier turns",
+    "transcript": "prompts: transcripts (Human:, Assistant:), with the earlier turns",
+}
+# Sampling parameters that a command sets: field, type, minimum and maximum.
+PARAMETERS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
+    "temp": ("temperature", float, 0, math.inf),
+    "max": ("max_new_tokens", int, 1, math.inf),
+    "seed": ("seed", int, 0, 2**32 - 1),
+}
 
 
 @dataclass(frozen=True)
@@ -72,31 +83,17 @@ def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]
     """Yield the start-up lines: models, sampling, prompt format, and the metrics below each reply."""
     for info in chat_models.models:
         yield f"{info.name}: {info.description}"
-    ppo = chat_models.config.ppo
-    seed, training = f"seed {session.sampling.seed}", _limits(ppo.temperature, ppo.max_response_length)
-    limits = _limits(session.sampling.temperature, session.sampling.max_new_tokens)
-    yield f"{limits}, as in PPO; {seed}" if limits == training else f"{limits}, {seed} (PPO: {training})"
-    yield _describe_prompts(session.prompt_format, chat_models.written)
+    yield str(session.sampling)
+    yield PROMPT_STYLES[session.prompt_format.kind]
     metrics = [f"{name} ({_source_name(chat_models.config.rewards[name])})" for name in session.scorer.sources]
     if chat_models.sft and any(info.parent is not chat_models.sft for info in chat_models.models):
-        metrics.append(f"KL from {display_name(chat_models.sft)} at temperature {ppo.temperature:g}, in nats")
+        metrics.append(
+            f"KL from {display_name(chat_models.sft)} at temperature {chat_models.config.ppo.temperature:g}, in nats"
+        )
     yield from [f"below each reply: {', '.join(metrics)}"] if metrics else []
     yield from session.scorer.missing
     if session.live:
         yield "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat"
-
-
-def _limits(temperature: float, max_new_tokens: int) -> str:
-    return f"temperature {temperature:g}, at most {max_new_tokens} tokens"
-
-
-def _describe_prompts(prompt_format: ConversationFormat, written: str | None) -> str:
-    if prompt_format.kind == "text":
-        unused = "; training did not use the chat template" if prompt_format.tokenizer.chat_template else ""
-        reason = "as in training" if written else "since there is no chat template"
-        return f"prompts: plain text, {reason}{unused}; each without the earlier turns"
-    style = "the chat template" if prompt_format.kind == "template" else "transcripts (Human:, Assistant:)"
-    return f"prompts: {style}, with the earlier turns" + ("" if written else "; the training prompts are not available")
 
 
 def _source_name(source: Any) -> str:
@@ -196,19 +193,6 @@ def run_command(session: ChatSession, line: str) -> bool:
     return True
 
 
-def _parse(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
-    """Parse a number between `minimum` and `maximum`. Raises RLHFError C06 for any other text."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = kind(minimum - 1)
-    if not minimum <= value < math.inf or (maximum is not None and value > maximum):
-        noun = "a whole number" if kind is int else "a number"
-        bounds = f"from {minimum:g} up" if maximum is None else f"from {minimum} to {maximum}"
-        raise RLHFError("C06", f"{name} {text}: {noun} {bounds} is needed")
-    return value
-
-
 def _help(session: ChatSession, text: str) -> None:
     lines = {f"/{name} {command.argument}": command.description for name, command in COMMANDS.items()}
     lines[f"{QUOTES}TEXT{QUOTES}"] = "a prompt of several lines"
@@ -225,24 +209,21 @@ def _system(session: ChatSession, text: str) -> None:
     terminal.say("system prompt: " + (text or "none"))
 
 
-def _temp(session: ChatSession, text: str) -> None:
+def _set_parameter(name: str, session: ChatSession, text: str) -> None:
+    """Set a sampling parameter, if there is a text; show all. Raises RLHFError C06 for an invalid number."""
+    field, kind, minimum, maximum = PARAMETERS[name]
     if text:
-        session.sampling = replace(session.sampling, temperature=_parse(float, "/temp", text, 0.0))
-    temperature = session.sampling.temperature
-    terminal.say(f"temperature {temperature:g}" + ("" if temperature else ": the most likely tokens"))
-
-
-def _max(session: ChatSession, text: str) -> None:
-    if text:
-        session.sampling = replace(session.sampling, max_new_tokens=_parse(int, "/max", text, 1))
-    terminal.say(f"at most {session.sampling.max_new_tokens} tokens")
-
-
-def _seed(session: ChatSession, text: str) -> None:
-    if text:
-        seed = _parse(int, "/seed", text, 0, SEED_COUNT - 1)
-        session.sampling = replace(session.sampling, seed=seed, reply_index=0)
-    terminal.say(f"seed {session.sampling.seed}, {session.sampling.reply_index} replies sampled")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not minimum <= value <= maximum or math.isinf(value):
+            noun = "a whole number" if kind is int else "a number"
+            bounds = f"from {minimum} up" if math.isinf(maximum) else f"from {minimum} to {maximum}"
+            raise RLHFError("C06", f"/{name} {text}: {noun} {bounds} is needed")
+        changes: dict[str, Any] = {field: value} | ({"reply_index": 0} if name == "seed" else {})
+        session.sampling = replace(session.sampling, **changes)
+    terminal.say(str(session.sampling))
 
 
 def _undo(session: ChatSession, text: str) -> None:
@@ -258,27 +239,26 @@ def _save(session: ChatSession, text: str) -> None:
     if not text:
         raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
     path, rows = Path(os.path.expanduser(text)), list(export_rows(session))
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten") from None
-    except (OSError, ValueError) as error:  # ValueError: not a valid file name
-        reason = getattr(error, "strerror", error)
-        raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
+    if os.path.lexists(path):
+        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten")
     try:
         write_jsonl(path, rows)
-    except OSError as error:
-        path.unlink()
-        raise RLHFError("E03", f"{shown(path)} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
+        with suppress(OSError, ValueError):
+            path.unlink()
+        reason = getattr(error, "strerror", error)
+        raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
     terminal.say(f"saved: {shown(path)}, {len(rows)} row{'s' * (len(rows) != 1)}")
 
 
 COMMANDS: dict[str, Command] = {
     "help": Command("", "this list", _help),
     "system": Command("TEXT", "set the system prompt of the whole conversation; without TEXT: remove it", _system),
-    "temp": Command("X", "set the sampling temperature; 0: always the most likely token", _temp),
-    "max": Command("N", "set the maximum number of tokens of a reply", _max),
-    "seed": Command("N", "set the sampling seed", _seed),
+    "temp": Command(
+        "X", "set the sampling temperature; 0: always the most likely token", partial(_set_parameter, "temp")
+    ),
+    "max": Command("N", "set the maximum number of tokens of a reply", partial(_set_parameter, "max")),
+    "seed": Command("N", "set the sampling seed", partial(_set_parameter, "seed")),
     "retry": Command("", "replace the last reply with another one", lambda session, _: session.retry(), True),
     "undo": Command("", "remove the last prompt and its reply", _undo, True),
     "clear": Command("", "start a new conversation; keep the system prompt", _clear),

@@ -13,7 +13,7 @@ from rlhf_cli import runs
 from rlhf_cli.config.base import Options, Origin
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.tokens import Conversation
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import file_sha256
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout
@@ -92,11 +92,9 @@ def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
     if compare is None:
         return []
     names = compare.split(",")
-    for name in names:
-        if name not in POLICY_STAGES:
-            near = closest_match(name, POLICY_STAGES)
-            hint = f"did you mean {near}?" if near else "--compare sft,ppo"
-            raise RLHFError("C07", f"--compare {compare}: {name or 'nothing'} is not one of sft, ppo", hint=hint)
+    if unknown := [name for name in names if name not in POLICY_STAGES]:
+        text = f"--compare {compare}: {unknown[0] or 'nothing'} is not one of sft, ppo"
+        raise RLHFError("C07", text, hint="--compare sft,ppo")
     if sorted(names) != sorted(POLICY_STAGES):
         raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
     if stage is not None:

@@ -28,6 +28,9 @@ class SamplingParams:
     seed: int
     reply_index: int = 0
 
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}, at most {self.max_new_tokens} tokens, seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class Reply:

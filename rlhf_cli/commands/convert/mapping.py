@@ -1,13 +1,11 @@
-"""Map one TRL option to a key of ppo.yaml: by its name, or by the name that replaces it.
-
-Sources: trl/trainer/ppo_config.py and ppo_trainer.py of TRL 0.11.4; trl/experimental/ppo/ of TRL 1.12.0.
-"""
+"""Map one TRL option to a key of ppo.yaml: by its name, or by the name that replaces it. trl.yaml lists the options."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from rlhf_cli.commands.convert.read import Setting, Source
-from rlhf_cli.config import loading, trl_fields
+from rlhf_cli.config import loading, trl_fields, yaml_io
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.fields import key_at, keys_of
 from rlhf_cli.config.ppo import PPOConfig
@@ -15,43 +13,8 @@ from rlhf_cli.config.yaml_io import parse_value, to_yaml
 from rlhf_cli.errors import RLHFError, closest_match, redact
 
 OLD, NEW = "0.11", "1.12"
-# The options of TRL 0.11's PPOConfig; of 1.12's, and those of TrainingArguments that affect PPO.
-_OLD_OPTIONS = """
-    exp_name seed log_with task_name model_name query_dataset reward_model remove_unused_columns tracker_kwargs
-    accelerator_kwargs project_kwargs tracker_project_name push_to_hub_if_best_kwargs steps learning_rate
-    adap_kl_ctrl init_kl_coef kl_penalty target horizon gamma lam cliprange cliprange_value vf_coef batch_size
-    forward_batch_size mini_batch_size gradient_accumulation_steps world_size ppo_epochs max_grad_norm
-    optimize_cuda_cache optimize_device_cache early_stopping target_kl compare_steps ratio_threshold
-    use_score_scaling use_score_norm score_clip whiten_rewards gradient_checkpointing is_encoder_decoder
-    is_peft_model backward_batch_size global_backward_batch_size global_batch_size dataset_num_proc
-"""
-_NEW_OPTIONS = """
-    dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations
-    response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size
-    num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size
-    push_to_hub reward_model_path model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef
-    kl_estimator cliprange vf_coef cliprange_value gamma lam ds3_gather_for_generation learning_rate
-    per_device_train_batch_size gradient_accumulation_steps num_train_epochs lr_scheduler_type warmup_ratio
-    warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm gradient_checkpointing bf16
-    fp16 seed output_dir run_name report_to save_steps save_total_limit
-"""
-OPTIONS = {OLD: _OLD_OPTIONS.split(), NEW: _NEW_OPTIONS.split()}
-# Names that only files of one version have: its own options, and options and classes of its scripts.
-_OLD_CLASSES = {"AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead"}
-_NEW_NAMES = "PPOv2Config model_name_or_path dataset_train_split dataset_test_split eval_strategy use_peft"
-ONLY = {
-    OLD: {*OPTIONS[OLD], *_OLD_CLASSES} - {*OPTIONS[NEW]},
-    NEW: {*OPTIONS[NEW], *_NEW_NAMES.split()} - {*OPTIONS[OLD]},
-}
-# Options that TRL computed, whatever the file said.
-COMPUTED = {
-    OLD: {"world_size", "backward_batch_size", "global_backward_batch_size", "global_batch_size"},
-    NEW: {
-        "world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size",
-        "local_mini_batch_size", "mini_batch_size",
-    },
-}  # fmt: skip
-IGNORED = {OLD: ("steps",), NEW: ("max_grad_norm", "gradient_checkpointing")}  # accepted by TRL without effect
+VERSIONS = yaml_io.read(Path(__file__).with_name("trl.yaml")).tree
+OPTIONS: dict[str, list[str]] = {version: VERSIONS[version]["options"] for version in (OLD, NEW)}
 # Sections searched, in this order, for the key of an option.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
 KEYS = {path for path, key in keys_of(PPOConfig).items() if not key.is_section}
@@ -136,7 +99,9 @@ class Conversion:
 def detect_version(source: Source) -> tuple[str, str]:
     """Return the TRL version of a file, and the reason."""
     names = dict.fromkeys([*sorted(source.classes), *(setting.name for setting in source.settings)])
-    evidence = {version: [name for name in names if name in ONLY[version]] for version in (OLD, NEW)}
+    known = {version: {*VERSIONS[version]["options"], *VERSIONS[version]["names"]} for version in (OLD, NEW)}
+    only = {OLD: known[OLD] - {*OPTIONS[NEW]}, NEW: known[NEW] - {*OPTIONS[OLD]}}
+    evidence = {version: [name for name in names if name in only[version]] for version in (OLD, NEW)}
     version, other = (OLD, NEW) if len(evidence[OLD]) > len(evidence[NEW]) else (NEW, OLD)
     if not evidence[version]:
         return version, "no option is specific to a version; use --trl 0.11 for the older one"
@@ -153,12 +118,12 @@ def target_key(name: str) -> str | None:
 
 def map_option(conversion: Conversion, setting: Setting) -> None:
     name, value, key, version = setting.name, setting.value, target_key(setting.name), conversion.version
-    if name in COMPUTED[version]:
+    if name in VERSIONS[version]["computed"]:
         conversion.leave(setting, f"TRL {version} computed it")
     elif key:
         words = ALIASES[name].values if name in ALIASES else {}
         translated = parse_value(words[value]) if isinstance(value, str) and value in words else value
-        note = f"takes effect here; TRL {version} ignored it" if name in IGNORED[version] else ""
+        note = f"takes effect here; TRL {version} ignored it" if name in VERSIONS[version]["ignored"] else ""
         conversion.set(key, setting, translated, note)
     else:
         conversion.leave(setting, _unsupported_reason(name))

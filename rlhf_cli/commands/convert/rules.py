@@ -3,11 +3,10 @@
 import re
 from fractions import Fraction
 from math import ceil, gcd
-from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_cli.commands.convert.mapping import NEW, OLD, Conversion, Row, map_option
+from rlhf_cli.commands.convert.mapping import NEW, OLD, VERSIONS, Conversion, Row, map_option
 from rlhf_cli.commands.convert.read import Setting, Source
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.messages import translate_validation_error
@@ -15,40 +14,9 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import BELONGS_TO
 from rlhf_cli.errors import Problem, RLHFError
 
-UNCLIPPED = 1e9  # max_grad_norm without effect
-NO_CLIPPING = "gradients were not clipped: a limit that is never reached"
-# TRL's defaults and fixed behaviour where they differ from this tool's defaults: {key: (value, option, note)}.
-DEFAULTS: dict[str, dict[str, tuple[Any, str, str]]] = {
-    OLD: {
-        "models.value": ("policy_head", "", "AutoModelForCausalLMWithValueHead"),
-        "ppo.learning_rate": (1.41e-5, "learning_rate", ""),
-        "ppo.adap_kl_ctrl": (True, "adap_kl_ctrl", ""),
-        "ppo.kl_coef": (0.2, "init_kl_coef", ""),
-        "ppo.num_train_epochs": (1.0, "", "your own loop; TRL's examples make one pass over the prompts"),
-        "ppo.lr_scheduler_type": ("constant", "", "no schedule, unless one was passed to PPOTrainer"),
-        "ppo.temperature": (1.0, "", "log-probs were computed at temperature 1"),
-        "ppo.missing_eos_penalty": (None, "", "TRL had no such penalty"),
-        "ppo.max_grad_norm": (UNCLIPPED, "", NO_CLIPPING),
-    },
-    NEW: {
-        "ppo.learning_rate": (3e-6, "learning_rate", ""),
-        "ppo.num_train_epochs": (3.0, "num_train_epochs", ""),
-        "ppo.local_rollout_forward_batch_size": (64, "local_rollout_forward_batch_size", ""),
-        "ppo.missing_eos_penalty": (None, "missing_eos_penalty", ""),
-        "ppo.stop_token": ("none", "", "a response never ended early; eos: at the SFT checkpoint's stop token"),
-        "ppo.max_grad_norm": (UNCLIPPED, "", f"{NO_CLIPPING}; 1.0 is recommended"),
-        "ppo.ratio_threshold": (None, "", "no minibatch was ever skipped"),
-        "ppo.bf16": (True, "bf16", "in effect with transformers 4, not with 5.23"),
-    },
-}
 PROMPTS = Row("", None, "data.prompts", "prompts.jsonl", "to be set by you", is_default=True)
 EXCLUSIVE = ({"ppo.num_train_epochs", "ppo.total_episodes"}, {"ppo.stop_token", "ppo.stop_token_id"})
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-# The options that set these keys, in their order, with TRL's defaults.
-BATCH_OPTIONS = {
-    OLD: {"mini_batch_size": 128, "batch_size": 128, "gradient_accumulation_steps": 1},
-    NEW: {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_mini_batches": 1},
-}
 LARGEST_BATCH = 10**9
 ADAPTER_OPTIONS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's examples use
@@ -92,7 +60,7 @@ def trl_optimizer_steps(parts: int, minibatches: int) -> Fraction:
 
 
 def _batches(conversion: Conversion) -> None:
-    sizes = dict(BATCH_OPTIONS[conversion.version])
+    sizes = dict(VERSIONS[conversion.version]["batch"])
     if conversion.version == OLD and "forward_batch_size" in conversion.options:
         for unused in conversion.take("mini_batch_size"):
             conversion.leave(unused, "forward_batch_size replaced it")
@@ -226,7 +194,7 @@ def _complete(conversion: Conversion) -> None:
     rows = conversion.rows
     defaults = {
         key: Row(option, value, key, value, note or f"default of TRL {conversion.version}", is_default=True)
-        for key, (value, option, note) in DEFAULTS[conversion.version].items()
+        for key, (value, option, note) in VERSIONS[conversion.version]["defaults"].items()
     }
     if (fp16 := rows.get("ppo.fp16")) and fp16.value:
         defaults.pop("ppo.bf16", None)

@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -17,11 +18,11 @@ from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
-from rlhf_cli.runs.locks import lock_folder, lock_path, release
+from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
-# Scratch folders inside a folder that existed before: being written, complete and being linked, all linked.
-WRITING, COMPLETE, PLACED = ".tmp-init", ".tmp-init-whole", ".tmp-init-placed"
+# Scratch folder inside a folder that existed before, and its name after all files are linked.
+SCRATCH, PLACED = ".tmp-init", ".tmp-init-placed"
 MAX_LISTED_NAMES = 5
 
 
@@ -42,14 +43,13 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
     system.require_writable(folder, hint="name another folder")
     with _locked(folder):
         _remove_leftovers(folder)
-        scratch = folder / WRITING
+        scratch = folder / SCRATCH
         scratch.mkdir()
         try:
             yield scratch
             names = _files(scratch)
             _check_conflicts(folder, scratch, names)
             sync_files(scratch, names)
-            scratch.rename(folder / COMPLETE)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -58,33 +58,26 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of a killed `rlhf init`, except those that existed before it."""
-    if (folder / COMPLETE).is_dir():
+    if (folder / SCRATCH).is_dir():
         with _locked(folder):
             _remove_leftovers(folder)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    locked = folder / "init"
-    lock_folder(locked, hint="wait for it to end, or name another folder")
-    try:
-        yield
-    finally:
-        lock_path(locked).unlink(missing_ok=True)
-        release(locked)
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    return locked(folder / "init", hint="wait for it to end, or name another folder")
 
 
 def _remove_leftovers(folder: Path) -> None:
-    complete = folder / COMPLETE
-    for name in _files(complete):
+    scratch = folder / SCRATCH
+    for name in _files(scratch):
         target = folder / name
         with suppress(OSError):
-            if target.samefile(complete / name):
+            if target.samefile(scratch / name):
                 target.unlink()
         for parent in target.relative_to(folder).parents:
             with suppress(OSError):  # not empty
                 (folder / parent).rmdir()
-    for name in (WRITING, COMPLETE, PLACED):
+    for name in (PLACED, SCRATCH):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -93,9 +86,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
-    conflicts = [
-        name for name in names if os.path.lexists(folder / name) and not _is_same_file(folder / name, scratch / name)
-    ]
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    conflicts = [n for n in existing if not ((folder / n).is_file() and cmp(folder / n, scratch / n, shallow=False))]
     # Files where folders are needed.
     conflicts += [str(parent) for name in names for parent in Path(name).parents if (folder / parent).is_file()]
     if conflicts := list(dict.fromkeys(conflicts)):
@@ -104,24 +96,20 @@ def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
         raise RLHFError("C15", text, hint=UNTOUCHED)
 
 
-def _is_same_file(existing: Path, new: Path) -> bool:
-    return existing.is_file() and cmp(existing, new, shallow=False)
-
-
 def _move_into_place(folder: Path, names: list[str]) -> None:
     """Hard-link each file, so that `remove_leftovers` can identify it; move it if the file system has no links."""
-    complete = folder / COMPLETE
+    scratch = folder / SCRATCH
     for name in names:
         target = folder / name
         if target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(complete / name, target)
+            os.link(scratch / name, target)
         except OSError:
-            (complete / name).rename(target)
+            (scratch / name).rename(target)
     sync_files(folder, names)
-    complete.rename(folder / PLACED)
+    scratch.rename(folder / PLACED)
     shutil.rmtree(folder / PLACED)
 
 
@@ -138,34 +126,10 @@ class Preset:
     preparation: str = ""
 
 
+TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 PRESETS = {
-    "demo": Preset("a small world with a judge that knows the truth: minutes on a CPU", world.Sizes()),
-    "ci": Preset("the same world, tiny: the complete chain in about a minute, for a CI", world.Sizes(0, 600, 600, 60)),
-    "functions": Preset(
-        "PPO from a Python function alone, no reward model: the same world, minutes on a CPU",
-        world.Sizes(0, 3000, 0, 60),
-    ),
-    "preferences": Preset("your own pairs and a base model: --data pairs.jsonl --base MODEL"),
-    "reviews": Preset(
-        "film reviews turned friendly: real sentences, your two text files, an independent judge",
-        preparation="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
-    ),
-    "tldr": Preset(
-        "summaries of Reddit posts, Pythia-1B: the recipe of the N+ details paper, one large GPU",
-        preparation="hf download EleutherAI/pythia-1b-deduped",
-    ),
-    "hh": Preset(
-        "helpful dialogues, Pythia-1.4B on Anthropic's hh-rlhf: one large GPU",
-        preparation="hf download EleutherAI/pythia-1.4b-deduped",
-    ),
-    "sentiment": Preset(
-        "friendly film reviews, GPT-2 and a sentiment classifier: TRL's first example, a small GPU",
-        preparation="hf download openai-community/gpt2; then hf download lvwerra/distilbert-imdb",
-    ),
-    "instruct": Preset(
-        "a chat model on UltraFeedback, Qwen2.5-0.5B-Instruct: one GPU",
-        preparation="hf download Qwen/Qwen2.5-0.5B-Instruct",
-    ),
+    name: Preset(**{**table, "sizes": world.Sizes(**table["sizes"]) if "sizes" in table else None})
+    for name, table in TABLES.items()
 }
 
 

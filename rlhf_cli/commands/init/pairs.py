@@ -7,7 +7,7 @@ prompt.
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -121,19 +121,17 @@ def most_chosen(pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for key, pair in first.items() if key in selected]
 
 
-def example(pair: Pair) -> dict[str, Any]:
-    """Return the row {prompt, completion} of the chosen answer."""
-    return {"prompt": pair.prompt, "completion": _answer(pair, pair.chosen)}
-
-
-def preference(pair: Pair) -> dict[str, Any]:
-    """Return the row {prompt, chosen, rejected[, margin]}."""
-    row = {
-        "prompt": pair.prompt,
-        "chosen": _answer(pair, pair.chosen),
-        "rejected": _answer(pair, pair.rejected),
+def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each file in data/."""
+    held_out = parts["held-out"]
+    return {
+        "sft": [_example(pair) for pair in most_chosen(parts["sft"])],
+        "sft_eval": [_example(pair) for pair in most_chosen(held_out)],
+        "pairs": [_preference(pair) for pair in parts["pairs"]],
+        "pairs_eval": [_preference(pair) for pair in held_out],
+        "prompts": [{"prompt": prompt} for prompt in distinct_prompts(parts["prompts"])],
+        "heldout": [{"prompt": prompt} for prompt in distinct_prompts(held_out)],
     }
-    return row if pair.margin is None else {**row, "margin": pair.margin}
 
 
 def distinct_prompts(pairs: list[Pair]) -> list[Any]:
@@ -141,9 +139,13 @@ def distinct_prompts(pairs: list[Pair]) -> list[Any]:
     return list({repr(pair.prompt): pair.prompt for pair in pairs}.values())
 
 
-def prompts(pairs: list[Pair]) -> Iterator[dict[str, Any]]:
-    """Return a row {prompt} for each distinct prompt."""
-    return ({"prompt": prompt} for prompt in distinct_prompts(pairs))
+def _example(pair: Pair) -> dict[str, Any]:
+    return {"prompt": pair.prompt, "completion": _answer(pair, pair.chosen)}
+
+
+def _preference(pair: Pair) -> dict[str, Any]:
+    answers = {"chosen": _answer(pair, pair.chosen), "rejected": _answer(pair, pair.rejected)}
+    return {"prompt": pair.prompt, **answers, **({} if pair.margin is None else {"margin": pair.margin})}
 
 
 def _answer(pair: Pair, text: str) -> Any:
@@ -193,7 +195,7 @@ def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
 def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
     """Choose the token limits for a model with `context` positions; return the pairs that fit, and the limits.
 
-    Warns (D10) about dropped pairs. Raises RLHFError D10 if too too_few fit.
+    Warns (D10) about dropped pairs. Raises RLHFError D10 if too few fit.
     """
     context = context or DEFAULT_CONTEXT
     kept, response, longest = _select(lengths, context)
@@ -238,17 +240,9 @@ def _report_dropped(
     dropped = len(pairs) - len(kept)
     if not dropped:
         return
-    long_answers = sum(length.chosen > context // 2 for length in lengths)
-    long_prompts = sum(length.prompt + response > context for length in lengths)
-    long_rows = sum(length.row > context >= length.prompt + response for length in lengths)
-    counts = {
-        f"whose prompts leave less than {response} of {context} positions to an answer": long_prompts,
-        f"longer than {context} positions": long_rows,
-        f"longer than {longest} tokens, much longer than the others": dropped - long_prompts - long_rows,
-    }
-    if long_answers > MAX_DROPPED * len(pairs):
-        counts = {f"whose chosen answers are longer than half of {context} positions": long_answers}
-    reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    reasons = f"a prompt and {response} more tokens must fit {context} positions, and a row {longest} tokens"
+    if sum(length.chosen > context // 2 for length in lengths) > MAX_DROPPED * len(pairs):
+        reasons = f"most chosen answers are longer than half of {context} positions"
     share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
     too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
     hint = (

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ from rlhf_cli.commands.init.pairs import (
     PairFormat,
     Parts,
     distinct_prompts,
-    example,
     fit_lengths,
     measure_lengths,
-    most_chosen,
-    preference,
-    prompts,
     read_pairs,
+    rows_of_files,
     split_pairs,
 )
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
@@ -33,24 +29,11 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.models import devices, load, tokenizers
+from rlhf_cli.models import load, tokenizers
 from rlhf_cli.runs.discover import configs_folder
-from rlhf_cli.runs.parents import Parent
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
-
-
-@dataclass(frozen=True)
-class InitRequest:
-    """Options of the command line."""
-
-    data: str  # a file, a folder or a hub id, as DataSource names it
-    base: str  # a model's folder or hub id
-    columns: Mapping[str, str]
-    plain: bool  # use the texts without the model's chat template
-    minutes: float | None  # time budget of the run; None: 30 on a CPU, 480 on a GPU
-    seed: int
 
 
 def init(
@@ -63,9 +46,13 @@ def init(
     minutes: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Write configs and data made from the user's pairs (see `write_folder`); `columns` are "NAME=COLUMN".
+    """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
 
-    Raises RLHFError C11 for missing or malformed options.
+    `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
+    the texts without the model's chat template; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
+    GPU). Raises RLHFError C11 for missing or malformed options, D01-D12 for the data, D10 if too few pairs fit the base
+    model's context, D11 for too few different prompts, M01, M07, M08 for the base model, C15 if the folder holds any of
+    the files already.
     """
     if data is None or base is None:
         required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
@@ -73,48 +60,47 @@ def init(
         text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
         raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
-    column_names = dict(text.partition("=")[::2] for text in columns)
-    if invalid := next((text for text in columns if not all(text.partition("="))), None):
-        raise RLHFError("C11", f"--column {invalid}: expected NAME=COLUMN", hint="for example --column prompt=question")
-    if several := next((text for text in columns if re.search(r",\s*\w+=", text)), None):
-        options = " ".join(f"--column {part.strip()}" for part in several.split(","))
-        raise RLHFError("C11", f"--column {several}: expected one NAME=COLUMN", hint=f"repeat the option: {options}")
-    model = os.path.abspath(os.path.expanduser(base))
-    request = InitRequest(
-        data=resolve_data(data, os.getcwd()),
-        base=model if os.path.exists(model) else base,
-        columns=column_names,
-        plain=plain,
-        minutes=minutes,
-        seed=seed,
-    )
-    write_folder(folder, configs_folder() / "preferences", request)
-
-
-def write_folder(folder: Path, templates: Path, request: InitRequest) -> None:
-    """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
-
-    Raises RLHFError D01-D12 for the data, D10 if too few pairs fit the base model's context, D11 for too few
-    different prompts, M01, M07, M08 for the base model, C15 if the folder holds any of the files already.
-    """
+    named = resolve_data(data, os.getcwd())
+    source = DataSource(named, "--data", columns=_column_names(columns), on_bad="drop")
     remove_leftovers(folder)
     check_not_taken(folder)
-    base = runs.open_parent(request.base, expect=("sft", "ppo"), key="--base", where="")
-    source = DataSource(request.data, "--data", columns=request.columns, on_bad="drop")
-    tokenizer = tokenizers.load_tokenizer(base.model)
-    formatted = read_pairs(source, tokenizer, plain=request.plain)
+    model = os.path.abspath(os.path.expanduser(base))
+    parent = runs.open_parent(model if os.path.exists(model) else base, expect=("sft", "ppo"), key="--base", where="")
+    tokenizer = tokenizers.load_tokenizer(parent.model)
+    formatted = read_pairs(source, tokenizer, plain=plain)
     if formatted.chat_template:
         tokenizers.set_chat_template(tokenizer, formatted.chat_template)
-    context = load.context_length(load.read_config(base.model))
+    context = load.context_length(load.read_config(parent.model))
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
-    parts = split_pairs(used, request.seed)
+    parts = split_pairs(used, seed)
     contents = rows_of_files(parts)
-    inputs = measure_inputs(base, limits, parts, {name: len(rows) for name, rows in contents.items()})
-    sizes = choose_sizes(inputs, request.minutes)
+    inputs = measure_inputs(parent, limits, parts, {name: len(rows) for name, rows in contents.items()})
+    sizes = choose_sizes(inputs, minutes)
+    values = {
+        "base": to_yaml(parent.hub or str(parent.path.resolve())),
+        "data": DataSource.of(named).shown(),
+        "seed": seed,
+        "style": formatted,
+        "answers": MAX_ANSWERS,
+        "known": inputs,
+        "s": sizes,
+    }
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
-        write_configs(scratch, templates, request, base, formatted, inputs, sizes)
+        write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes)
+
+
+def _column_names(columns: Sequence[str]) -> dict[str, str]:
+    """Return the column of each name. Raises RLHFError C11."""
+    for text in columns:
+        if re.search(r",\s*\w+=", text):
+            options = " ".join(f"--column {part.strip()}" for part in text.split(","))
+            raise RLHFError("C11", f"--column {text}: expected one NAME=COLUMN", hint=f"repeat the option: {options}")
+        if not all(text.partition("=")):
+            hint = "for example --column prompt=question"
+            raise RLHFError("C11", f"--column {text}: expected NAME=COLUMN", hint=hint)
+    return dict(text.partition("=")[::2] for text in columns)
 
 
 def check_not_taken(folder: Path) -> None:
@@ -125,55 +111,22 @@ def check_not_taken(folder: Path) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
 
 
-def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file in data/."""
-    held_out = parts["held-out"]
-    return {
-        "sft": [example(pair) for pair in most_chosen(parts["sft"])],
-        "sft_eval": [example(pair) for pair in most_chosen(held_out)],
-        "pairs": [preference(pair) for pair in parts["pairs"]],
-        "pairs_eval": [preference(pair) for pair in held_out],
-        "prompts": list(prompts(parts["prompts"])),
-        "heldout": list(prompts(held_out)),
-    }
-
-
 def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes: Sizes) -> None:
-    """Write the files; evaluation files are shuffled, and truncated to what the time allows."""
+    """Write the files; evaluation files are shuffled and truncated."""
     folder.mkdir(parents=True)
-    max_rows = {"sft_eval": sizes.sft.held_out, "pairs_eval": sizes.reward.held_out}
+    max_rows = {"sft_eval": sizes.sft.eval_rows, "pairs_eval": sizes.reward.eval_rows}
     for name, rows in contents.items():
         write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
 
-def write_configs(
-    folder: Path,
-    templates: Path,
-    request: InitRequest,
-    base: Parent,
-    formatted: PairFormat,
-    inputs: SizingInputs,
-    sizes: Sizes,
-) -> None:
+def write_configs(folder: Path, values: Mapping[str, Any]) -> None:
     """Write the YAMLs from the templates of configs/preferences, and load each to validate it."""
-    environment = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
-    values: dict[str, Any] = {
-        "base": to_yaml(base.hub or str(base.path.resolve())),
-        "data": DataSource.of(request.data).shown(),
-        "seed": request.seed,
-        "style": formatted,
-        "answers": MAX_ANSWERS,
-        "known": inputs,
-        "s": sizes,
-    }
+    templates = FileSystemLoader(configs_folder() / "preferences")
+    environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
     for stage in STAGES:
-        file, text = (
-            folder / f"{stage}.yaml",
-            align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values)),
-        )
-        file.write_text(
-            json_schema.with_modeline(text, file, folder / json_schema.FOLDER / f"{stage}.json"), encoding="utf-8"
-        )
+        text = align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values))
+        file, schema = folder / f"{stage}.yaml", folder / json_schema.FOLDER / f"{stage}.json"
+        file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
         config.load(stage, file)
     json_schema.write_schemas(folder, STAGES)
 
@@ -196,11 +149,6 @@ def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: Siz
     if sizes.minutes:
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
-        )
-    if inputs.speed and inputs.speed.cpu_share < devices.MIN_CPU_SHARE:
-        terminal.out(
-            f"other processes left {inputs.speed.cpu_share:.0%} of the processor to that measurement: the run may take "
-            "longer or shorter; on an idle machine the sizes fit better"
         )
     for note in sizes.notes:
         terminal.out(f"noted: {note}")

@@ -23,7 +23,6 @@ MEMORY_SHARE = 0.8  # of the memory, for the models and their passes
 LOGITS_COPIES = 2  # in float32
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
-EVAL_TIME_SHARE = 0.25  # of the time of sft and reward, for their evaluations
 DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
 MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
 EPISODES_PER_UPDATE = 64
@@ -31,8 +30,9 @@ PPO_EPOCHS = 4  # the default of num_ppo_epochs
 MIN_STEPS = 10  # optimizer steps, or PPO updates
 # SFT on few rows takes more epochs, up to this many steps or epochs (measured in docs/your-own-data.md).
 TARGET_SFT_STEPS, MAX_SFT_EPOCHS = 100, 8
-MIN_HELD_OUT = 64  # rows or prompts, if there are so many; a share is then known to 0.12
-MAX_EVAL_PROMPTS = 512  # the default of eval.n
+MIN_EVAL_PROMPTS = 64  # if there are so many; a share is then known to 0.12
+MAX_EVAL_PROMPTS = 512  # the default of eval.n; a share is then known to 0.04
+MAX_EVAL_ROWS = 512  # of sft and reward
 BEST_OF = 4
 SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final policy
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
@@ -47,7 +47,6 @@ class Speed:
 
     training: float  # forward and backward
     generation: float
-    cpu_share: float = 1.0  # share of the processor that the measurement had
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class SizingInputs:
             speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
         return (
             f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {_short(self.parameters)} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
+            f"model has {self.parameters:,} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
         )
 
     def free_memory(self) -> dict[str, float]:
@@ -105,14 +104,7 @@ def measure_speed(folder: Path) -> Speed:
     width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
     prompt = min(NEW_TOKENS, width // 2)
     times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=BATCH_ROWS)
-    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate, times.share)
-
-
-def _short(count: int) -> str:
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g} {prefix}"
-    return str(count)
+    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate)
 
 
 @dataclass(frozen=True)
@@ -126,12 +118,7 @@ class Training:
     parts: int  # gradient accumulation steps
     steps: int
     usual: int  # epochs without the minimum number of steps
-    held_out: int  # rows of the evaluation
-    of_held_out: int  # held-out rows available
-
-    def evaluated(self, unit: str) -> str:
-        """Describe how many rows are evaluated."""
-        return _count_text(self.held_out, self.of_held_out, unit)
+    eval_rows: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,6 @@ class Sizes:
     ppo_parts: int
     samples: int  # responses per prompt
     eval_n: int
-    of_eval_n: int  # held-out prompts available
     eval_rows: int
     checkpointing: bool
     minutes: int | None  # expected total; None if the speed could not be measured
@@ -157,13 +143,6 @@ class Sizes:
         """Number of PPO updates."""
         return self.total_episodes // (self.ppo_rows * self.ppo_parts)
 
-    @property
-    def judged(self) -> str:
-        """Describe how many prompts `rlhf eval` takes."""
-        if self.eval_n == MAX_EVAL_PROMPTS < self.of_eval_n:
-            return f"of {self.of_eval_n} held-out prompts: these measure a win rate to 0.04"
-        return _count_text(self.eval_n, self.of_eval_n, "held-out prompts")
-
 
 def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
@@ -171,7 +150,8 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     tight = min(free.values()) < inputs.row_bytes * 8
     rows = _rows(free["train"], inputs.row_bytes)
     ppo_rows = min(_rows(free["ppo"], inputs.row_bytes * 2), EPISODES_PER_UPDATE)
-    samples = _samples(inputs.prompts["prompts"])
+    prompts = max(inputs.prompts["prompts"], 1)  # an update takes no prompt twice, unless for several samples
+    samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
         sft=_training("sft", inputs, rows),
         reward=_training("reward", inputs, max(1, rows // 2)),
@@ -181,7 +161,6 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
         ppo_parts=EPISODES_PER_UPDATE // ppo_rows,
         samples=samples,
         eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
-        of_eval_n=inputs.prompts["held-out"],
         eval_rows=min(64, 4 * ppo_rows),
         checkpointing=tight,
         minutes=None,
@@ -198,7 +177,7 @@ def learning_rate(stage: str, parameters: int) -> str:
 
 def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
     """Choose batches of 32 rows, or fewer for small data, and more epochs the fewer rows there are."""
-    count, held_out = inputs.rows[TRAIN_FILES[stage]], inputs.rows[f"{TRAIN_FILES[stage]}_eval"]
+    count, eval_rows = inputs.rows[TRAIN_FILES[stage]], min(inputs.rows[f"{TRAIN_FILES[stage]}_eval"], MAX_EVAL_ROWS)
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
     batch = min(batch, _power_of_two(count / 2))
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
@@ -209,7 +188,7 @@ def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
         epochs = max(usual, min(MAX_SFT_EPOCHS, math.ceil(TARGET_SFT_STEPS / steps_per_epoch)))
     rows, steps = min(rows, batch), steps_per_epoch * epochs
     peak = learning_rate(stage, inputs.parameters)
-    return Training(peak, epochs, None, rows, batch // rows, steps, usual, held_out, held_out)
+    return Training(peak, epochs, None, rows, batch // rows, steps, usual, eval_rows)
 
 
 def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Sizes:
@@ -217,14 +196,17 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     if inputs.speed is None:
         return sizes
     limit = 60 * (minutes or DEFAULT_MINUTES["cpu" if inputs.device.startswith("CPU") else "cuda"])
-    sft, sft_s = _fit_training_time(sizes.sft, 1, inputs, TIME_SHARES["sft"] * limit)
-    reward, reward_s = _fit_training_time(sizes.reward, 2, inputs, TIME_SHARES["reward"] * limit)
-    episode_s = _episode_seconds(inputs)
+    row_s = inputs.lengths.row_mean / inputs.speed.training
+    response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
+    sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
+    reward, reward_s = _fit_training_time(sizes.reward, 2 * row_s, TIME_SHARES["reward"] * limit)
+    # Generation, four forward passes, and two models trained per epoch.
+    episode_s = response_s + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * row_s
     allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
     episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
     answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
-    prompt_s = answers * (_response_seconds(inputs) + inputs.lengths.row_mean / inputs.speed.training)
-    eval_n = _held_out(sizes.eval_n, 0.1 * limit / prompt_s)
+    prompt_s = answers * (response_s + row_s)
+    eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
     total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
     notes = sizes.notes
     if total_s > 1.5 * limit:
@@ -236,40 +218,17 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     )  # fmt: skip
 
 
-def _fit_training_time(training: Training, texts: int, inputs: SizingInputs, limit: float) -> tuple[Training, float]:
+def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[Training, float]:
     """Reduce a training to `limit` seconds including an evaluation after each epoch; return it and its seconds.
 
-    `texts` is the number of texts per row.
+    `row_s` is the time of one row in training, in seconds.
     """
-    assert inputs.speed
-    row_s = texts * inputs.lengths.row_mean / inputs.speed.training
     step_s, steps_per_epoch = training.rows * training.parts * row_s, training.steps / training.epochs
     evaluations = math.ceil(min(training.steps, max(MIN_STEPS, limit / step_s)) / steps_per_epoch)
-    held_out = _held_out(training.held_out, EVAL_TIME_SHARE * limit / (evaluations * FORWARD_COST * row_s))
-    eval_s = evaluations * held_out * FORWARD_COST * row_s
+    eval_s = evaluations * training.eval_rows * FORWARD_COST * row_s
     steps = min(training.steps, max(MIN_STEPS, _round_to_two_digits(int((limit - eval_s) / step_s))))
     max_steps = steps if steps < training.steps else None
-    return replace(training, max_steps=max_steps, steps=steps, held_out=held_out), steps * step_s + eval_s
-
-
-def _held_out(available: int, allowed: float) -> int:
-    """Return the number of rows to evaluate: what the time allows, but at least MIN_HELD_OUT."""
-    return min(available, max(MIN_HELD_OUT, _round_to_two_digits(int(allowed))))
-
-
-def _episode_seconds(inputs: SizingInputs) -> float:
-    """Return the seconds of one PPO episode: generation, four forward passes, and two models trained per epoch."""
-    assert inputs.speed
-    return (
-        _response_seconds(inputs)
-        + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * inputs.lengths.row_mean / inputs.speed.training
-    )
-
-
-def _response_seconds(inputs: SizingInputs) -> float:
-    """Return the seconds of one response; a batch is generated until its last response ends."""
-    assert inputs.speed
-    return inputs.lengths.response_length / inputs.speed.generation
+    return replace(training, max_steps=max_steps, steps=steps), steps * step_s + eval_s
 
 
 def _rows(free: float, row: float) -> int:
@@ -280,11 +239,6 @@ def _rows(free: float, row: float) -> int:
 def _power_of_two(limit: float) -> int:
     """Return the largest power of two up to the limit, at least 1."""
     return 2 ** int(math.log2(max(1.0, limit)))
-
-
-def _samples(prompts: int) -> int:
-    """Return the responses per prompt, so that an update needs no more prompts than there are."""
-    return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= max(prompts, 1))
 
 
 def _notes(inputs: SizingInputs, free: dict[str, float]) -> tuple[str, ...]:
@@ -305,7 +259,3 @@ def _round_to_two_digits(count: int) -> int:
     """Round down to two leading digits, since the time measurement is noisy."""
     digits = max(0, len(str(count)) - 2)
     return count // 10**digits * 10**digits
-
-
-def _count_text(count: int, available: int, unit: str) -> str:
-    return f"{count} of {available} {unit}, as the time allows" if count < available else f"all {count} {unit}"
