@@ -16,6 +16,7 @@ from rlhf_cli.config.fields import fields_of as keys_of_section
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
+# JSON type in trl_fields.json -> Python type
 TYPES = {
     "integer": int, "number": float, "boolean": bool, "string": str, "array": list, "object": dict, "null": NoneType,
 }  # fmt: skip
