@@ -70,19 +70,15 @@ def _joined(typed: str, name: str) -> str:
 # Names
 
 
-def stages(incomplete: str) -> list[str]:
-    """Return the four stages."""
-    return list(discover.STAGES)
+def one_of(values: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a completion function that offers fixed values."""
+    choices = list(values)
+    return lambda incomplete: choices
 
 
-def chat_stages(incomplete: str) -> list[str]:
-    """Return the stages whose models generate text."""
-    return list(discover.POLICY_STAGES)
-
-
-def chat_pairs(incomplete: str) -> list[str]:
-    """Return the values of `rlhf chat --compare`, in both orders."""
-    return [",".join(order) for order in permutations(reversed(discover.POLICY_STAGES))]
+stages = one_of(discover.STAGES)
+chat_stages = one_of(discover.POLICY_STAGES)
+chat_pairs = one_of(",".join(order) for order in permutations(reversed(discover.POLICY_STAGES)))
 
 
 @ignore_errors

@@ -20,7 +20,7 @@ from rlhf_cli.cli.options import (
     heavy_imports,
     option,
 )
-from rlhf_cli.errors import RLHFError, closest_match
+from rlhf_cli.errors import RLHFError, did_you_mean
 
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
@@ -49,8 +49,11 @@ def init(
 
     preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
     used = [name for name, value in preference_options.items() if value]
-    if from_trl is not None or trl is not None:
-        _convert_by_init(from_trl, preset, folder, trl, [*used, *(["seed"] if seed else [])])
+    if from_trl is not None or trl is not None:  # the old name of `rlhf convert FILE DIR`
+        if from_trl is None or preset is None or folder is not None or used or seed:
+            text = "--from-trl takes a file and a folder, and no other option than --trl"
+            raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
+        convert(from_trl, Path(preset), trl)
         return
     if list_:
         terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
@@ -69,17 +72,6 @@ def init(
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
     presets.init(preset, folder, seed=seed)
-
-
-def _convert_by_init(
-    from_trl: Path | None, folder: str | None, second_folder: Path | None, trl: str | None, other_options: list[str]
-) -> None:
-    """Run `rlhf init --from-trl FILE DIR`, the old name of `rlhf convert FILE DIR`."""
-    if from_trl is None or folder is None or second_folder is not None or other_options:
-        text = "--from-trl takes a file, and a folder alone"
-        text = f"--from-trl does not go with --{other_options[0]}" if other_options else text
-        raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
-    convert(from_trl, Path(folder), trl)
 
 
 def convert(
@@ -164,9 +156,7 @@ def schema(
     from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
-        near = closest_match(stage, STAGES)
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
+        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=did_you_mean(stage, STAGES))
     terminal.out(json_schema.schema_text(stage).rstrip())
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -78,24 +78,11 @@ class Output(Section):
     """Checkpoints, snapshots and trackers of a stage."""
 
     save_steps: int | None = Field(None, gt=0)
-    """Optimizer steps (in PPO: updates) between two checkpoints. Lower values lose less work after a crash and write
-    more often. Default: one tenth of the run. [docs/reliability.md]"""
     keep: int = Field(2, ge=2)
-    """Number of checkpoints kept on disk. Higher values need more disk space. With the default of 2 the run resumes
-    from the previous checkpoint if the newest one is damaged. [docs/reliability.md]"""
     snapshots: int = Field(8, ge=0)
-    """Number of snapshots of the policy that a PPO run keeps, at equal intervals, for the reward-against-KL curve of
-    `rlhf eval`. More snapshots give a finer curve and need more disk space and evaluation time; 0 keeps none.
-    [docs/evaluation.md]"""
     run_name: Name | None = None
-    """Name of the run in its trackers and its manifest. Default: trackers show the name of the run folder and the
-    stage, such as demo-ppo, and the manifest has no name. [transformers]"""
     report_to: list[Tracker] = Field(default=[])
-    """Experiment trackers that receive the metrics, the samples and the config: tensorboard, wandb, trackio. The
-    default is no tracker; metrics.jsonl and samples.jsonl are always written. [transformers; the string none there]"""
     project: Name | None = None
-    """Project of the run in wandb and trackio. Default: for wandb the environment variable WANDB_PROJECT if it is set,
-    otherwise rlhf. [transformers; huggingface there]"""
 
 
 @dataclass(frozen=True)
@@ -144,13 +131,11 @@ class Config(Section):
 
     stage: str
     run: Annotated[str, PathField("run"), AfterValidator(_check_path_length)] = "."
-    """Run folder, relative to the folder of the config; the stage writes RUN/STAGE. The default is the config's own
-    folder, so that configs and results move together. [project]"""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of all random numbers. The same seed gives the same run on the same machine; other seeds show how much
-    results vary by chance. [project]"""
     output: Output = Field(default_factory=Output)
-    """Checkpoints, snapshots and trackers."""
+
+    if TYPE_CHECKING:
+        data: Any  # each stage has its own class
 
     _origin: Origin = PrivateAttr()
 
@@ -203,7 +188,8 @@ class Config(Section):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        raise NotImplementedError
+        sources: dict[str, DataSource] = self.data.sources(self.where)
+        return sources
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values next to the config, by key path."""

@@ -1,17 +1,15 @@
 """The keys of the configs: type, choices, bounds, default and meaning of each, and the source of its default.
 
 This one walk over the config classes serves loading, error messages, `rlhf explain`, the JSON Schema, shell completion
-and docs/config.md. The meaning of a key is its field's description, or the text below the field in the class.
+and docs/config.md. keys.toml has the meaning of each key.
 """
 
-import ast
-import inspect
 import re
-import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -106,13 +104,14 @@ class Key:
     @cached_property
     def description(self) -> str:
         """Return the meaning and, in brackets at its end, the source of the default."""
-        text = self.field.description or ""
-        for cls in self.owner.__mro__ if self.owner and not text else ():
-            if cls.__module__.startswith(__package__):
-                text = text or _texts_below_fields(cls.__module__).get((cls.__name__, self.name), "")
+        tables = [texts_by_class().get(cls.__name__, {}) for cls in self.owner.__mro__] if self.owner else []
+        tables.append(texts_by_class()["shared"])
+        text = self.field.description or next((table[self.name] for table in tables if self.name in table), "")
+        text = " ".join(text.split())
         meaning, bracket, source = text.rpartition("[")
         short = re.split(r"[;\]]", source)[0]
-        return f"{meaning}{bracket}{SOURCES[short]}{source[len(short) :]}" if short in SOURCES else text
+        long = texts_by_class()["sources"].get(short)
+        return f"{meaning}{bracket}{long}{source[len(short) :]}" if long else text
 
     @property
     def meaning(self) -> str:
@@ -173,16 +172,9 @@ def key_at(model: type[BaseModel], path: Sequence[str], prefix: str = "") -> Key
 
 
 @cache
-def _texts_below_fields(module: str) -> dict[tuple[str, str], str]:
-    """Return the text below each field of a module's classes, by class and field."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    texts = {}
-    for cls in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
-        for pair in pairwise(cls.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[cls.name, name] = " ".join(text.split())
-    return texts
+def texts_by_class() -> dict[str, dict[str, str]]:
+    """Return the texts of keys.toml by class and key; `sources` has the short names of sources."""
+    return tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
 
 
 # Old name of a key -> its name now. The old one is accepted with a warning (C19).
@@ -216,22 +208,6 @@ def with_current_names(tree: Any, prefix: str = "") -> Any:
 
 # Sources of defaults
 
-# Short names in descriptions, for sources of several keys.
-SOURCES = {
-    "project": "docs/config.md, section Project defaults",  # defaults that follow no paper or other system
-    "TRL PPO": "TRL 1.12, trl/experimental/ppo/ppo_config.py",
-    "TRL 0.11 PPO": "TRL 0.11, trl/trainer/ppo_config.py",
-    "TRL TLDR": "TRL 1.12, examples/scripts/ppo/ppo_tldr.py",
-    "TRL SFT": "TRL 1.16, trl/trainer/sft_config.py",
-    "TRL reward": "TRL 1.16, trl/trainer/reward_config.py",
-    "TRL base": "TRL 1.16, trl/trainer/base_config.py",
-    "TRL model": "TRL 1.16, trl/trainer/model_config.py",
-    "transformers": "transformers 5.23, src/transformers/training_args.py",
-    "OpenRLHF": "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py",
-    "PEFT": "peft 0.21.2, src/peft/tuners/lora/config.py",
-    # Code of Huang et al. 2024, arXiv 2403.17031; its sft.py and reward.py agree on these values.
-    "Huang": "summarize_from_feedback_details 1d6d8ee, summarize_from_feedback_details/sft.py",
-}
 SOURCE_FORMS = {
     "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
     r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",

@@ -16,7 +16,7 @@ from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
 from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
-from rlhf_cli.errors import CODES, Problem, closest_match
+from rlhf_cli.errors import CODES, Problem, closest_match, did_you_mean
 
 # pydantic's error -> what it expected
 TYPE_ERRORS = {
@@ -193,9 +193,8 @@ def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | Non
 
 def _not_a_choice(name: str, choices: list[str], value: Any, location: str) -> Problem:
     """Return C07 with all choices and the nearest one."""
-    near = closest_match(value, choices) if isinstance(value, str) else None
     text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
-    return Problem("C07", text, location, f"did you mean {near}?" if near else None)
+    return Problem("C07", text, location, did_you_mean(value, choices) if isinstance(value, str) else None)
 
 
 def _wrong_type(name: str, expected: Iterable[str], value: Any, location: str, bounds: str = "") -> Problem:
@@ -243,8 +242,9 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
         return Problem("C01", text, location, _suggest_field(name, stage, own_keys))
+    annotation: Any = field.field.annotation
     try:
-        TypeAdapter(field.field.annotation, config=Section.model_config).validate_python(value)
+        TypeAdapter(annotation, config=Section.model_config).validate_python(value)
     except ValidationError as error:
         return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
     return None

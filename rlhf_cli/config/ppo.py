@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name, Section, invalid
-from rlhf_cli.config.common import ATTENTION, DTYPE, REVISION, STAGE, PPOAdapters, PPOData, TrainingConfig
+from rlhf_cli.config.common import PPOAdapters, PPOData, TrainingConfig
 from rlhf_cli.config.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.sources import DataSource
 
 VALUE_KEYWORDS = ("reward", "policy_head")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
@@ -45,57 +44,23 @@ class RewardSource(Section):
     """Reward source. Its kind is the one key set among model, models, function, builtin, url and pipeline."""
 
     model: ModelPath | None = None
-    """Reward model: a folder or an id on the Hugging Face Hub. If its tokenizer or chat template differs from the
-    policy's, responses are decoded and encoded again for it. [docs/rewards.md]"""
     models: dict[Name, ModelPath] = Field(default_factory=dict)
-    """Ensemble: reward models by name, whose scores `combine` reduces to one. [docs/rewards.md]"""
     function: str | None = Field(None, pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
-    """Python function module:function. It takes two lists, prompts and responses, and returns one number per response;
-    it may be async. [docs/rewards.md]"""
     builtin: str | None = None
-    """Built-in reward function: length, regex, keyword or repetition. docs/rewards.md lists their parameters.
-    [docs/rewards.md]"""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of `builtin` by name. Default: those of the function. [docs/rewards.md]"""
     url: str | None = Field(None, pattern=r"^https?://[^\s/@?#]+(/[^\s@#]*)?$")
-    """URL of an HTTP endpoint that receives {"prompts": [...], "responses": [...]} and returns {"scores": [...]}.
-    [docs/rewards.md]"""
     timeout: float = Field(60.0, gt=0)
-    """Timeout of a request to `url`, in seconds. Higher values tolerate a slow endpoint and notice a dead one later.
-    [docs/rewards.md]"""
     retries: int = Field(3, ge=0, le=20)
-    """Number of retries if `url` cannot be reached, times out, or returns status 429 or 5xx. The waits are 1, 2, 4, ...
-    seconds, at most 30. [docs/rewards.md]"""
     headers: dict[str, EnvName] = Field(default_factory=dict)
-    """HTTP headers for `url`. The value of each is the NAME of an environment variable, for example {Authorization:
-    REWARD_AUTHORIZATION}; a config must not contain secrets. [docs/rewards.md]"""
     pipeline: ModelPath | None = None
-    """Text classifier: a folder or an id on the Hugging Face Hub, run by the text-classification pipeline of
-    transformers. [docs/rewards.md]"""
     label: str | None = None
-    """Label of `pipeline` whose output is the reward. Required if the model has several. Default: its only label.
-    [docs/rewards.md]"""
     output: Literal["logit", "probability"] = "logit"
-    """Output of `pipeline` that is used as the reward: logit or probability. A probability saturates if the classifier
-    is certain, so its differences vanish. [TRL 0.11, examples/notebooks/gpt2-sentiment.ipynb]"""
     input: Literal["response", "both"] = "response"
-    """Input of `pipeline`: the response, or prompt and response joined (both). [docs/rewards.md]"""
     batch_size: int = Field(64, gt=0)
-    """Number of rows per request to `url` or per batch of `pipeline`. Higher values are faster and need more memory.
-    [docs/rewards.md]"""
     combine: Literal["mean", "min", "mean_minus_std"] = "mean"
-    """Reduction of the ensemble's scores: mean, min, or mean_minus_std, the mean minus std_coef times the standard
-    deviation (Coste et al. 2023, arXiv 2310.02743, uses the variance). The standard deviation is logged as
-    objective/disagreement/NAME. [docs/rewards.md]"""
     std_coef: float = Field(1.0, ge=0)
-    """Coefficient of the standard deviation for combine: mean_minus_std. Higher values punish disagreement more.
-    [docs/rewards.md]"""
     clip: float | None = Field(None, gt=0)
-    """Limit of this source's raw score: clipped to -clip .. clip before weighting. Lower values limit the effect of
-    outliers. Default: no clipping. [docs/rewards.md]"""
     weight: float = 1.0
-    """Weight of this source in the sum. 0 makes it a held-out judge: scored, logged and watched by ppo.watchdog, but
-    not optimised; the first held-out judge selects the best policy. [docs/rewards.md]"""
 
     @property
     def kind(self) -> str:
@@ -123,37 +88,22 @@ class PPOModels(Section):
     """Models of PPO. RUN is the run folder."""
 
     sft: ModelPath = "RUN/sft"
-    """Initial policy and frozen reference: a folder or an id on the Hugging Face Hub. RUN/sft is the result of the SFT
-    stage. [project]"""
     reward: ModelPath = "RUN/reward"
-    """Reward model: a folder or an id on the Hugging Face Hub. RUN/reward is the result of the reward stage.
-    [project]"""
     value: Annotated[str, PathField("value", VALUE_KEYWORDS)] = "reward"
-    """Value model. reward: a separate model, initialised from the reward model. policy_head: a linear head on the
-    policy, initialised to zero; it needs one forward pass for both and half the memory. Otherwise a folder or an id on
-    the Hugging Face Hub to initialise from. [Ouyang et al. 2022, arXiv 2203.02155, section 3.5]"""
-    revision: str | None = Field(None, description=REVISION)
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description=DTYPE)
-    attn_implementation: str | None = Field(None, description=ATTENTION)
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_implementation: str | None = None
     adapters: PPOAdapters | None = None
-    """LoRA adapters to train for policy and value model instead of all weights. The frozen weights of the SFT model are
-    loaded once for policy, reference, reward and value model, and only the adapters are saved. Default: all weights are
-    trained. [TRL model; use_peft is false there]"""
 
 
 class PPOConfig(TrainingConfig):
     """ppo.yaml: reinforcement learning."""
 
-    stage: Literal["ppo"] = Field("ppo", description=STAGE)
+    stage: Literal["ppo"] = "ppo"
     models: PPOModels = Field(default_factory=PPOModels)
-    """Models that PPO uses."""
     data: PPOData
-    """Prompts to train on."""
     rewards: dict[Name, RewardSource] = Field(default_factory=dict)
-    """Reward sources by name; their weighted sum is the score. Default: the reward model of models.reward. [TRL PPO;
-    its reward_model_path]"""
     ppo: PPOSettings
-    """Options of PPO."""
 
     @model_validator(mode="before")
     @classmethod
@@ -201,10 +151,6 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
-
-    def sources(self) -> dict[str, DataSource]:
-        """Return the data sources that the stage reads, by key path."""
-        return self.data.sources(self.where)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity without connection options, so that a run can resume with another timeout."""

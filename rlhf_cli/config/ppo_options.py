@@ -12,87 +12,39 @@ from rlhf_cli.config.ppo_algorithm import ObjectiveSettings, TrainingSettings, W
 class LengthRange(Range):
     """Response length, sampled uniformly from min..max (inclusive) for each update."""
 
-    min: int = Field(ge=1)
-    """Minimum length limit in tokens."""
-    max: int = Field(ge=1)
-    """Maximum length limit in tokens."""
-
 
 class OverlongPenalty(Settings):
     """Penalty -factor x max(0, length - (limit - tokens)) / tokens, which grows over the last `tokens`."""
 
     tokens: int = Field(ge=1)
-    """Number of tokens before the length limit over which the penalty grows."""
     factor: float = Field(gt=0)
-    """Penalty at the length limit."""
 
 
 class RolloutSettings(Settings):
     """Episodes of a run and of an update, and sampling."""
 
     total_episodes: int | None = Field(None, ge=1)
-    """Number of episodes (= responses) of the run. Set either this or num_train_epochs. More episodes give more
-    updates: time, reward and KL grow with them, and too many raise the reward while answers get worse. [TRL PPO]"""
     num_train_epochs: float | None = Field(None, gt=0)
-    """Number of passes over the prompts. Set either this or total_episodes. [TRL PPO; 3 there, which total_episodes
-    replaces]"""
     per_device_train_batch_size: int = Field(16, ge=1)
-    """Maximum rows per micro-batch. With packing, the token budget is this number times the longest row. Times
-    gradient_accumulation_steps it is the number of episodes per update (16 x 4 = 64 there and here). Lower values need
-    less memory. [TRL TLDR]"""
     gradient_accumulation_steps: int = Field(4, ge=1)
-    """Number of full micro-batches per update; times per_device_train_batch_size it is the number of episodes per
-    update. Higher values give larger, steadier updates and fewer of them. [TRL TLDR]"""
     num_mini_batches: int = Field(1, ge=1)
-    """Number of minibatches per epoch; each makes one optimizer step. Higher values take more, noisier steps per
-    update. [TRL PPO]"""
     num_ppo_epochs: int = Field(4, ge=1)
-    """Number of passes over the episodes of an update. More passes learn more from each episode and take proportionally
-    longer; later ones are clipped more, and the KL may jump. [TRL PPO]"""
     num_samples_per_prompt: int = Field(1, ge=1)
-    """Number of responses per prompt in an update. Higher values use fewer distinct prompts per update. [OpenRLHF]"""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Maximum tokens per forward pass of scoring and update, counting padding, in addition to the limit of
-    per_device_train_batch_size. Lower values need less memory. auto: 640 on a CPU, no limit on a GPU.
-    [docs/scaling.md]"""
     packing: bool = True
-    """Pack the rows of a forward pass of scoring and update into one sequence, so that nothing is computed for padding.
-    Models whose attention is not sdpa are padded instead, with a message. [docs/scaling.md]"""
     logits_at_a_time: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
-    """Number of response tokens whose logits are in memory at a time during scoring and update. Lower values need less
-    memory. auto: at most 1 million logits on a CPU and 134 million on a GPU, but at least 64 tokens. all: a whole
-    micro-batch, with the gradients of embedding and head computed by autograd and not in place. [docs/scaling.md]"""
     local_rollout_forward_batch_size: int | None = Field(None, ge=1)
-    """Number of rows that are generated together, and scored together by reward models. Lower values need less memory
-    and take longer. Default: all rows of an update are generated together, and scored per_device_train_batch_size at a
-    time. [docs/scaling.md]"""
     num_sample_generations: int = Field(10, ge=0)
-    """Number of sample tables (prompts, responses, scores) shown during training; 0 shows none. [TRL PPO]"""
     generate_ref_response: bool = False
-    """Add a response of the reference model and its score to each row of those tables. [TRL 0.11 PPO]"""
 
     push_to_hub_if_best: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
-    """Repository OWNER/NAME on the Hugging Face Hub that receives the policy whenever it is the best so far, by
-    score minus KL penalty or by a held-out judge. A new repository is private. Default: nothing is uploaded. [TRL
-    0.11 PPO]"""
 
     response_length: Annotated[int, Field(ge=1)] | LengthRange = 53
-    """Maximum length of a response in tokens, or {min, max} to sample a limit for each update. Higher values
-    take more time and memory; with lower ones responses are cut off and get missing_eos_penalty. [TRL PPO]"""
     temperature: float = Field(0.7, gt=0)
-    """Sampling temperature, also used for log-probs. Higher values explore more but produce more bad responses; lower
-    values reduce exploration. [TRL PPO]"""
     stop_token: Literal["eos", "none"] = "eos"
-    """Stop token of responses. eos: the stop token of the SFT checkpoint; none: responses always have the full length.
-    [Huang et al. 2024, arXiv 2403.17031, section 7]"""
     stop_token_id: int | None = Field(None, ge=0)
-    """Id of the stop token; replaces stop_token. Default: the id of the SFT checkpoint. [TRL PPO]"""
     missing_eos_penalty: float | None = Field(1.0, ge=0)
-    """Penalty subtracted from the score of a response that reaches the length limit without the stop token. Higher
-    values make responses end sooner; null turns it off. [TRL TLDR; none in its PPOConfig]"""
     overlong_penalty: OverlongPenalty | None = None
-    """Penalty {tokens: n, factor: f} that grows before the length limit: -f * max(0, length - (response_length - n)) /
-    n is added to the score (Yu et al. 2025, arXiv 2503.14476, equation 13). Default: off. [OpenRLHF]"""
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
@@ -131,15 +83,9 @@ class RewardRequirements(Settings):
     """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
 
     accuracy: float | None = Field(None, ge=0, le=1)
-    """Minimum accuracy on the evaluation pairs. Default: not checked. [docs/rewards.md]"""
     accuracy_low: float | None = Field(None, ge=0, le=1)
-    """Minimum lower bound of the 95 % confidence interval of the accuracy; above 0.5 it excludes guessing. Default: not
-    checked. [docs/rewards.md]"""
     ece: float | None = Field(None, ge=0, le=1)
-    """Maximum expected calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3). Default: not checked.
-    [docs/rewards.md]"""
     length_correlation: float | None = Field(None, ge=0, le=1)
-    """Maximum absolute rank correlation of score and answer length. Default: not checked. [docs/rewards.md]"""
 
     @model_validator(mode="after")
     def _check_not_empty(self) -> Self:
@@ -191,18 +137,10 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     """
 
     recipe: Literal["classic", "reasoning"] = "classic"
-    """Set of defaults for the keys that the config omits. classic: RLHF on human preferences, as in TRL. reasoning: RL
-    with verifiable rewards, as in OpenRLHF (one epoch, lambda 1, small KL penalty, higher learning rate of the value
-    model). [TRL PPO]"""
 
     require_reward: RewardRequirements | None = None
-    """Minimum quality of the reward models, for example {accuracy: 0.6}. `rlhf ppo` and `rlhf check` reject a reward
-    model whose report card is worse or missing (M11); PPOTrainer in Python does not check it. Default: no requirement.
-    [docs/rewards.md]"""
 
     watchdog: WatchdogSettings | None = Field(default_factory=WatchdogSettings)
-    """Detection of reward hacking: limits for six signals, and the action if one is exceeded (docs/rewards.md). null
-    turns it off. [docs/rewards.md]"""
 
     @model_validator(mode="before")
     @classmethod

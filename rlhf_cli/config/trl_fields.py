@@ -70,7 +70,7 @@ def trainer_keys(model: type[Config]) -> dict[str, Key]:
 
 
 def _key(name: str, field: dict[str, Any]) -> Key:
-    types = [TYPES[kind] for kind in field["types"]]
+    types: list[Any] = [TYPES[kind] for kind in field["types"]]
     types = [Literal[tuple(field["choices"])] if kind is str and "choices" in field else kind for kind in types]
     text = f"The field {name} of TRL {trl_version()}'s trainer, handed on as it is."
     return Key(f"trainer.{name}", FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text))

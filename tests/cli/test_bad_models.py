@@ -1,6 +1,7 @@
 """Bad tokenizers and models through the real CLI: each says code, place and fix, and exits as promised."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,29 @@ from rlhf_cli.models import tokenizers
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 
 
+def edit_tokenizer(change: Callable[[dict[str, Any]], object]) -> None:
+    path = Path("model/tokenizer_config.json")
+    settings = json.loads(path.read_text())
+    change(settings)
+    path.write_text(json.dumps(settings))
+
+
 @pytest.mark.training
 def test_t01_pad_is_eos(folder: Path) -> None:
     """SFT adds a pad token, and says so; a foreign reward model is read where it was trained, and PPO says so."""
-    settings = json.loads((folder / "model/tokenizer_config.json").read_text())
-    (folder / "model/tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
-    trained = rlhf("sft")
-    assert trained.exit_code == 0 and "warning[T01]" in trained.stderr and "[PAD]" in trained.stderr
+    edit_tokenizer(lambda settings: settings.update(pad_token=settings["eos_token"]))
+    assert warned(rlhf("sft"), "T01", "", "[PAD]")
     assert json.loads((folder / "sft/manifest.json").read_text())["special_tokens"]["pad"] > 1
     foreign_scorer(folder, pad_token_id=1)
-    small = (
-        "-s",
-        "ppo.total_episodes=8",
-        "-s",
-        "ppo.per_device_train_batch_size=8",
-        "-s",
-        "ppo.gradient_accumulation_steps=1",
-    )
-    scored = rlhf("ppo", *small, "-s", "ppo.response_length=8")
-    assert (
-        scored.exit_code == 0 and "warning[T01]: ppo.yaml:1: the reward model's pad token ends a text" in scored.stderr
-    )
+    small = ["total_episodes=8", "per_device_train_batch_size=8", "gradient_accumulation_steps=1", "response_length=8"]
+    scored = rlhf("ppo", *(f"ppo.{setting}" for setting in small))
+    assert warned(scored, "T01", "ppo.yaml:1: the reward model's pad token ends a text")
 
 
 @pytest.mark.training
 def test_t02_no_pad_token(folder: Path) -> None:
-    settings = json.loads((folder / "model/tokenizer_config.json").read_text())
-    settings.pop("pad_token")
-    (folder / "model/tokenizer_config.json").write_text(json.dumps(settings))
-    trained = rlhf("sft")
-    assert trained.exit_code == 0 and "warning[T02]" in trained.stderr
+    edit_tokenizer(lambda settings: settings.pop("pad_token"))
+    assert warned(rlhf("sft"), "T02", "")
     assert json.loads((folder / "sft/model/tokenizer_config.json").read_text())["pad_token"] == "[PAD]"
 
 
@@ -154,33 +148,10 @@ def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
     assert refused(rlhf("sft"), "M05", "sft is finished but damaged: ", *says, exit_code=1)
 
 
-@pytest.mark.training
-def test_m05_a_checkpoint_with_a_flipped_bit_is_skipped(folder: Path) -> None:
-    """Which file, what is used instead; the run ends as it would have."""
-    foreign_scorer(folder)
-    sizes = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8"
-    replace(
-        "ppo.yaml", "ppo:\n  total_episodes: 64", f"output: {{save_steps: 1}}\nppo:\n  total_episodes: 12\n  {sizes}"
-    )
-    assert rlhf("ppo").exit_code == 0
-    before = (folder / "ppo/model/model.safetensors").read_bytes()
-    (folder / "ppo/manifest.json").unlink()
-    state = next((folder / "ppo/state/step_000003").glob("*.safetensors"))
-    raw = bytearray(state.read_bytes())
-    raw[-1] ^= 1
-    state.write_bytes(raw)
-    result = rlhf("ppo")
-    says = (state.name, "its content is not what was written", "resuming from step_000002")
-    assert warned(result, "M05", "ppo/state/step_000003 is damaged: ", *says)
-    assert (folder / "ppo/model/model.safetensors").read_bytes() == before
-
-
-@pytest.mark.parametrize("command", [rlhf, lambda stage: check(f"{stage}.yaml")], ids=["the stage", "check"])
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_m07_weights_that_are_a_pickle(folder: Path, stage: str, command: Any) -> None:
+def test_m07_weights_that_are_a_pickle(folder: Path, stage: str) -> None:
     foreign_scorer(folder)
     (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")
-    result = command(stage)
     says = ("only as a pickle (pytorch_model.bin)", "hint: if you trust it: ", "save_pretrained(FOLDER)")
-    assert f"error[M07]: {stage}.yaml:1: " in result.stderr and all(text in result.stderr for text in says)
-    assert result.exit_code == 2 and "Traceback" not in result.stderr
+    assert refused(rlhf(stage), "M07", f"{stage}.yaml:1: ", *says)
+    assert "error[M07]" in check(f"{stage}.yaml").stderr

@@ -13,7 +13,7 @@ from run_cli import ROOT, child, is_one_error, rlhf
 from rlhf_cli import config
 from rlhf_cli.commands.explain import every_key
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.fields import DefaultSource, parse_source, split_description
+from rlhf_cli.config.fields import DefaultSource, parse_source, split_description, texts_by_class
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import CODES
@@ -66,6 +66,13 @@ def test_the_bracket_at_the_end_is_the_source_and_no_other() -> None:
 
 def test_every_default_has_a_source_and_no_required_key_has_one() -> None:
     assert [key.path for stage, key in KEYS if key.field.is_required() == ((stage, key.path) in SOURCES)] == []
+
+
+def test_every_text_belongs_to_a_key() -> None:
+    keys = [key for stage in CONFIGS for key in config.keys(stage).values() if key.owner]
+    known = {(name, key.name) for key in keys for name in ("shared", *(cls.__name__ for cls in key.owner.__mro__))}
+    texts = {(table, name) for table, names in texts_by_class().items() for name in names if table != "sources"}
+    assert texts <= known
 
 
 def test_every_value_of_a_recipe_has_a_source() -> None:

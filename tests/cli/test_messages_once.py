@@ -1,4 +1,4 @@
-"""What a command told in one of its processes it does not tell again in another."""
+"""A message that one process of a command printed is not printed by another."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_a_printed_warning_is_kept_for_the_report() -> None:
 
 
 def test_only_the_first_rank_marks_messages_as_printed() -> None:
-    """The others of a group say nothing: what they find first the first one must still tell."""
+    """The others of a group print nothing: what they find first, the first one must still print."""
     with terminal.share_seen_messages():
         assert child(RANK="1", WORLD_SIZE="2") == ""
         assert child(RANK="0", WORLD_SIZE="2") == LINE
@@ -53,5 +53,5 @@ def test_only_the_first_rank_marks_messages_as_printed() -> None:
 
 def test_messages_repeat_if_their_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal.share_seen_messages():
-        monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/told")
+        monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/seen")
         assert (child(), child()) == (LINE, LINE)

@@ -10,29 +10,16 @@ import pytest
 from fake_config import FakeConfig, make_stage
 from permissions import taken_away
 from report_run import draws_nothing, write_run
+from run_cli import rlhf
 from test_status import chain  # noqa: F401  (a fixture)
-from typer.testing import CliRunner, Result
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.cli import app
 from rlhf_cli.commands import run as pipeline
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import HASH_DIFFERS, read_json_object
-
-STAGES = ("sft", "reward", "ppo", "eval")
-
-
-def rlhf(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def one_error(result: Result, code: str, exit_code: int = 1) -> bool:
-    first, *rest = result.stderr.splitlines()
-    assert first.startswith(f"error[{code}]: "), result.output
-    assert result.exit_code == exit_code and len(rest) <= 1, result.output
-    return True
 
 
 @pytest.fixture
@@ -61,16 +48,11 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
     """Hours of training stand behind it, and nothing says that it is damaged."""
     before = contents(run)
     with taken_away(run / stage / name):
-        assert one_error(rlhf("run", run), "E08")
+        result = rlhf("run", run)
+        assert result.exit_code == 1 and result.stderr.startswith("error[E08]: "), result.output
         assert "damaged" not in (status := rlhf("status", run)).stdout and status.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
-    assert pipeline.stage_status(_config(run, stage)).state == "finished"
-
-
-def _config(run: Path, stage: str) -> Any:
-    from rlhf_cli.config.loading import load
-
-    return load(stage, run / f"{stage}.yaml")
+    assert pipeline.stage_status(load(stage, run / f"{stage}.yaml")).state == "finished"
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])
