@@ -265,7 +265,9 @@ def _one_of(words: Iterable[str]) -> str:
 def _show(stage_keys: list[StageKey]) -> None:
     """Print each key in full, and a line per key below a section."""
     for number, entry in enumerate(_entries(stage_keys)):
-        _show_entry(entry, first=number == 0)
+        if number:
+            terminal.out()
+        _show_entry(entry)
     sections = [(stage, f"{key.path}.") for stage, key in stage_keys]
     inner = [
         (stage, key)
@@ -291,9 +293,7 @@ def _show_lines(stage_keys: Iterable[StageKey]) -> None:
             terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
 
 
-def _show_entry(entry: Entry, *, first: bool) -> None:
-    if not first:
-        terminal.out()
+def _show_entry(entry: Entry) -> None:
     _paragraph(f"{entry.name}   ({', '.join(entry.files)})", "")
     _show_labelled({"value": entry.value, "default": entry.default, "meaning": entry.meaning, "source": entry.source})
     for line in entry.recipes:

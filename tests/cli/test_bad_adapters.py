@@ -52,7 +52,7 @@ def test_m10_a_flipped_bit_in_an_adapter_or_in_the_one_below(adapters_copy: Path
         good = path.read_bytes()
         path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         says = (f"{stage} is damaged: model/adapter_model.safetensors: its content is not what was written",)
-        # What only the reward model stands on is held against its hash too.
+        # The base of the reward model alone is compared with its hash too.
         assert refused(rlhf("ppo", "-s", "models.sft=model"), "M10", "", *says)
         path.write_bytes(good)
 

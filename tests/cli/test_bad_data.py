@@ -81,19 +81,19 @@ def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
     }  # fmt: skip
 
 
-SAID = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
-SAY = {"from": "human", "value": "Say 0\n"}
+DIALOGUES = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
+QUESTION = {"from": "human", "value": "Say 0\n"}
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {**RANKED, **{name: f"Q: {RANKED['instruction']} A: {RANKED[name]}" for name in ("chosen", "rejected")}},
-        {"instruction": "Say 0 ", **SAID},
-        {"instruction": "", **SAID},
-        {"instruction": "Other words, beside transcripts.", **SAID},
-        {"conversations": [SAY], **SAID},
-        {"conversations": [{"from": "system", "value": "Be brief."}, SAY, ANSWERED], **SAID},
+        {"instruction": "Say 0 ", **DIALOGUES},
+        {"instruction": "", **DIALOGUES},
+        {"instruction": "Other words, beside transcripts.", **DIALOGUES},
+        {"conversations": [QUESTION], **DIALOGUES},
+        {"conversations": [{"from": "system", "value": "Be brief."}, QUESTION, ANSWERED], **DIALOGUES},
     ],
 )
 def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:

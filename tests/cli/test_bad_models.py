@@ -118,7 +118,7 @@ def test_m04_an_adapter_in_place_of_a_model(folder: Path, base: str | None, says
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
-    """TRL 0.11's is_encoder_decoder: said before anything loads."""
+    """TRL 0.11's is_encoder_decoder: reported before anything loads."""
     from transformers import T5Config
 
     foreign_scorer(folder)

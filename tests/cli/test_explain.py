@@ -97,7 +97,7 @@ def test_the_projects_own_defaults_give_a_reason_for_each() -> None:
 
 @pytest.fixture
 def _pinned() -> None:
-    """Sources are held against the versions of constraints.txt; other ones may well differ."""
+    """Skip if other versions than those of constraints.txt are installed."""
     pins, here = trl_fields.made_from(), {name: version(name) for name in trl_fields.made_from()}
     if here != pins:
         pytest.skip(f"the sources are of {pins}, installed are {here}")

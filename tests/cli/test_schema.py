@@ -1,4 +1,4 @@
-"""The JSON Schemas that editors read: current, found from every config, and of one mind with what loads the configs."""
+"""The JSON Schemas that editors read: current, found from every config, and in agreement with the loader."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from rlhf_cli.demo.world import Sizes
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem in CONFIGS)
-# What pydantic finds by itself, and not by rules of ours between keys.
+# Errors that pydantic finds without our rules between keys.
 PLAIN = ("TRL", "_type", "_error", "extra_forbidden", "greater_than", "less_than", "missing", "too_short", "union_tag")
 
 
@@ -86,7 +86,7 @@ def test_a_folder_with_other_schemas_is_refused(tmp_path: Path) -> None:
         init.init("instruct", tmp_path)
 
 
-# Of one mind with the loader
+# Agreement with the loader
 
 
 WRONG = [[], [[1]], {"no such": 1}, "no such word", -7, 1.5, 10**12, True, None]

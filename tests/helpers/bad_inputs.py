@@ -29,7 +29,7 @@ def replace(path: str, old: str, new: str) -> None:
 
 
 def check(*arguments: str) -> Result:
-    """`rlhf check`, of the folder unless told otherwise."""
+    """`rlhf check`, by default of the folder."""
     return CliRunner().invoke(app, ["check", *(arguments or ["."])])
 
 
@@ -42,7 +42,7 @@ def warned(result: Result, code: str, place: str, *says: str) -> bool:
 
 
 def foreign_scorer(folder: Path, **changes: Any) -> None:
-    """scorer/: a one-label classifier on the base model, as somebody else would hand it on."""
+    """scorer/: a one-label classifier on the base model, as made by other software."""
     import torch
 
     from rlhf_cli.models import load, save, tokenizers

@@ -40,22 +40,17 @@ def work(loaded: config.Config, fresh: bool) -> None:
         (loaded.folder / "report.json").write_text(json.dumps(REPORT))
     else:
         settings = identity["config"][loaded.stage]
-        inputs = [
-            settings["learning_rate"],
-            settings.get("kl_coef"),
-            loaded.seed,
-            identity["data"],
-            identity["parents"],
-        ]
+        rates = [settings["learning_rate"], settings.get("kl_coef")]
+        inputs = [*rates, loaded.seed, identity["data"], identity["parents"]]
         (loaded.folder / "model").mkdir()
         (loaded.folder / "model/model.safetensors").write_text(json.dumps(inputs))
     runs.complete_stage(loaded, identity, parents=parents, fields={})
 
 
-JUDGED = {"reward_mean": 0.5, "response_length_mean": 9.0, "eos_fraction": 1.0, "judges": {"reward": {"mean": 0.5}}}
+SCORED = {"reward_mean": 0.5, "response_length_mean": 9.0, "eos_fraction": 1.0, "judges": {"reward": {"mean": 0.5}}}
 REPORT = {
     "n": 2,
-    "models": {"sft": JUDGED, "ppo": JUDGED},
+    "models": {"sft": SCORED, "ppo": SCORED},
     "win_rate": {"ppo_vs_sft": {"reward": {"value": 0.5, "ci95": [0.2, 0.8], "n": 2, "ties": 2}}},
 }
 

@@ -93,12 +93,12 @@ def mutated(text: str, steps: Sequence[tuple[str, int, Any]]) -> bytes:
 def leaves(path: Path) -> Iterator[tuple[tuple[str | int, ...], str | None]]:
     """(key path, scalar as written) of all that a YAML file says; None for an empty list or mapping.
 
-    PyYAML's nodes, without a line of ours: the scalars are texts, and a key that stands twice comes twice.
+    Read from PyYAML's nodes: scalars are texts, and a duplicate key comes twice.
     """
-    yield from _said(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ())
+    yield from _leaves(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ())
 
 
-def _said(node: Node | None, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str | None]]:
+def _leaves(node: Node | None, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str | None]]:
     if isinstance(node, MappingNode):
         pairs: list[tuple[str | int, Node]] = [(key.value, value) for key, value in node.value]
     elif isinstance(node, SequenceNode):
@@ -110,7 +110,7 @@ def _said(node: Node | None, path: tuple[str | int, ...]) -> Iterator[tuple[tupl
     if not pairs:
         yield path, None
     for key, value in pairs:
-        yield from _said(value, (*path, key))
+        yield from _leaves(value, (*path, key))
 
 
 def is_kept(resolved: Any, path: Sequence[str | int], written: str | None, folder: Path) -> bool:

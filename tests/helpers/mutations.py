@@ -1,4 +1,4 @@
-"""Odd values in the files that a run of somebody else's may hold: whole JSON, sealed again, of other types."""
+"""Odd values in the JSON files of a run, with matching hashes, as in a run from an unknown source."""
 
 import copy
 import json

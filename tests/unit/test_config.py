@@ -54,7 +54,7 @@ def test_a_minimal_config_loads_with_all_defaults(stage: str, here: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "expected"),
     [
         ("base", "{run}/base"),
         ("org/base", "org/base"),
@@ -63,10 +63,10 @@ def test_a_minimal_config_loads_with_all_defaults(stage: str, here: Path) -> Non
         ("/models/base", "/models/base"),
     ],
 )
-def test_paths_are_relative_to_the_file_and_models_may_be_hub_ids(name: str, meant: str, here: Path) -> None:
+def test_paths_are_relative_to_the_file_and_models_may_be_hub_ids(name: str, expected: str, here: Path) -> None:
     (here / "run" / "base").mkdir(parents=True)
     sft = loaded(here / "run", "sft", MINIMAL["sft"].replace("base", name))
-    assert (sft.model.path, sft.data.train) == (meant.format(run=here / "run"), str(here / "run" / "train.jsonl"))
+    assert (sft.model.path, sft.data.train) == (expected.format(run=here / "run"), str(here / "run" / "train.jsonl"))
 
 
 def test_models_default_to_the_runs_own_stages(here: Path) -> None:

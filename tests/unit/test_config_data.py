@@ -63,12 +63,12 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("written", "meant"), NAMES)
-def test_a_name_is_a_path_unless_it_can_only_be_a_dataset_of_the_hub(tmp_path: Path, written: str, meant: str) -> None:
+@pytest.mark.parametrize(("written", "expected"), NAMES)
+def test_a_name_is_a_path_unless_only_a_hub_dataset_can_be_meant(tmp_path: Path, written: str, expected: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "odd[1]").mkdir()
     config = data_config(tmp_path, train=written)
-    assert config.data.train == meant.format(here=tmp_path)
+    assert config.data.train == expected.format(here=tmp_path)
     again = tmp_path / "RUN" / "sft"
     assert loaded(again, "sft", yaml.safe_dump(config.dump(relative_to=again))).data.train == config.data.train
 
