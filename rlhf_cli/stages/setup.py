@@ -131,11 +131,16 @@ def load_model(loader: Callable[..., Any], config: Config, options: Options, par
 def check_same_tokenization(config: Config, options: Options, parents: Mapping[str, Parent]) -> None:
     """Raise RLHFError T04 or T05 if a policy or value model tokenizes differently from models.sft.
 
-    Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy.
+    Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy. The
+    tokenizers of an evaluation's judges are still loaded, to raise M01 and M08 before anything is written.
     """
     keys = (*POLICY_KEYS, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
     must_match = {key: parent for key, parent in parents.items() if key in keys}
     tokenizers.check_same_tokenization(must_match, config.where, trust_remote_code=options.trust_remote_code)
+    for key, parent in parents.items() if config.stage == "eval" else ():
+        if key not in must_match:
+            with at_location(config.where(key)):
+                tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
 # Reward models

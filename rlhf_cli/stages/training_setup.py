@@ -183,7 +183,12 @@ def _check_batch_size(config: TRLConfig, rows: data.Rows[Any], count: int, unit:
     if count < size * grad_accum_steps * world_size:
         text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes"
         text += f" ({setup.batch_product(size, grad_accum_steps, world_size, unit)})"
-        hint = f"lower {config.stage}.{key} or {config.stage}.gradient_accumulation_steps, or bring more rows"
+        if count >= size * world_size:
+            hint = f"set {config.stage}.gradient_accumulation_steps to {count // (size * world_size)} at most"
+        elif count >= world_size:
+            hint = f"set {config.stage}.{key} to {count // world_size} at most, and gradient_accumulation_steps to 1"
+        else:
+            hint = f"start {count} processes at most, or bring more rows"
         raise RLHFError("D11", text, where=config.where(f"{config.stage}.{key}"), hint=hint)
 
 

@@ -206,7 +206,7 @@ def test_d11_fewer_rows_than_an_optimizer_step_takes(folder: Path, stage: str, n
     write(name, *[{**row, "prompt": f"{number}"} for number in range(20)])
     says = (
         f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes (8 x 4 = 32 usable rows)",
-        f"hint: lower {stage}.per_device_train_batch_size or {stage}.gradient_accumulation_steps",
+        f"hint: set {stage}.gradient_accumulation_steps to 2 at most",
     )
     result = rlhf(stage, "-s", f"{stage}.gradient_accumulation_steps=4")
     assert refused(result, "D11", f"{stage}.yaml:3: ", *says)

@@ -283,7 +283,7 @@ def test_the_best_policy_is_pushed_each_time_it_is_beaten(run_folder: Path, hub:
     assert result.exit_code == 0 and "R09" not in result.stderr, result.stderr
     repo = hub.repos["lab/policy"]
     titles = [commit.title for commit in repo.commits[1:]]
-    assert repo.private and titles[0].startswith("Policy after 0 PPO updates, objective/scores - objective/kl_coef")
+    assert repo.private and titles[0].startswith("Policy after 0 PPO updates, objective/scores - 0.05 * objective/kl")
     best = json.loads((run_folder / "ppo/manifest.json").read_text())["best"]["step"]
     assert titles[-1].startswith(f"Policy after {best} PPO updates")
     config = (run_folder / f"ppo/snapshots/step_{best:06d}/config.json").read_bytes()
