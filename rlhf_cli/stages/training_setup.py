@@ -186,7 +186,8 @@ def _check_batch_size(config: TRLConfig, rows: data.Rows[Any], count: int, unit:
         if count >= size * world_size:
             hint = f"set {config.stage}.gradient_accumulation_steps to {count // (size * world_size)} at most"
         elif count >= world_size:
-            hint = f"set {config.stage}.{key} to {count // world_size} at most, and gradient_accumulation_steps to 1"
+            hint = f"set {config.stage}.{key} to {count // world_size} at most"
+            hint += ", and gradient_accumulation_steps to 1" if grad_accum_steps > 1 else ""
         else:
             hint = f"start {count} processes at most, or bring more rows"
         raise RLHFError("D11", text, where=config.where(f"{config.stage}.{key}"), hint=hint)

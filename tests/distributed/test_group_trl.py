@@ -210,7 +210,7 @@ def test_an_error_of_all_processes_is_printed_once(world: World, tmp_path: Path)
     path = config(world, tmp_path / "run", ("sft", {}, {"per_device_train_batch_size": 50}), 2)
     result = child(*command(path))
     assert result.returncode == 2 and result.stderr.count("error[") == 1, result.stderr
-    assert "50 x gradient_accumulation_steps 1 x 2 processes = 100" in result.stderr
+    assert "= 100 usable rows)" in result.stderr
     assert "hint: set sft.per_device_train_batch_size to 48 at most" in result.stderr
 
 
