@@ -230,10 +230,10 @@ class PPOTrainer:
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in MODEL_OUTPUTS}
         with self.parallel.training_context():
             assigned = self.parallel.assign(list(chain.from_iterable(minibatches)))
-            for rows, counts in track_progress("judge: micro-batch", assigned):
+            for rows, counted in track_progress("judge: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
                 for name, values in self.model_runner.forward(micro_batch).items():
-                    if counts:
+                    if counted:
                         outputs[name][micro_batch.response_index] = values
         self.process_group.all_reduce(outputs.values())
         return outputs
@@ -284,13 +284,13 @@ class PPOTrainer:
             self.model_runner.accumulate_in_place(),
         ):
             results = []
-            for rows, counts in track_progress("micro-batch", self.parallel.assign(minibatch)):
+            for rows, counted in track_progress("micro-batch", self.parallel.assign(minibatch)):
                 micro_batch = experience.rollout.micro_batch(rows)
-                targets, scale = experience.gather(micro_batch), counts / tokens
+                targets, scale = experience.gather(micro_batch), counted / tokens
                 result = self.model_runner.backward(
                     targets, micro_batch, experience.kl_coef, scale, train_policy=self._trains_policy
                 )
-                results += [result] if counts else []
+                results += [result] if counted else []
             ptx = self._backward_ptx(minibatch, epoch)
         rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
         sums = sum_metrics([rank.token_sums for rank in rank_stats])
@@ -314,8 +314,8 @@ class PPOTrainer:
         batch = Rollout.from_lists(*zip(*sampled, strict=True)).to(self.policy.device)
         tokens, total = int(batch.response_mask.sum()), 0.0
         parts = self._split_minibatch(batch, torch.arange(len(batch), device=batch.ids.device))
-        for rows, counts in self.parallel.assign(parts):
-            total += self.model_runner.backward_ptx(batch.micro_batch(rows), counts / tokens)
+        for rows, counted in self.parallel.assign(parts):
+            total += self.model_runner.backward_ptx(batch.micro_batch(rows), counted / tokens)
         return {"loss/ptx_avg": total}
 
     def _optimizer_step(self, rank_stats: list[MinibatchStats]) -> Stats:
