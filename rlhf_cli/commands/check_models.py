@@ -20,7 +20,7 @@ from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import eval as eval_stage
 from rlhf_cli.stages import hardware, ppo_models, ppo_setup, setup, training_setup
-from rlhf_cli.stages.hardware import POLICY_KEYS
+from rlhf_cli.stages.plan_models import POLICY_KEYS, is_scorer_key
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class StageValidator:
         seen: set[Path] = set()
         policy = self._known_parents(stage).get("models.sft")
         for key, parent in stage.parents.items():
-            if hardware.is_scorer_key(key) and parent.path not in seen:
+            if is_scorer_key(key) and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), at_location(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)

@@ -22,7 +22,7 @@ from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware
-from rlhf_cli.stages.hardware import POLICY_KEYS
+from rlhf_cli.stages.plan_models import POLICY_KEYS
 from rlhf_cli.statistics import wilson
 
 # Padding differently moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.

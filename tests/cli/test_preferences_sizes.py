@@ -9,7 +9,7 @@ import pytest
 from rlhf_cli import terminal
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
-from rlhf_cli.commands.plan import estimate
+from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
@@ -256,7 +256,7 @@ def test_the_fastest_call_counts(
     def call() -> None:
         clock[0] += durations.pop(0) if len(durations) > 1 else durations[0]
 
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(duration.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), left.pop(0)))
-    assert estimate.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
+    assert duration.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
     assert len(left) == len(shares) - rounds

@@ -1,7 +1,6 @@
 """E01, E03, E04 through the real CLI: what this machine cannot do is reported before a training, or ends it."""
 
 import errno
-import json
 import shutil
 import subprocess
 import sys
@@ -11,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import system, terminal
+from rlhf_cli import distributed, runs, system
 from rlhf_cli.cli import app
 from rlhf_cli.commands import verify
+from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.models import devices, load, save
+from rlhf_cli.stages import hardware
+from rlhf_cli.stages.plan_models import Target
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
 STAGES = ("sft", "reward", "ppo")
@@ -67,63 +68,54 @@ def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch
 @pytest.mark.parametrize("stage", STAGES)
 def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """(keep + 1) states of what is trained, weight and two averages: needed, free, where; the same from check."""
-    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
-    needed = 12 * 3 * (model + scorer if stage == "ppo" else model)
+    model, scorer = load.load_causal_lm(three / "model"), load.load_reward_model(three / "scorer")
+    trained = {"sft": [model], "reward": [model.base_model, scorer.score], "ppo": [model, scorer]}[stage]
+    needed = 12 * 3 * sum(weight.numel() for part in trained for weight in part.parameters())
     usage = shutil.disk_usage(three)._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     size, total = system.format_bytes(needed / 3), system.format_bytes(needed)
-    says = (f"3 checkpoints of {size} need at least {total}", "are free", "hint: free disk space")
+    says = (f"3 checkpoints of {size} need {total}", "are free", "hint: free disk space")
     assert refused(rlhf(stage), "E03", f"{stage}: ", *says)
     assert "error[E03]" in check(f"{stage}.yaml").stderr
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     assert "E03" not in check(f"{stage}.yaml").stderr
 
 
-def _numbers(folder: Path) -> int:
-    """By transformers' own count, heads left out."""
-    model = load.load_reward_model(folder) if folder.name == "scorer" else load.load_causal_lm(folder)
-    return sum(weight.numel() for weight in model.base_model.parameters())
-
-
 @on_a_cpu
 def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = _numbers(three / "model")
-    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
-    says = (f"{numbers:,} trained parameters need", "the CPU has", "hint: use a smaller model")
+    numbers = 16 * load.load_causal_lm(three / "model").num_parameters()
+    monkeypatch.setattr(system, "total_memory", lambda: numbers - 1)
+    says = (
+        "weights, gradients and optimizer need ",
+        "the CPU has",
+        "hint: `rlhf plan` lists settings that save memory",
+    )
     assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
     # Where it is looked at is not always where it runs.
     assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
     assert refused(check("ppo.yaml", "--quiet"), "E03", "ppo.yaml:1: ")  # as `rlhf run` asks, before its first stage
-    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
+    monkeypatch.setattr(system, "total_memory", lambda: numbers + 1000)  # buffers
     assert "E03" not in check("sft.yaml").stderr
 
 
 @on_a_cpu
-def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In shards, beside a copy that nothing loads, and with the masks that GPT-2 stored: the same numbers."""
-    numbers = _numbers(three / "model")
-    weights = load_file("model/model.safetensors")
-    masks = ["attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"]
-    shards = {
-        "a.safetensors": {name: weight for name, weight in weights.items() if "layers.0" in name},
-        "b.safetensors": {name: weight for name, weight in weights.items() if "layers.0" not in name}
-        | {f"h.0.{mask}": torch.ones(50) for mask in masks},
-    }
-    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
-    save_file(weights, "model/consolidated.safetensors")
-    says = f": {numbers:,} trained parameters need"
-    assert says in check("sft.yaml").stderr
-    Path("model/model.safetensors").unlink()
-    assert "warning[E03]" not in check("sft.yaml").stderr  # nothing that would be loaded
-    for name, part in shards.items():
-        save_file(part, f"model/{name}")
-    index = {"metadata": {}, "weight_map": {weight: name for name, part in shards.items() for weight in part}}
-    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
-    terminal.reset()
-    assert says in check("sft.yaml").stderr
-    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
-    assert "E03" not in check("sft.yaml").stderr
+def test_e03_counts_shards_and_shared_layers(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes with ppo.fsdp, or with ZeRO-3; a process of its own memory each."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "local_world_size", lambda: 1)
+
+    def needed(stage: str, *settings: str) -> int:
+        monkeypatch.setattr(system, "total_memory", lambda: 1)
+        config = config_of(stage, three / f"{stage}.yaml", settings)
+        target = Target.of(None, 2, sharing=1)
+        return hardware._fixed_memory(config, runs.open_parents(config), target).total
+
+    full, zero = needed("sft"), needed("sft", "trainer.deepspeed={zero_optimization: {stage: 3}}")
+    assert zero == pytest.approx(full / 2, rel=0.01)
+    assert needed("sft", "trainer.deepspeed={zero_optimization: {stage: 1}}") == pytest.approx(0.75 * full, rel=0.01)
+    assert needed("ppo", "ppo.fsdp=true") < 0.9 * needed("ppo")  # tiny models are mostly embeddings
+    assert needed("ppo", "ppo.num_shared_layers=1") < needed("ppo")
 
 
 @pytest.mark.training

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
-from rlhf_cli.commands.plan.estimate import measure_passes
+from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import devices, load, memory
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware

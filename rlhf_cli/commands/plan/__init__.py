@@ -10,10 +10,7 @@ from typing import Any
 
 from rlhf_cli import system, terminal
 from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.plan import estimate
-from rlhf_cli.commands.plan.estimate import Estimate, Target
-from rlhf_cli.commands.plan.models import ModelResolver
-from rlhf_cli.commands.plan.phases import KINDS, MODES
+from rlhf_cli.commands.plan.duration import estimate_duration
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
@@ -21,6 +18,10 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
+from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage
+from rlhf_cli.stages.plan_inputs import ModelResolver
+from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.stages.plan_phases import KINDS, MODES
 
 # Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
 FRAGMENTATION = 0.3
@@ -59,7 +60,7 @@ def run(
     chain = ModelResolver(configs, options, prompt)
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
-        stages = [estimate.estimate_stage(config, chain, mode, target) for config in configs]
+        stages = [estimate_stage(config, chain, mode, target) for config in configs]
         libraries = 0 if target.gpu else system.process_memory()  # before measurements use memory
         for stage in stages:
             plans.append(_plan(stage, flops, routed[stage.config.stage], chain, libraries))
@@ -93,7 +94,7 @@ def _plan(
     holes = 0 if gpu else round(FRAGMENTATION * stage.peak.total)
     needed = stage.peak.total + holes + libraries
     fits = needed <= stage.target.memory
-    time_s = estimate.estimate_duration(stage, flops)
+    time_s = estimate_duration(stage, flops)
     return {
         "stage": name,
         "mode": stage.mode,
@@ -131,7 +132,7 @@ def savings(stage: Estimate, overrides: Sequence[str], chain: ModelResolver) -> 
     for changes in _candidate_changes(stage):
         try:
             config = load(stage.config.stage, stage.config.file, [*overrides, *changes])
-            smaller = estimate.estimate_stage(config, chain, stage.mode, stage.target)
+            smaller = estimate_stage(config, chain, stage.mode, stage.target)
         except RLHFError:  # a value that does not go with the others
             continue
         saved = stage.peak.total - smaller.peak.total

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli import data, runs, terminal
-from rlhf_cli.commands.plan.phases import Lengths
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
@@ -19,7 +18,8 @@ from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
 from rlhf_cli.stages import eval as eval_stage
-from rlhf_cli.stages import hardware, setup, training_setup
+from rlhf_cli.stages import plan_models, setup, training_setup
+from rlhf_cli.stages.plan_phases import Lengths
 
 MAX_TOKENIZED_ROWS = 5000  # of a larger file so many rows are tokenized, spread over the file
 TOKENIZER_ROWS = 1000  # rows that the tokenizer of model.new is trained on
@@ -181,7 +181,7 @@ class ModelResolver:
         if not isinstance(config, PPOConfig) or not config.models.adapters:
             return set()
         sft, *others = runs.references(config)
-        scorers = [reference for reference in others if hardware.is_scorer_key(reference.key)]
+        scorers = [reference for reference in others if plan_models.is_scorer_key(reference.key)]
         return {reference.key for reference in scorers if not self._is_adapter(config, reference, sft)}
 
     def _is_adapter(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:

@@ -197,29 +197,33 @@ def rollout_phase(policy: StageModel, fixed: Bytes, rows: int, total: int, lengt
     return Phase("rollout", rows, _add(fixed, moments), flops)
 
 
-def trl_phases(
-    name: str, model: StageModel, settings: Any, lengths: Lengths, *, gpu: bool, eight_bits: bool
-) -> list[Phase]:
+def trl_fixed(model: StageModel, *, eight_bits: bool, zero_stage: int = 0, processes: int = 1) -> dict[str, float]:
+    """Return what SFT or the reward model keep in memory; ZeRO of DeepSpeed shards one kind more with each stage."""
+    fixed = {"weights": model.weights, **_learning_bytes(model.trained, [model.model], eight_bits=eight_bits)}
+    sharded = ("optimizer", "gradients", "weights")[:zero_stage]
+    return {kind: size / (processes if kind in sharded else 1) for kind, size in fixed.items()}
+
+
+def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fixed: Bytes, gpu: bool) -> list[Phase]:
     """Return the phases of SFT or the reward model: an optimizer step, and with qlora the reading of the full model.
 
-    TRL's loss makes no logits on a GPU. The two sides of a pair form one batch.
+    `fixed` is from `trl_fixed`. TRL's loss makes no logits on a GPU. The two sides of a pair form one batch.
     """
     is_sft = name == "sft"
     rows = settings.per_device_train_batch_size * (1 if is_sft else 2)
     parts, answers = settings.gradient_accumulation_steps, rows * lengths.response if is_sft else 0
     copy = 0 if gpu else 4 * answers * model.vocabulary
     logits = (SFT_COPIES + model.softcaps) * copy
-    trained, fixed = model.trained, {"weights": model.weights}
-    learning = _learning_bytes(trained, [model.model], eight_bits=eight_bits)
+    trained = model.trained
     moments = model.training_moments(rows, lengths.row, logits)
     head = model.model.get_output_embeddings() if is_sft else None
     if copy and head is not None and head.weight.requires_grad:  # its gradient, while those of the logits are there
         moments.append({"activations": moments[0]["activations"] + head.weight.nbytes, "logits": logits - copy})
-    gradients = learning["gradients"] if parts > 1 else 0  # of the micro-batches before
-    within = [{**moment, "gradients": gradients, "optimizer": learning["optimizer"]} for moment in moments]
-    step = {**learning, **_step_bytes(trained, foreach=gpu)}
+    gradients = fixed["gradients"] if parts > 1 else 0  # of the micro-batches before
+    within = [{**moment, "gradients": gradients} for moment in moments]
     flops = parts * model.training_flops(rows, lengths.row, answers)
-    phases = [Phase("step", settings.per_device_train_batch_size, _add(fixed, [*within, step]), flops)]
+    moments = _add(fixed, [*within, _step_bytes(trained, foreach=gpu)])
+    phases = [Phase("step", settings.per_device_train_batch_size, moments, flops)]
     if model.four_bits:  # the finished model is read in full, to be measured
         phases.append(Phase("read again", 0, [{"weights": model.full_weights}]))
     return phases
@@ -297,7 +301,13 @@ class PPOPlan:
         at_once = self.settings.local_rollout_forward_batch_size or self.episodes
         rollout = rollout_phase(self.policy, self._fixed(), at_once, self.episodes, self.lengths)
         phases = [rollout, self._judge(), self._update()]
-        return [self._shard(phase) for phase in phases] if self.settings.fsdp else phases
+        return [replace(phase, moments=[self._shard(phase.name, each) for each in phase.moments]) for phase in phases]
+
+    def fixed(self) -> Bytes:
+        """Return what is in memory in the largest phase beside activations, logits and cache."""
+        reads = {"rollout": [()], "judge": [("reference",), *((name,) for name in self.models.rewards)], "update": [()]}
+        kinds = [self._shard(name, self._fixed(*read)) for name, each in reads.items() for read in each]
+        return max(kinds, key=lambda each: sum(each.values()))
 
     def _fixed(self, *read: str) -> Bytes:
         """Return what is in memory: all models; with offload those that are trained, and those that are `read`."""
@@ -342,26 +352,27 @@ class PPOPlan:
         flops *= settings.num_ppo_epochs * self.episodes / self.rows
         return Phase("update", self.rows, _add(self._fixed(*["reference"] * compares), moments), flops)
 
-    def _shard(self, phase: Phase) -> Phase:
-        """Return a phase with FSDP-sharded policy, value model and reference (models/sharding.py).
+    def _shard(self, phase: str, moment: Bytes) -> Bytes:
+        """Return a moment of a phase with FSDP-sharded policy, value model and reference (models/sharding.py), if set.
 
         Each process keeps its shards and what is gathered: a layer, embeddings and heads, and in a rollout the policy.
         """
+        if not self.settings.fsdp:
+            return moment
         policy, learning = self.policy.model, [model.model for model in self.models.learning]
         gone = 1 - 1 / self.processes
         learnt = sum(_layer_bytes(model) + _vocabulary_bytes(model) for model in learning)
         reference = 0 if self.settings.offload else _layer_bytes(policy)
         layer = max(memory.size_bytes(layer.parameters()) for layer in sharding.decoder_layers(policy))
         gathered = sum(map(_vocabulary_bytes, learning)) + layer
-        added = _layer_bytes(policy) + _vocabulary_bytes(policy) if phase.name == "rollout" else gathered
-        moments = []
-        for moment in phase.moments:
-            changed = dict(moment)
-            changed["weights"] += added - gone * (learnt + reference)
-            changed["gradients"] += (gathered if phase.name == "update" else 0) - gone * learnt
-            changed["optimizer"] *= 1 - gone * learnt / memory.size_bytes(self.trained)
-            moments.append(changed)
-        return replace(phase, moments=moments)
+        added = _layer_bytes(policy) + _vocabulary_bytes(policy) if phase == "rollout" else gathered
+        gradients = (gathered if phase == "update" else 0) - gone * learnt
+        return {
+            **moment,
+            "weights": moment["weights"] + added - gone * (learnt + reference),
+            "gradients": moment["gradients"] + gradients,
+            "optimizer": moment["optimizer"] * (1 - gone * learnt / memory.size_bytes(self.trained)),
+        }
 
 
 def _layer_bytes(model: Any) -> int:

@@ -1,0 +1,88 @@
+"""Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
+
+from dataclasses import dataclass
+
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.stages import plan_models, plan_phases, ppo_setup, training_setup
+from rlhf_cli.stages.plan_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
+from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.stages.plan_phases import Phase, StageModel
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of a stage. `steps` are optimizer steps (sft, reward) or updates (ppo); 1 for an evaluation."""
+
+    config: Config
+    mode: str
+    models: dict[str, StageModel]  # in memory; "reference" is the policy's
+    data: DataSize
+    phases: list[Phase]
+    steps: int
+    target: Target
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        return {name: model.parameters for name, model in self.models.items()}
+
+    @property
+    def policy(self) -> StageModel:
+        return next(iter(self.models.values()))
+
+    @property
+    def steps_are(self) -> Certainty:
+        """How certain `steps` is."""
+        return self.data.how if steps_follow_rows(self.config) else "exact"
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, target: Target) -> Estimate:
+    """Estimate a stage per process, in a mode or, if None, that of the config.
+
+    Raises RLHFError as `rlhf check` does, for missing or invalid models and data.
+    """
+    separate = chain.separate_models(config) if mode is None else set()
+    mode = mode or plan_models.mode_of(config)
+    specs = {use.key: chain.start(config, use.key) for use in plan_models.models_in_memory(config)}
+    bodies, data = {key: spec.body for key, spec in specs.items()}, chain.data_size(config, next(iter(specs.values())))
+    if isinstance(config, PPOConfig):
+        ppo_setup.check_num_shared_layers(config, bodies["models.sft"])
+        models, plan = plan_models.ppo_plan(config, bodies, mode, target, separate, data.lengths)
+        phases = plan.phases()
+    elif isinstance(config, EvalConfig):
+        mode = "full"  # evaluated models are loaded in full
+        policies, judges = plan_models.evaluation_models(config, bodies)
+        models, total = {**policies, **judges}, _num_evaluated(config, chain, data.rows, len(policies), target)
+        phases = plan_phases.evaluation_phases(
+            [*policies.values()], [*judges.values()], config.eval, total, data.lengths
+        )
+    else:
+        assert isinstance(config, SFTConfig | RewardConfig)
+        model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
+        fixed = plan_models.trl_fixed(config, model, target)
+        models = {"reward" if isinstance(config, RewardConfig) else "policy": model}
+        phases = plan_phases.trl_phases(config.stage, model, settings, data.lengths, fixed, target.gpu)
+    return Estimate(config, mode, models, data, phases, _steps(config, data.rows, target.processes), target)
+
+
+def _num_evaluated(config: EvalConfig, chain: ModelResolver, prompts: int, policies: int, target: Target) -> int:
+    """Return the responses that each process samples in an evaluation."""
+    settings = config.eval
+    rounds = (policies + bool(config.models.base)) * len(settings.modes) + max(settings.best_of, default=0)
+    if settings.frontier and (trainer := chain.trainer(config)):
+        rounds += max(0, trainer.output.snapshots - 1)  # beside PPO's last policy; its best one may be evaluated too
+    return -(-prompts // target.processes) * rounds
+
+
+def _steps(config: Config, rows: int, processes: int) -> int:
+    if isinstance(config, PPOConfig):
+        return ppo_setup.scale_to_world_size(config, processes).ppo.num_updates(max(1, rows))
+    if isinstance(config, SFTConfig | RewardConfig):
+        return training_setup.settings_of(config).steps(max(1, rows), processes)
+    return 1

@@ -1,0 +1,211 @@
+"""The models of a stage without content, for the memory plan: `rlhf plan`, the check before a run, `rlhf init`."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli import runs
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.common import LoRA
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.errors import at_location
+from rlhf_cli.models import build, devices, memory
+from rlhf_cli.stages import plan_phases
+from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, Bytes, Lengths, PPOModels, PPOPlan, StageModel
+
+POLICY_KEYS = ("models.sft", "models.ppo", "models.base")
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
+ZERO_3 = 3  # shards weights, too
+Bodies = Mapping[str, Any]  # config key -> the transformers config of the model that it names
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hardware available to each of `processes`."""
+
+    gpu: bool
+    memory: int  # bytes
+    name: str
+    processes: int = 1
+
+    @classmethod
+    def of(cls, gib: float | None, processes: int, *, sharing: int | None = None) -> "Target":
+        """Return a target of GPUs with `gib` GiB, or this machine, of which `sharing` (None: all) processes are here.
+
+        CPU processes share its memory.
+        """
+        if gib is not None:
+            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
+        gpu = devices.device().type == "cuda"
+        parts = 1 if gpu else sharing or processes
+        return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes)
+
+    def computes_in_bf16(self, requested: bool | None) -> bool:
+        """Return devices.use_bf16; a planned GPU is assumed to support it."""
+        return devices.use_bf16(requested) if not self.gpu else requested is not False
+
+    def usable(self, settings: PPOSettings) -> PPOSettings:
+        """Return the settings that this hardware supports."""
+        bf16 = self.gpu or devices.supports_dtype("bfloat16")
+        return supported_settings(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)
+
+
+def supported_settings(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOSettings:
+    """Return the settings without those that need a missing bfloat16, GPU or process group."""
+    supported = {"bf16": bf16, "offload": gpu, "fsdp": group}
+    return settings.model_copy(update={key: getattr(settings, key) and ok for key, ok in supported.items()})
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """A model that a stage keeps in memory: its role, and the key that names it."""
+
+    role: str
+    key: str
+
+
+def models_in_memory(config: Config) -> list[ModelUse]:
+    """Return the models a stage keeps in memory at the same time; frozen models are loaded once per folder.
+
+    In an evaluation `models.ppo` stands for itself and models.base, which are loaded one after the other.
+    """
+    folders = {reference.key: reference.path for reference in runs.references(config)}
+    if isinstance(config, SFTConfig | RewardConfig):
+        return [ModelUse("policy" if config.stage == "sft" else "reward", "model.path")]
+    if isinstance(config, EvalConfig):
+        policies = [ModelUse("policy", key) for key in ("models.sft", "models.ppo")]
+        return policies + [ModelUse("judge", key) for key in folders if key not in POLICY_KEYS]
+    assert isinstance(config, PPOConfig)
+    models = [ModelUse("policy", "models.sft"), ModelUse("reference", "models.sft")]
+    if config.models.value != "policy_head":
+        models.append(ModelUse("value", "models.reward" if config.models.value == "reward" else "models.value"))
+    scorers = {path: key for key, path in reversed(folders.items()) if is_scorer_key(key) and key != "models.value"}
+    return models + [ModelUse("reward", key) for key in reversed(scorers.values())]
+
+
+def is_scorer_key(key: str) -> bool:
+    """Return True for keys of ppo.yaml and eval.yaml that name a one-label model: reward, value or judge."""
+    return key not in POLICY_KEYS and not key.endswith(".pipeline")
+
+
+def adapter_kind(config: Config) -> str | None:
+    """Return the kind of adapters a stage trains, None if it trains full models."""
+    adapters: LoRA | None = None
+    if isinstance(config, SFTConfig | RewardConfig):
+        adapters = config.model.adapters
+    elif isinstance(config, PPOConfig):
+        adapters = config.models.adapters
+    return adapters.kind if adapters else None
+
+
+def mode_of(config: Config) -> str:
+    """Return the mode of a config: full, lora or qlora; one-base for PPO's adapters."""
+    if isinstance(config, PPOConfig) and config.models.adapters:
+        return "one-base"
+    return adapter_kind(config) or "full"
+
+
+def _stage_model(config: Any, key: str, bodies: Bodies, *, scorer: bool, **options: Any) -> StageModel:
+    section = config.model if config.stage in ("sft", "reward") else config.models
+    make = build.reward_model_from_config if scorer else build.causal_lm_from_config
+    with at_location(config.where(key)):
+        model = make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
+    return StageModel(model, section, **options)
+
+
+def _adapters(mode: str, section: Any) -> dict[str, Any]:
+    adapters = None if mode == "full" else section.adapters or DEFAULT_ADAPTERS
+    return {"adapters": adapters, "four_bits": mode == "qlora"}
+
+
+def trl_model(config: SFTConfig | RewardConfig, bodies: Bodies, mode: str, target: Target) -> StageModel:
+    """Return the model that SFT or the reward stage trains."""
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward
+    options = {"bf16": target.computes_in_bf16(settings.bf16), "checkpointing": settings.gradient_checkpointing}
+    scorer = isinstance(config, RewardConfig)
+    return _stage_model(config, "model.path", bodies, scorer=scorer, **options, **_adapters(mode, config.model))
+
+
+def trl_fixed(config: SFTConfig | RewardConfig, model: StageModel, target: Target) -> Bytes:
+    """Return what SFT or the reward stage keep in memory, per process."""
+    eight_bits = config.trainer.get("optim") in ADAMW_8BIT_NAMES
+    deepspeed, stage = config.trainer.get("deepspeed"), 0
+    if deepspeed:  # the settings, or a file with them
+        stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, dict) else ZERO_3
+    return plan_phases.trl_fixed(model, eight_bits=eight_bits, zero_stage=stage, processes=target.processes)
+
+
+def ppo_plan(
+    config: PPOConfig, bodies: Bodies, mode: str, target: Target, separate: Collection[str], lengths: Lengths
+) -> tuple[dict[str, StageModel], PPOPlan]:
+    """Return PPO's models by name, as far as `bodies` has them, and the plan of an update.
+
+    `separate`: keys of models that are not adapters of the policy's weights, although PPO trains adapters.
+    """
+    settings = target.usable(config.ppo)
+    options = {"bf16": settings.bf16, "checkpointing": settings.gradient_checkpointing}
+    adapted = _adapters(mode, config.models)
+    policy = _stage_model(config, "models.sft", bodies, scorer=False, **options, **adapted)
+    models, keys = {"policy": policy, "reference": policy}, {}
+    for use in models_in_memory(config):
+        if use.role in ("value", "reward") and use.key in bodies:
+            name = use.role if use.role not in models else f"{use.role} {use.key}"
+            # a frozen reward model has adapters if it shares its base, and in 4 bits
+            has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in separate)
+            extra = adapted if has_adapters else {}
+            models[name] = _stage_model(config, use.key, bodies, scorer=True, **options, **extra)
+            keys[name] = use.key
+    rewards = {name: model for name, model in models.items() if name.startswith("reward")}
+    sharing = {name for name, key in keys.items() if mode == "one-base" and key not in separate}
+    paths = {reference.key: reference.path for reference in runs.references(config)}
+    if mode == "one-base" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
+        sharing.add("value")  # its adapters use the reward model's weights
+    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing)
+    return models, PPOPlan(ppo_models, settings, lengths, gpu=target.gpu, processes=target.processes)
+
+
+def evaluation_models(config: EvalConfig, bodies: Bodies) -> tuple[dict[str, StageModel], dict[str, StageModel]]:
+    """Return the policies and the judges of an evaluation by key, as far as `bodies` has them."""
+    policies, judges = (
+        {
+            use.key: _stage_model(config, use.key, bodies, scorer=role == "judge")
+            for use in models_in_memory(config)
+            if use.role == role and use.key in bodies
+        }
+        for role in ("policy", "judge")
+    )
+    return policies, judges
+
+
+@dataclass(frozen=True)
+class FixedMemory:
+    """What a process keeps in memory through a stage, by kind, and the bytes of a checkpoint on disk."""
+
+    kinds: Bytes
+    checkpoint: float
+
+    @property
+    def total(self) -> int:
+        return round(sum(self.kinds.values()))
+
+
+def fixed_memory(config: Config, bodies: Bodies, separate: Collection[str], target: Target) -> FixedMemory:
+    """Return a lower bound of a stage's memory: no activations, and only the models of `bodies`."""
+    mode = mode_of(config)
+    if isinstance(config, SFTConfig | RewardConfig) and bodies:
+        model = trl_model(config, bodies, mode, target)
+        states = plan_phases.trl_fixed(model, eight_bits=config.trainer.get("optim") in ADAMW_8BIT_NAMES)
+        fixed = trl_fixed(config, model, target)
+        if model.four_bits and sum(fixed.values()) < model.full_weights:
+            fixed = {"weights": model.full_weights}  # the finished model is read in full
+        return FixedMemory(fixed, memory.size_bytes(model.trained) + states["optimizer"])
+    if isinstance(config, PPOConfig) and "models.sft" in bodies:
+        _, plan = ppo_plan(config, bodies, mode, target, separate, Lengths(1, 1))
+        return FixedMemory(plan.fixed(), memory.size_bytes(plan.trained) + plan.learning["optimizer"])
+    if isinstance(config, EvalConfig):
+        models = [model for models in evaluation_models(config, bodies) for model in models.values()]
+        return FixedMemory({"weights": sum(model.weights for model in models)}, 0)
+    return FixedMemory({}, 0)
