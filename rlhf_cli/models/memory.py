@@ -16,6 +16,7 @@ The layer that is being computed needs working memory: a share of what it keeps,
 r (in + out) numbers beside a matrix, and these are T. With qlora a matrix takes half a byte per number, and its scales.
 """
 
+import copy
 import json
 from collections.abc import Iterable
 from functools import cache
@@ -27,11 +28,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_cli.config.common import LoRA
-from rlhf_cli.models import build, lora
+from rlhf_cli.models import build, lora, sharding
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter in float32
 CHECKPOINT_BYTES = WEIGHT_BYTES + MOMENT_BYTES
 WORKING, WORKING_WITH_ADAPTERS, WORKING_BACKWARD = 0.67, 0.8, 0.35  # shares of what a layer keeps
+COUNTED_LAYERS = (2, 3)  # of a deeper model whose layers are alike; what the others keep follows
 MIN_8BIT_NUMBERS, BLOCK_8BIT = 4096, 256  # of bitsandbytes: smaller weights have moments of 32 bits; numbers per scale
 
 
@@ -125,16 +127,44 @@ def _kept_bytes(
 ) -> Kept:
     adapters = None if options is None else LoRA.model_validate_json(options)
     config = kind.from_dict(json.loads(fields))
-    with FakeTensorMode():
-        cpu = torch.device("cpu")
-        model = build.causal_lm_from_config(config, dtype=dtype, attn_implementation=attention, device=cpu)
-        model.eval()
-        if adapters:
-            add_adapters(model, adapters)
-        one, two = (_count_kept(model, rows, length, bf16=bf16) for rows in (1, 2))
     text = config.get_text_config()
-    layers, row = text.num_hidden_layers, two - one
-    return Kept(row, one - row, row / layers, layers * length * text.hidden_size * model.dtype.itemsize)
+    layers = text.num_hidden_layers
+
+    def count(number: int) -> tuple[int, int, int]:
+        """Return the bytes for one and two rows, and those of an input, with so many layers."""
+        with FakeTensorMode():
+            cpu, shallow = torch.device("cpu"), with_layers(config, number)
+            model = build.causal_lm_from_config(shallow, dtype=dtype, attn_implementation=attention, device=cpu)
+            model.eval()
+            if adapters:
+                add_adapters(model, adapters)
+            one, two = (_count_kept(model, rows, length, bf16=bf16) for rows in (1, 2))
+        return one, two, length * text.hidden_size * model.dtype.itemsize
+
+    if layers > COUNTED_LAYERS[-1] and has_equal_layers(build.causal_lm_from_config(config, dtype=dtype)):
+        few, more = (count(each) for each in COUNTED_LAYERS)
+        one, two = (a + (layers - COUNTED_LAYERS[0]) * (b - a) for a, b in zip(few[:2], more[:2], strict=True))
+        size = few[2]
+    else:
+        one, two, size = count(layers)
+    row = two - one
+    return Kept(row, one - row, row / layers, layers * size)
+
+
+def with_layers(config: Any, count: int) -> Any:
+    """Return a copy of a config with its first `count` layers, lists with an item per layer included."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return config
+
+
+def has_equal_layers(model: Any) -> bool:
+    """Return True if all decoder layers have weights of the same shapes."""
+    return len({str([weight.shape for weight in layer.parameters()]) for layer in sharding.decoder_layers(model)}) == 1
 
 
 def _count_kept(model: Any, rows: int, length: int, *, bf16: bool) -> int:

@@ -305,7 +305,8 @@ class PPOPlan:
 
     def fixed(self) -> Bytes:
         """Return what is in memory in the largest phase beside activations, logits and cache."""
-        reads = {"rollout": [()], "judge": [("reference",), *((name,) for name in self.models.rewards)], "update": [()]}
+        rewards = [(name,) for name in self.models.rewards]
+        reads: dict[str, list[tuple[str, ...]]] = {"rollout": [()], "judge": [("reference",), *rewards], "update": [()]}
         kinds = [self._shard(name, self._fixed(*read)) for name, each in reads.items() for read in each]
         return max(kinds, key=lambda each: sum(each.values()))
 
