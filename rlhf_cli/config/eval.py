@@ -48,6 +48,7 @@ class EvalSettings(Section):
     temperature: float | None = Field(None, gt=0)
     response_length: int | None = Field(None, gt=0)
     per_device_batch_size: int = Field(64, gt=0)
+    bf16: bool | None = None
     require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(default_factory=dict)
 
     @property

@@ -87,7 +87,7 @@ class TrainingSettings(Settings):
     gradient_checkpointing: bool = False
     offload: bool = False
     fsdp: bool = False
-    bf16: bool = False
+    bf16: bool | None = None
     fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = False
 
     @model_validator(mode="after")

@@ -108,6 +108,8 @@ def add_adapters(
         peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
     if settings.kind == "qlora":
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
+    if bf16:
+        autocast_matrices(peft_model)
     _record_base(peft_model, base, revision)
     return peft_model
 
@@ -146,6 +148,16 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear | Conv1D):
                 yield module, name, layer
+
+
+def autocast_matrices(model: Any) -> None:
+    """Store the frozen float32 matrices of a model's layers in bfloat16, as autocast would copy them in each pass.
+
+    Under autocast the numbers stay the same, to the bit. Embeddings, norms, heads and biases stay float32.
+    """
+    for _, _, layer in linear_layers(model):
+        if not layer.weight.requires_grad and layer.weight.dtype == torch.float32:
+            layer.weight.data = layer.weight.data.bfloat16()
 
 
 def can_quantize(layer: Any) -> bool:

@@ -4,7 +4,7 @@ An engine is any object with `generate(Prompts) -> Rollout`. To add one, add a c
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from rlhf_cli.models import devices
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
@@ -41,15 +42,18 @@ class HFEngine:
     pad_token_id: int
     temperature: float = 1.0
     batch_size: int | None = None  # rows per batch; None: all
-    bf16: bool = False  # bfloat16 autocast, as in the forward passes that compute log-probs
+    bf16: bool | None = None  # bfloat16 autocast, as in the forward passes of log-probs; None: on a GPU that can
     compact_batch: bool = True
+
+    def __post_init__(self) -> None:
+        self.bf16 = devices.use_bf16(self.bf16)
 
     @torch.no_grad()
     def generate(self, prompts: Prompts) -> Rollout:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
-        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with self._autocast():  # around all tokens: it keeps its copies of the weights
             starts = track_progress("batch", range(0, len(prompts), size))
             responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
@@ -65,11 +69,14 @@ class HFEngine:
     def stream(self, prompt: Prompts) -> Iterator[int]:
         """Yield the response to a single prompt token by token, through the stop token.
 
-        The tokens are those of `generate`. bf16 is not supported: autocast would stay on in the caller between tokens.
+        The tokens are those of `generate`.
         """
-        assert len(prompt) == len(prompt.seeds) == 1 and prompt.response_length > 0 and not self.bf16
+        assert len(prompt) == len(prompt.seeds) == 1 and prompt.response_length > 0
         for _, tokens in self._decode_steps(prompt):
             yield int(tokens)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
 
     def _generate_ids(self, prompts: Prompts) -> Tensor:
         """Return response ids (b, response_length), padded after a row's stop token."""
@@ -106,10 +113,10 @@ class HFEngine:
     def _prefill(self, ids: Tensor, mask: Tensor) -> "_CachedDecoder":
         """Return a decoder that has read the prompts (b, P)."""
         if not self.compact_batch:
-            return _CachedDecoder(self.model, ids, mask)
+            return _CachedDecoder(self.model, ids, mask, self._autocast)
         is_new = torch.ones_like(mask[:, 0])
         is_new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
-        decoder = _CachedDecoder(self.model, ids[is_new], mask[is_new])
+        decoder = _CachedDecoder(self.model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             decoder.select_rows(is_new.cumsum(0) - 1)
         return decoder
@@ -120,8 +127,8 @@ class _CachedDecoder:
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor):
-        self.model, self.mask = model, mask.long()
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], torch.autocast]):
+        self.model, self.mask, self.autocast = model, mask.long(), autocast
         self.cache = DynamicCache(config=model.config)
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
@@ -140,7 +147,8 @@ class _CachedDecoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         extra = {"position_ids": positions} if self.accepts_position_ids else {}
         cached = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
-        self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
+        with self.autocast():  # a streaming caller's own code runs between two tokens
+            self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
 
 
 # Random numbers are a function of (row's seed, step, token), by a counter-based generator (Salmon et al. 2011,

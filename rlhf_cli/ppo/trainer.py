@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import forward, sharding
+from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
 from rlhf_cli.ppo import losses, monitor
@@ -81,6 +81,7 @@ class PPOTrainer:
     ):
         assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
+        settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
         for key in ("temperature", "bf16"):
             sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
             assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
@@ -97,6 +98,8 @@ class PPOTrainer:
         if settings.num_shared_layers:
             sharding.share_layers(policy, ref, settings.num_shared_layers)
         self.model_runner = ModelRunner(policy, ref, value, settings)
+        if settings.bf16 and not (settings.fsdp or settings.num_shared_layers):  # FSDP shards weights of one dtype
+            lora.autocast_matrices(ref)
         if settings.offload:
             sharding.offload_to_cpu(ref)
         self.process_group, self.parallel = process_group, ReplicatedModels(process_group)

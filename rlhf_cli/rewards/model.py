@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import forward, packing, sharding
+from rlhf_cli.models import forward, lora, packing, sharding
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
@@ -23,6 +23,7 @@ class ModelReward:
 
     It reads the rollout's ids and scores the last real token. `packed`: rows are packed if the model supports it
     (models/packing.py). `offloaded`: the model stays in CPU memory and is moved to the rollout's device to score.
+    `bf16`: the layers compute in bfloat16; the head is float32.
     """
 
     model: Any
@@ -30,15 +31,20 @@ class ModelReward:
     max_tokens: int | None = None
     packed: bool = True
     offloaded: bool = False
+    bf16: bool = False
     shardable: ClassVar[bool] = True  # each rank may score a part of the rows
 
     def __post_init__(self) -> None:
         self.packed = self.packed and packing.enable([self.model])
+        if self.bf16:
+            lora.autocast_matrices(self.model.requires_grad_(False))
         if self.offloaded:
             sharding.offload_to_cpu(self.model)
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        with sharding.on_device(self.model, rollout.ids.device) if self.offloaded else nullcontext():
+        device = rollout.ids.device
+        autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        with sharding.on_device(self.model, device) if self.offloaded else nullcontext(), autocast:
             return forward.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
 
 

@@ -32,6 +32,7 @@ from rlhf_cli.runs.resolve import open_parents, open_reference, references
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
 REPORT = "report.html"  # written from existing files at any time; not part of a stage
+AUTOMATIC = ("ppo.bf16", "eval.bf16")  # null: what the machine can, as any run has recorded it
 _MISSING = object()  # equal to nothing
 # The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
 _RESULT_FILES = ("model/", "value/", "report.json")
@@ -89,7 +90,7 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
             lines += [f"{key}: new key {_value(after[key])}"] if defaults.get(key, _MISSING) != after[key] else []
         elif key not in after:
             lines.append(f"{key}: no longer set (was {_value(before[key])})")
-        elif before[key] != after[key]:
+        elif before[key] != after[key] and not (after[key] is None and key in AUTOMATIC):
             lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
     for section, noun in (("parents", "weights"), ("data", "content")):
         was, now = old.get(section, {}), new.get(section, {})

@@ -26,7 +26,7 @@ from rlhf_cli.evaluation.summary import (
     sample_rows,
     select_best_of_n,
 )
-from rlhf_cli.models import devices, forward, load
+from rlhf_cli.models import devices, forward, load, lora
 from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
@@ -161,8 +161,12 @@ def evaluate_policies(
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
+    bf16 = devices.use_bf16(config.eval.bf16)
+
     def load_policy(parent: Parent) -> Any:
         model = setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer)
+        if bf16:
+            lora.autocast_matrices(model.requires_grad_(False))
         return model.to(devices.device()).eval()
 
     sft = load_policy(parents["models.sft"])
@@ -196,7 +200,8 @@ def load_judges(
         tokenizer = own_tokenizer or policy_text.tokenizer
         model = setup.load_model(load.load_reward_model, config, options, parent, tokenizer)
         model, rows = model.to(devices.device()).eval(), config.eval.per_device_batch_size
-        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, rows=rows)
+        bf16 = devices.use_bf16(config.eval.bf16)
+        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, rows=rows, bf16=bf16)
     return judges
 
 
@@ -239,11 +244,14 @@ class PolicyEvaluator:
         """Sample responses and score them with the judges that are models."""
         batch_size = self.config.eval.per_device_batch_size
         pad_id = self.tokenizer.pad_token_id or 0
-        rollout = HFEngine(policy, self.sampling.stop_token_id, pad_id, temperature, batch_size).generate(prompts)
+        bf16 = self.config.eval.bf16
+        engine = HFEngine(policy, self.sampling.stop_token_id, pad_id, temperature, batch_size, bf16=bf16)
+        rollout = engine.generate(prompts)
         prompt_texts, response_texts = rollout.texts(self.tokenizer)
         kl = [0.0] * len(prompt_texts) if mode == "sampled" else None
         if mode == "sampled" and policy is not sft:
-            kl = sequence_kl(policy, sft, rollout, temperature, max_rows=batch_size)
+            with torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=devices.use_bf16(bf16)):
+                kl = sequence_kl(policy, sft, rollout, temperature, max_rows=batch_size)
         models = {judge: source for judge, source in self.judges.items() if isinstance(source, ModelReward)}
         scores = {judge: model(rollout).tolist() for judge, model in models.items()}
         ended, lengths = rollout.ended.tolist(), rollout.response_lengths.tolist()

@@ -23,7 +23,6 @@ from rlhf_cli.stages.plan_models import (
     fixed_memory,
     is_scorer_key,
     models_in_memory,
-    supported_settings,
 )
 
 # Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
@@ -79,9 +78,7 @@ def _kinds(fixed: FixedMemory) -> str:
 
 def settings_for_this_machine(settings: PPOSettings) -> PPOSettings:
     """Return the settings without those this process does not support; `check` warns of them."""
-    return supported_settings(
-        settings, bf16=devices.supports_dtype("bfloat16"), gpu=not _on_cpu(), group=distributed.world_size() > 1
-    )
+    return Target.of(None, distributed.world_size()).usable(settings)
 
 
 def _on_cpu() -> bool:
@@ -92,7 +89,7 @@ def _warn_unsupported(config: Config) -> None:
     """Warn of settings that have no effect here (E01) or are slow (E02)."""
     section = "model" if config.stage in ("sft", "reward") else "models"
     dtypes = {f"{section}.dtype": getattr(config, section).dtype}
-    if config.stage != "eval" and getattr(config, config.stage).bf16:
+    if getattr(config, config.stage).bf16:
         dtypes[f"{config.stage}.bf16"] = "bfloat16"
     for key, dtype in dtypes.items():
         if dtype != "auto" and not devices.supports_dtype(dtype):

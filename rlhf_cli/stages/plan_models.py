@@ -30,6 +30,7 @@ class Target:
     memory: int  # bytes
     name: str
     processes: int = 1
+    planned: bool = False  # not here; a planned GPU computes in bfloat16
 
     @classmethod
     def of(cls, gib: float | None, processes: int, *, sharing: int | None = None) -> "Target":
@@ -38,25 +39,19 @@ class Target:
         CPU processes share its memory.
         """
         if gib is not None:
-            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
+            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes, planned=True)
         gpu = devices.device().type == "cuda"
         parts = 1 if gpu else sharing or processes
         return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes)
 
     def computes_in_bf16(self, requested: bool | None) -> bool:
         """Return devices.use_bf16; a planned GPU is assumed to support it."""
-        return devices.use_bf16(requested) if not self.gpu else requested is not False
+        return requested is not False if self.planned else devices.use_bf16(requested)
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
-        """Return the settings that this hardware supports."""
-        bf16 = self.gpu or devices.supports_dtype("bfloat16")
-        return supported_settings(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)
-
-
-def supported_settings(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOSettings:
-    """Return the settings without those that need a missing bfloat16, GPU or process group."""
-    supported = {"bf16": bf16, "offload": gpu, "fsdp": group}
-    return settings.model_copy(update={key: getattr(settings, key) and ok for key, ok in supported.items()})
+        """Return the settings without what this hardware does not support; bf16 is set."""
+        usable = {"offload": settings.offload and self.gpu, "fsdp": settings.fsdp and self.processes > 1}
+        return settings.model_copy(update={"bf16": self.computes_in_bf16(settings.bf16), **usable})
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,14 @@ class RewardModelCache:
     base: SharedBaseModels | None = None
     offload: bool = False
     fsdp: bool = False
+    bf16: bool = False
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)  # folder -> (model, own tokenizer)
 
     def reward(self, key: str) -> ModelReward:
         """Return a frozen model as a reward source, on the policy's tokens or its own."""
         settings = self.config.ppo
         rows = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
-        options = {"packed": settings.packing, "offloaded": self.offload}
+        options = {"packed": settings.packing, "offloaded": self.offload, "bf16": self.bf16}
         return setup.build_model_reward(
             self.config, key, self.policy_text, *self._load_frozen(key), rows=rows, **options
         )

@@ -66,7 +66,8 @@ def load_components(
         eval_prompts = read_prompts(config, "data.eval_prompts", tokenizer, policy.config)
     check_prompt_counts(config, prompts, eval_prompts)
     policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
-    cache = RewardModelCache(config, options, parents, policy_text, base, settings.offload, settings.fsdp)
+    placement = settings.offload, settings.fsdp, bool(settings.bf16)
+    cache = RewardModelCache(config, options, parents, policy_text, base, *placement)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
     engine = HFEngine(policy, stop_id, pad_id, settings.temperature, batch_size, bf16=settings.bf16)

@@ -1,4 +1,4 @@
-"""Options that save memory: models that are offloaded, optimizer moments of 8 bits."""
+"""Options that save memory: offloaded models, frozen matrices in bfloat16, optimizer moments of 8 bits."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from ppo_folder import PPO, manifest, ppo, rlhf, settings, stop_in_update, untimed, write
+from ppo_folder import EVAL, ONE, PPO, manifest, ppo, rlhf, settings, stop_in_update, untimed, write
 from run_cli import is_one_error
 from torch import nn
 
 from rlhf_cli import runs
-from rlhf_cli.models import save, tokenizers
+from rlhf_cli.models import lora, save, tokenizers
+from rlhf_cli.models.load import load_causal_lm
+from rlhf_cli.models.memory import size_bytes
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
@@ -75,11 +77,50 @@ def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeyp
     plain = output(run_folder)
     trainers, init = [], PPOTrainer.__init__
     monkeypatch.setattr(hardware, "_on_cpu", lambda: False)
+    on_a_gpu = lambda settings: settings.model_copy(update={"bf16": False})  # noqa: E731
+    monkeypatch.setattr(hardware, "settings_for_this_machine", on_a_gpu)
     monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), trainers.append(self))[0])
     result = ppo(run_folder, "--fresh", "-s", "ppo.offload=true")
     assert result.exit_code == 0 and "E01" not in result.stderr, result.stderr
     assert trainers[0].settings.offload and trainers[0].rewards["reward"].offloaded
     assert output(run_folder) == plain
+
+
+# Frozen matrices in bfloat16
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_frozen_matrices_in_bfloat16_change_no_bit_under_autocast(family, monkeypatch):
+    """Of the reference and the reward model; half of their matrices' bytes, and the KL of the first update stays 0."""
+    experiences = []
+    for stored in (True, False):
+        if not stored:
+            monkeypatch.setattr(lora, "autocast_matrices", lambda model: None)
+        source = ModelReward(tiny.scorer(family), bf16=True)
+        trainer = tiny.trainer(family=family, bf16=True, rewards={"reward": source})
+        matrices = sum(weight.numel() for weight in {layer.weight for _, _, layer in lora.linear_layers(trainer.ref)})
+        saved = size_bytes(trainer.policy.parameters()) - size_bytes(trainer.ref.parameters())
+        assert saved == 2 * matrices * stored
+        experiences.append(trainer.make_experience(trainer.generate(tiny.prompts())))
+    for name in ("ref_logprobs", "logprobs", "kl", "rewards"):
+        assert torch.equal(*(getattr(experience, name) for experience in experiences)), name
+    assert not experiences[0].kl.any()
+
+
+def test_the_stages_store_frozen_matrices_in_bfloat16(run_folder, monkeypatch):
+    """With ppo.bf16 and eval.bf16; without a GPU the default is float32."""
+    stored, plain = [], lora.autocast_matrices
+    monkeypatch.setattr(lora, "autocast_matrices", lambda model: (stored.append(type(model).__name__), plain(model)))
+    write(run_folder, "eval", EVAL)
+    assert ppo(run_folder, ONE).exit_code == 0 and rlhf("eval", "-c", run_folder / "eval.yaml").exit_code == 0
+    assert stored == []
+    result = ppo(run_folder, ONE, "--fresh", "--debug", "-s", "ppo.bf16=true")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(stored) == ["LlamaForCausalLM", "LlamaForSequenceClassification"]
+    assert load_causal_lm(run_folder / "ppo/model").dtype == torch.float32
+    stored.clear()
+    result = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh", "-s", "eval.bf16=true")
+    assert result.exit_code == 0 and len(stored) == 4, result.stderr  # two policies, a snapshot, the judge
 
 
 def output(folder: Path) -> tuple[object, ...]:
