@@ -83,6 +83,12 @@ def bytes_saved_by_4_bits(model: Any) -> int:
     return sum(w.nbytes - -(-w.numel() // 2) - WEIGHT_BYTES * -(-w.numel() // lora.BLOCK_SIZE) for w in numbers)
 
 
+def bytes_saved_by_bf16(model: Any) -> int:
+    """Return how many bytes fewer the frozen matrices of a float32 model's layers take in bfloat16."""
+    weights = {layer.weight for _, _, layer in lora.linear_layers(model)}
+    return sum(2 * w.numel() for w in weights if w.dtype == torch.float32 and not w.requires_grad)
+
+
 def optimizer_bytes(weights: Iterable[Tensor], full_precision: set[Tensor], *, eight_bits: bool) -> int:
     """Return the bytes of AdamW's two moments of weights; those of `full_precision` are never stored in 8 bits."""
     total = 0

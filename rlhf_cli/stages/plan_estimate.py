@@ -57,7 +57,7 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
         phases = plan.phases()
     elif isinstance(config, EvalConfig):
         mode = "full"  # evaluated models are loaded in full
-        policies, judges = plan_models.evaluation_models(config, bodies)
+        policies, judges = plan_models.evaluation_models(config, bodies, target)
         models, total = {**policies, **judges}, _num_evaluated(config, chain, data.rows, len(policies), target)
         phases = plan_phases.evaluation_phases(
             [*policies.values()], [*judges.values()], config.eval, total, data.lengths

@@ -150,7 +150,7 @@ def ppo_plan(
             name = use.role if use.role not in models else f"{use.role} {use.key}"
             # a frozen reward model has adapters if it shares its base, and in 4 bits
             has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in separate)
-            extra = adapted if has_adapters else {}
+            extra = adapted if has_adapters else {"frozen": use.role == "reward"}
             models[name] = _stage_model(config, use.key, bodies, scorer=True, **options, **extra)
             keys[name] = use.key
     rewards = {name: model for name, model in models.items() if name.startswith("reward")}
@@ -162,11 +162,14 @@ def ppo_plan(
     return models, PPOPlan(ppo_models, settings, lengths, gpu=target.gpu, processes=target.processes)
 
 
-def evaluation_models(config: EvalConfig, bodies: Bodies) -> tuple[dict[str, StageModel], dict[str, StageModel]]:
+def evaluation_models(
+    config: EvalConfig, bodies: Bodies, target: Target
+) -> tuple[dict[str, StageModel], dict[str, StageModel]]:
     """Return the policies and the judges of an evaluation by key, as far as `bodies` has them."""
+    options = {"bf16": target.computes_in_bf16(config.eval.bf16), "frozen": True}
     policies, judges = (
         {
-            use.key: _stage_model(config, use.key, bodies, scorer=role == "judge")
+            use.key: _stage_model(config, use.key, bodies, scorer=role == "judge", **options)
             for use in models_in_memory(config)
             if use.role == role and use.key in bodies
         }
@@ -201,6 +204,6 @@ def fixed_memory(config: Config, bodies: Bodies, separate: Collection[str], targ
         _, plan = ppo_plan(config, bodies, mode, target, separate, Lengths(1, 1))
         return FixedMemory(plan.fixed(), memory.size_bytes(plan.trained) + plan.learning["optimizer"])
     if isinstance(config, EvalConfig):
-        models = [model for models in evaluation_models(config, bodies) for model in models.values()]
+        models = [model for models in evaluation_models(config, bodies, target) for model in models.values()]
         return FixedMemory({"weights": sum(model.weights for model in models)}, 0)
     return FixedMemory({}, 0)

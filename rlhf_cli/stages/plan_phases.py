@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.common import Adapters, LoRA
@@ -84,6 +85,7 @@ class StageModel:
     checkpointing: bool = False
     adapters: LoRA | None = None
     four_bits: bool = False
+    frozen: bool = False
     parameters: int = field(init=False)
     full_weights: int = field(init=False)  # bytes of its parameters without adapters, in no 4 bits
     weights: int = field(init=False)  # bytes in memory
@@ -93,7 +95,11 @@ class StageModel:
         saved = memory.bytes_saved_by_4_bits(self.model) if self.four_bits else 0
         if self.adapters:
             memory.add_adapters(self.model, self.adapters)
+        elif self.frozen:
+            self.model.requires_grad_(False)
         self.weights = memory.size_bytes([*self.model.parameters(), *self.model.buffers()]) - saved
+        if self.bf16 and not self.four_bits:
+            self.weights -= memory.bytes_saved_by_bf16(self.model)
         text = self.model.config.get_text_config()
         heads, self.layers, self.vocabulary = text.num_attention_heads, text.num_hidden_layers, text.vocab_size
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -114,15 +120,12 @@ class StageModel:
             self.model.config, length, dtype=section.dtype, attn_implementation=section.attn_implementation,
             bf16=self.bf16, adapters=self.adapters,
         )  # fmt: skip
-        return kept._replace(copies=0) if self.four_bits else kept  # these are dequantized again
+        stored = self.four_bits or self.adapters or self.frozen  # in bfloat16, or dequantized again
+        return kept._replace(copies=0) if stored else kept
 
     def working(self, rows: int, length: int) -> float:
         """Return the bytes of a pass that keeps nothing."""
         return (WORKING_WITH_ADAPTERS if self.adapters else WORKING) * rows * self.kept(length).layer
-
-    def cast_weights(self, length: int) -> int:
-        """Return the bytes of the bfloat16 copies that autocast keeps of trained weights."""
-        return 0 if self.adapters else self.kept(length).copies
 
     def training_moments(self, rows: int, length: int, logits: float = 0) -> list[Bytes]:
         """Return activations and logits at the possible peaks of a forward and backward pass."""
@@ -133,7 +136,7 @@ class StageModel:
         if self.checkpointing:
             stored = rows * kept.inputs
             backward = stored + (1 + WORKING_BACKWARD) * layer
-            forward = [{"activations": stored + self.cast_weights(length) + self.working(rows, length)}]
+            forward = [{"activations": stored + self.kept(length).copies + self.working(rows, length)}]
         return [{"activations": stored, "logits": logits}, {"activations": backward}, *forward]
 
     @cached_property
@@ -188,7 +191,7 @@ def rollout_phase(policy: StageModel, fixed: Bytes, rows: int, total: int, lengt
     cache = policy.cache * rows * lengths.row
     logits = SAMPLE_COPIES * 4 * rows * policy.vocabulary
     reading, writing = policy.working(rows, lengths.prompt), cache / (2 * policy.layers)  # a layer's keys are copied
-    copies = policy.cast_weights(lengths.prompt)
+    copies = policy.kept(lengths.prompt).copies
     moments = [
         {"cache": policy.cache * rows * lengths.prompt, "activations": copies + reading},
         {"cache": cache, "activations": copies + writing, "logits": logits},
@@ -267,11 +270,12 @@ class PPOModels:
             weight.requires_grad_(False)
         return memory.size_bytes(shared) if self.mode == "full" else 0
 
-    def weights(self) -> dict[str, int]:
+    def weights(self, *, bf16_reference: bool) -> dict[str, int]:
         """Return the bytes of weights that each model adds to those of the others."""
         weights = {"policy": self.policy.weights, "value": self.value_head.nbytes, "reference": 0}
         if self.mode == "full":
-            weights["reference"] = self.policy.weights
+            saved = 2 * self.policy.matrices[0] if bf16_reference and self.policy.model.dtype == torch.float32 else 0
+            weights["reference"] = self.policy.weights - saved
         for name, model in (self.rewards | ({"value": self.value} if self.value else {})).items():
             weights[name] = memory.size_bytes(model.trained) if name in self.sharing else model.weights
         return weights
@@ -292,7 +296,8 @@ class PPOPlan:
         self.logits = 4 * chunk * self.policy.vocabulary  # bytes of a copy
         self.half = 0.5 if settings.bf16 else 0  # a copy that is in bfloat16
         self.shared = models.share_layers(settings.num_shared_layers or 0)
-        self.weights, self.trained = models.weights(), models.trained
+        bf16_reference = bool(settings.bf16) and not (settings.fsdp or settings.num_shared_layers)
+        self.weights, self.trained = models.weights(bf16_reference=bf16_reference), models.trained
         learning = [model.model for model in models.learning]
         self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")
 
@@ -328,7 +333,7 @@ class PPOPlan:
             flops += model.forward_flops(self.episodes, self.lengths.row)
         copies = JUDGE_COPIES - 2 * self.half + FULL_KL_COPIES * (settings.kl_estimator == "full")
         states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
-        cast = sum(model.cast_weights(self.width) for model in models.learning)
+        cast = sum(model.kept(self.width).copies for model in models.learning)
         reading = {"activations": states + cast + policy.working(self.rows, self.width)}
         comparing = {"activations": states, "logits": copies * self.logits}
         moments += _add(self._fixed("reference"), [reading, comparing])

@@ -163,7 +163,7 @@ def test_8_bit_moments_take_a_quarter_except_those_of_embeddings(three: Path) ->
 def test_offloaded_models_are_in_memory_while_they_are_read(three: Path, compares: bool) -> None:
     policy, scorer = policy_and_scorer()
     assert ppo("ppo.offload=true")["phases"] == ppo()["phases"]  # on the CPU
-    loss = [*GPU, *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * compares]
+    loss = [*GPU, "ppo.bf16=false", *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * compares]
     stage, full = ppo("ppo.offload=true", *loss), ppo(*loss)
     weights = {each["name"]: each["bytes"]["weights"] for each in stage["phases"]}
     trained = 4 * (policy + scorer)
@@ -171,6 +171,21 @@ def test_offloaded_models_are_in_memory_while_they_are_read(three: Path, compare
     assert weights["update"] == pytest.approx(trained + 4 * policy * compares, abs=500)
     assert weights["judge"] in [pytest.approx(trained + 4 * each, abs=500) for each in (policy, scorer)]
     assert size(stage, "update")["activations"] == size(full, "update")["activations"]
+
+
+def test_frozen_matrices_take_half_with_bf16(three: Path) -> None:
+    """The weights of the four models, as PPOTrainer has them; and those of an evaluation."""
+    models = load_causal_lm("model"), load_causal_lm("model"), load_reward_model("scorer"), load_reward_model("scorer")
+    for frozen in models[1::2]:
+        lora.autocast_matrices(frozen.requires_grad_(False))
+    expected = sum(memory.size_bytes([*model.parameters(), *model.buffers()]) for model in models)
+    assert size(ppo("ppo.bf16=true"), "judge")["weights"] == pytest.approx(expected, abs=200)
+    assert size(ppo(*GPU), "judge") == size(ppo(*GPU, "ppo.bf16=true"), "judge")
+    write = "models: {sft: model, ppo: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, "
+    (three / "eval.yaml").write_text(write + "temperature: 1.0, response_length: 8, best_of: [], frontier: false}\n")
+    sizes = [memory.size_bytes([*model.parameters(), *model.buffers()]) for model in models]
+    (half,) = planned("eval.yaml", "eval.bf16=true").values()
+    assert size(half, "judge")["weights"] == pytest.approx(2 * sizes[1] + sizes[3], abs=200)
 
 
 # Activations, logits, cache
@@ -339,8 +354,8 @@ def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
     words = {name: size([model.get_input_embeddings().weight, *heads[name]]) for name, model in models.items()}
     layer = size(models["policy"].model.layers[0].parameters())
     trained = sum(layers.values()) + sum(words.values())
-    full = ppo(*GPU, "--nproc", "4")
-    sharded = ppo(*GPU, "--nproc", "4", "ppo.fsdp=true")
+    full = ppo(*GPU, "--nproc", "4", "ppo.bf16=false")
+    sharded = ppo(*GPU, "--nproc", "4", "ppo.bf16=false", "ppo.fsdp=true")
     assert ppo("ppo.fsdp=true")["phases"] == ppo()["phases"]  # one process
 
     def saved(name: str, kind: str) -> int:
