@@ -42,7 +42,7 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "full, 8-bit AdamW, policy_head, offload": (
         {"ppo.optim": "adamw_8bit", "models.value": "policy_head", "ppo.offload": True}, ["--mode", "full"],
     ),
-    "one base (LoRA)": ({"models.dtype": "bfloat16"}, ["--mode", "one-base"]),
+    "one base (LoRA)": ({}, ["--mode", "lora"]),
     "fsdp, offload": ({"ppo.fsdp": True, "ppo.offload": True}, ["--mode", "full"]),
 }  # fmt: skip
 GPUS, GIB, FLOPS = (1, 8, 64), 80, 4e14
@@ -102,7 +102,7 @@ def chain_cells(folder: Path, sizes: tuple[Any, ...]) -> tuple[Any, list[str]]:
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
     plans = [plan(folder / f"{stage}.yaml") for stage in ("sft", "reward", "ppo")]
     plans += [plan(folder / "eval.yaml", f"eval.per_device_batch_size={rows}") for rows in EVAL_ROWS]
-    needed = [stage["needed"] for stage in plans]
+    needed = [stage["memory_bytes"] for stage in plans]
     return needed, [f"{need / 1e9:.0f} GB" for need in needed]
 
 
@@ -113,14 +113,14 @@ def estimate_mode(config: Path, mode: str) -> dict[int, dict[str, Any]]:
 
     def estimate(count: int) -> dict[str, Any]:
         stage = plan(config, "--nproc", str(count), *options, *sets)
-        return {key: stage[key] for key in ("needed", "fullest", "fits", "seconds", "steps", "hours")}
+        return {key: stage[key] for key in ("memory_bytes", "fullest", "fits", "step_seconds", "steps", "seconds")}
 
     if "fsdp" in mode:
         return {count: estimate(count) for count in GPUS[1:]}
     single = estimate(1)
-    seconds = sum(single["seconds"].values())
+    update = sum(single["step_seconds"].values())
     steps = {count: math.ceil(EPISODES / (UPDATE_ROWS * count)) for count in GPUS}
-    return {count: single | {"steps": steps[count], "hours": seconds * steps[count] / 3600} for count in GPUS}
+    return {count: single | {"steps": steps[count], "seconds": update * steps[count]} for count in GPUS}
 
 
 def plan(config: Path, *arguments: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def plan(config: Path, *arguments: str) -> dict[str, Any]:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(result.stderr)
-    (stage,) = json.loads(result.stdout)["stages"]
+    (stage,) = json.loads(result.stdout)["stages"].values()
     return stage
 
 
@@ -153,13 +153,13 @@ def write_models(folder: Path, sizes: tuple[Any, ...]) -> None:
 
 def cell(plans: dict[int, dict[str, Any]]) -> str:
     """Format GB per GPU and hours by number of GPUs; GB only once if they are equal."""
-    gigabytes = {count: round(plan["needed"] / 1e9) for count, plan in plans.items()}
+    gigabytes = {count: round(plan["memory_bytes"] / 1e9) for count, plan in plans.items()}
     if len(set(gigabytes.values())) == 1:
         first = next(iter(plans.values()))
-        hours = ", ".join(f"{plan['hours']:.3g} h on {count}" for count, plan in plans.items())
+        hours = ", ".join(f"{plan['seconds'] / 3600:.3g} h on {count}" for count, plan in plans.items())
         return f"{gigabytes.popitem()[1]} GB: {hours if first['fits'] else 'does not fit'}"
     return "; ".join(
-        f"{gigabytes[count]} GB on {count}: " + (f"{plan['hours']:.3g} h" if plan["fits"] else "does not fit")
+        f"{gigabytes[count]} GB on {count}: " + (f"{plan['seconds'] / 3600:.3g} h" if plan["fits"] else "does not fit")
         for count, plan in plans.items()
     )
 

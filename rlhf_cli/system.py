@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-import psutil
-
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
@@ -182,6 +180,8 @@ def require_writable(folder: Path, *, where: str | None = None, hint: str) -> No
 
 def total_memory() -> int:
     """Return the bytes of this machine's memory, or of the container's limit."""
+    import psutil  # not needed by the library
+
     total = psutil.virtual_memory().total
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -191,6 +191,8 @@ def total_memory() -> int:
 
 def process_memory() -> int:
     """Return the resident memory of this process in bytes."""
+    import psutil
+
     return psutil.Process().memory_info().rss
 
 

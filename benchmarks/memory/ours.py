@@ -74,7 +74,7 @@ def plan(stage: str, config: Path) -> tensors.Bytes:
     """
     with redirect_stdout(io.StringIO()) as stdout:
         run("plan", str(config), "--json")
-    (estimate,) = json.loads(stdout.getvalue())["stages"]
+    (estimate,) = json.loads(stdout.getvalue())["stages"].values()
     training = [phase["bytes"] for phase in estimate["phases"] if phase["rows"]]
     plan = {"weights": max(phase["weights"] for phase in training), "holes": estimate["holes"]}
     if stage == "ppo":

@@ -112,7 +112,7 @@ def check(
     raise typer.Exit(code)
 
 
-MODE_TEXT = "Compare another mode: full, lora, qlora or one-base. Default: the adapters of each config."
+MODE_TEXT = "Compare another mode: full, lora or qlora. Default: the adapters of each config."
 
 
 def plan(
@@ -126,7 +126,9 @@ def plan(
     flops: Annotated[
         float | None, option("--flops", "N", "Throughput in FLOP/s. Default: measured on this machine.")
     ] = None,
-    gpu: Annotated[float | None, option("--gpu", "GIB", "Memory of each GPU in GiB; needs --flops.", min=0.001)] = None,
+    gpu: Annotated[
+        str | None, option("--gpu", "NAME|GIB", "GPU that need not be here: h100, 4090, ..., or GiB with --flops.")
+    ] = None,
     nproc: Annotated[
         int, option("--nproc", "N", "Plan for N processes, one per GPU; figures are per process.", min=1)
     ] = 1,

@@ -65,8 +65,6 @@ class Adapters(LoRA):
 class PPOAdapters(LoRA):
     """Adapters of PPO, without dropout, which PPO turns off."""
 
-    kind: Literal["lora"]
-
 
 class NewTokenizer(Section):
     """New byte-level BPE tokenizer."""

@@ -133,6 +133,7 @@ def reward_model_from_backbone(causal_lm: Any, head: torch.nn.Linear) -> Any:
         model = AutoModelForSequenceClassification.from_config(config, dtype=causal_lm.dtype)
     setattr(model, model.base_model_prefix, causal_lm.base_model)
     model.score = head
+    model.is_loaded_in_4bit = lora.is_quantized(causal_lm)  # read by peft
     return model
 
 

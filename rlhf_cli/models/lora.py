@@ -99,14 +99,15 @@ def add_adapters(
 
     targets = target_modules(model, settings, key)
     grow_embeddings(model, vocab_size)
-    if settings.kind == "qlora":
-        _quantize(model, device, torch.bfloat16 if bf16 else torch.float32)
+    quantizes = settings.kind == "qlora" and not is_quantized(model)
+    if quantizes:
+        quantize(model, device, bf16=bf16)
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     options = {name: getattr(settings, name) for name in names if name in type(settings).model_fields}
     task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
     with warnings.catch_warnings(action="ignore"):  # such as the one about GPT-2's transposed weights
         peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
-    if settings.kind == "qlora":
+    if quantizes:
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
     if bf16:
         autocast_matrices(peft_model)
@@ -180,14 +181,20 @@ def grow_embeddings(model: Any, vocab_size: int) -> None:
                 weight.data[before:] = weight.data[:before].mean(0)
 
 
-def _quantize(model: Any, device: torch.device, compute_dtype: torch.dtype) -> None:
+def is_quantized(model: Any) -> bool:
+    """Return True if `quantize` was applied to the model, or to the one that it is a clone of."""
+    return bool(getattr(model, "is_loaded_in_4bit", False))
+
+
+def quantize(model: Any, device: torch.device, *, bf16: bool) -> None:
     """Quantize the backbone's linear layers to 4-bit NF4 on `device`, except those that `can_quantize` excludes.
 
     from_pretrained() is not used: the weights may already be the sum of a base and an adapter, and an adapter
-    merged into 4-bit weights is lost to rounding.
+    merged into 4-bit weights is lost to rounding. Raises RLHFError C17 if no layer can be quantized.
     """
     import bitsandbytes as bnb
 
+    compute_dtype = torch.bfloat16 if bf16 else torch.float32
     layers = [(module, name, layer) for module, name, layer in linear_layers(model) if can_quantize(layer)]
     if not layers:
         text = f"model.adapters.kind: 4 bits hold layers of a width that {BLOCK_SIZE} divides, and the model has none"

@@ -33,7 +33,8 @@ from rlhf_cli.models import build, lora, sharding
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter in float32
 CHECKPOINT_BYTES = WEIGHT_BYTES + MOMENT_BYTES
 WORKING, WORKING_WITH_ADAPTERS, WORKING_BACKWARD = 0.67, 0.8, 0.35  # shares of what a layer keeps
-COUNTED_LAYERS = (2, 3)  # of a deeper model whose layers are alike; what the others keep follows
+LENGTH_STEP = 8  # lengths are rounded up to a multiple: similar ones are counted once
+COUNTED_LAYERS = (1, 2)  # of a deeper model whose layers are alike; what the others keep follows
 MIN_8BIT_NUMBERS, BLOCK_8BIT = 4096, 256  # of bitsandbytes: smaller weights have moments of 32 bits; numbers per scale
 
 
@@ -45,6 +46,16 @@ def training_bytes(trained: int, frozen: int) -> int:
 def size_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of distinct tensors."""
     return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def layer_bytes(model: Any) -> int:
+    """Return the bytes of a model's decoder layers."""
+    return size_bytes(sharding.decoder_layers(model).parameters())
+
+
+def vocabulary_bytes(model: Any) -> int:
+    """Return the bytes of a model's embeddings and output head."""
+    return size_bytes(weight for weight, _ in sharding.vocabulary_weights(model))
 
 
 class LoRALinear(nn.Module):
@@ -122,6 +133,7 @@ def kept_bytes(
     adapters: LoRA | None = None,
 ) -> Kept:
     """Return what a causal LM keeps for rows of `length` tokens; with `adapters` only these are trained."""
+    length = -(-length // LENGTH_STEP) * LENGTH_STEP
     options = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
     kind: Any = type(config)
     return _kept_bytes(kind, config.to_json_string(), length, dtype, attn_implementation, bf16, options)
@@ -137,7 +149,7 @@ def _kept_bytes(
     layers = text.num_hidden_layers
 
     def count(number: int) -> tuple[int, int, int]:
-        """Return the bytes for one and two rows, and those of an input, with so many layers."""
+        """Return the bytes for one row, for two rows and of a layer's input, in a model of `number` layers."""
         with FakeTensorMode():
             cpu, shallow = torch.device("cpu"), with_layers(config, number)
             model = build.causal_lm_from_config(shallow, dtype=dtype, attn_implementation=attention, device=cpu)

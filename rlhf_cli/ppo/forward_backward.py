@@ -244,4 +244,4 @@ class ModelRunner:
         return forward.in_place_embedding_gradients(self.policy, *([] if self.has_value_head else [self.value]))
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)
+        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=bool(self.settings.bf16))

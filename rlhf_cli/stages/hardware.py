@@ -103,13 +103,14 @@ def _warn_unsupported(config: Config) -> None:
         terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
     if adapter_kind(config) == "qlora" and _on_cpu():
         text = f"weights in 4 bits work on {devices.device_name()}, but slowly"
-        where = config.where("model.adapters.kind")
+        where = config.where(f"{section}.adapters.kind")
         terminal.warn("E02", text, where=where, hint="lora is faster if the weights fit in memory without quantization")
 
 
 def _require_bitsandbytes(config: Config) -> None:
     """Raise RLHFError E09 if the config asks for 4 or 8 bits and bitsandbytes is not installed."""
-    requested = {"model.adapters.kind": adapter_kind(config)}
+    section = "models" if isinstance(config, PPOConfig) else "model"
+    requested = {f"{section}.adapters.kind": adapter_kind(config)}
     if isinstance(config, PPOConfig):
         requested["ppo.optim"] = config.ppo.optim
     elif isinstance(config, SFTConfig | RewardConfig) and "optim" in config.trainer:

@@ -1,7 +1,7 @@
 """Models, tokenizers and data sizes of stages, including those that earlier stages have yet to write."""
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.common import Adapters
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
@@ -175,6 +176,18 @@ class ModelResolver:
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=count), vocabulary)
         complete = next(islice(sources.read_rows(source), count, None), None) is None
         return ModelSpec(body, tokenizer, exact=complete)
+
+    def with_adapters(self, config: Config) -> "ModelResolver":
+        """Return a resolver in which reward.yaml has the kind of adapters that a ppo.yaml has, if it has none."""
+        if not isinstance(config, PPOConfig) or not config.models.adapters:
+            return self
+        other = copy(self)
+        other.specs, adapters = dict(self.specs), Adapters(kind=config.models.adapters.kind)
+        for folder, writer in self.writers.items():
+            if isinstance(writer, RewardConfig) and not writer.model.adapters:
+                model = writer.model.model_copy(update={"adapters": adapters})
+                other.writers = {**other.writers, folder: writer.model_copy(update={"model": model})}
+        return other
 
     def separate_models(self, config: Config) -> set[str]:
         """Return the keys of models that are not adapters of models.sft's weights, if PPO trains adapters."""

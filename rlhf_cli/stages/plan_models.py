@@ -1,7 +1,12 @@
 """The models of a stage without content, for the memory plan: `rlhf plan`, the check before a run, `rlhf init`."""
 
+import json
+import math
+import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rlhf_cli import runs
@@ -11,7 +16,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import at_location
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, Bytes, Lengths, PPOModels, PPOPlan, StageModel
@@ -32,14 +37,25 @@ class Target:
     processes: int = 1
     planned: bool = False  # not here; a planned GPU computes in bfloat16
 
-    @classmethod
-    def of(cls, gib: float | None, processes: int, *, sharing: int | None = None) -> "Target":
-        """Return a target of GPUs with `gib` GiB, or this machine, of which `sharing` (None: all) processes are here.
+    peak_flops: float | None = None  # of a planned GPU of the table
 
-        CPU processes share its memory.
+    @classmethod
+    def of(cls, planned: str | None, processes: int, *, sharing: int | None = None) -> "Target":
+        """Return a target of planned GPUs, or this machine, of which `sharing` (None: all) processes are here.
+
+        `planned` is a name of gpus.toml or a size in GiB. CPU processes share this machine's memory. Raises RLHFError
+        C07 for an unknown GPU.
         """
-        if gib is not None:
-            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes, planned=True)
+        if planned is not None:
+            name, known = planned.lower(), gpu_table()
+            gib = known[name]["gib"] if name in known else as_number(planned)
+            if gib is None or gib <= 0:
+                text = f"--gpu {planned}: not a size in GiB, and not one of {', '.join(known)}"
+                raise RLHFError("C07", text, hint=did_you_mean(name, known) or "for example --gpu h100, or --gpu 24")
+            title = f"a GPU {name} of" if name in known else "a GPU of"
+            return cls(
+                True, round(gib * 2**30), f"{title} {gib:g} GiB", processes, True, known.get(name, {}).get("flops")
+            )
         gpu = devices.device().type == "cuda"
         parts = 1 if gpu else sharing or processes
         return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes)
@@ -52,6 +68,20 @@ class Target:
         """Return the settings without what this hardware does not support; bf16 is set."""
         usable = {"offload": settings.offload and self.gpu, "fsdp": settings.fsdp and self.processes > 1}
         return settings.model_copy(update={"bf16": self.computes_in_bf16(settings.bf16), **usable})
+
+
+def as_number(text: str) -> float | None:
+    """Return a finite number, or None for any other text."""
+    try:
+        return float(text) if math.isfinite(float(text)) else None
+    except ValueError:
+        return None
+
+
+@cache
+def gpu_table() -> dict[str, dict[str, Any]]:
+    """Return the known GPUs by name: memory in GiB, peak FLOP/s, and the source of both."""
+    return tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -97,18 +127,31 @@ def adapter_kind(config: Config) -> str | None:
 
 
 def mode_of(config: Config) -> str:
-    """Return the mode of a config: full, lora or qlora; one-base for PPO's adapters."""
-    if isinstance(config, PPOConfig) and config.models.adapters:
-        return "one-base"
+    """Return the mode of a config, one of MODES."""
     return adapter_kind(config) or "full"
 
 
 def _stage_model(config: Any, key: str, bodies: Bodies, *, scorer: bool, **options: Any) -> StageModel:
     section = config.model if config.stage in ("sft", "reward") else config.models
-    make = build.reward_model_from_config if scorer else build.causal_lm_from_config
+    adapters = options.pop("adapters", None)
+    packed = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
+    freezes_layers = config.stage == "ppo" and config.ppo.num_shared_layers  # in the model itself
+    make = _make_stage_model if freezes_layers else cache_stage_model
+    source: Any = type(bodies[key]), bodies[key].to_json_string(), section.dtype, section.attn_implementation
     with at_location(config.where(key)):
-        model = make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
-    return StageModel(model, section, **options)
+        return make(*source, scorer, packed, **options)
+
+
+def _make_stage_model(
+    kind: Any, fields: str, dtype: str, attention: str | None, scorer: bool, adapters: str | None, **options: Any
+) -> StageModel:
+    make = build.reward_model_from_config if scorer else build.causal_lm_from_config
+    model = make(kind.from_dict(json.loads(fields)), dtype=dtype, attn_implementation=attention)
+    packed = None if adapters is None else LoRA.model_validate_json(adapters)
+    return StageModel(model, dtype, attention, adapters=packed, **options)
+
+
+cache_stage_model = cache(_make_stage_model)
 
 
 def _adapters(mode: str, section: Any) -> dict[str, Any]:
@@ -148,15 +191,14 @@ def ppo_plan(
     for use in models_in_memory(config):
         if use.role in ("value", "reward") and use.key in bodies:
             name = use.role if use.role not in models else f"{use.role} {use.key}"
-            # a frozen reward model has adapters if it shares its base, and in 4 bits
-            has_adapters = use.role == "value" or mode == "qlora" or (mode == "one-base" and use.key not in separate)
+            has_adapters = mode != "full" and (use.role == "value" or use.key not in separate)
             extra = adapted if has_adapters else {"frozen": use.role == "reward"}
             models[name] = _stage_model(config, use.key, bodies, scorer=True, **options, **extra)
             keys[name] = use.key
     rewards = {name: model for name, model in models.items() if name.startswith("reward")}
-    sharing = {name for name, key in keys.items() if mode == "one-base" and key not in separate}
+    sharing = {name for name, key in keys.items() if mode != "full" and key not in separate}
     paths = {reference.key: reference.path for reference in runs.references(config)}
-    if mode == "one-base" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
+    if mode != "full" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
     ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing)
     return models, PPOPlan(ppo_models, settings, lengths, gpu=target.gpu, processes=target.processes)

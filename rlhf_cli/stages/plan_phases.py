@@ -24,7 +24,7 @@ from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tok
 from rlhf_cli.ppo.optimizer import embedding_weights
 
 KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
-MODES = ("full", "lora", "qlora", "one-base")
+MODES = ("full", "lora", "qlora")  # PPO's adapters share one base
 DEFAULT_ADAPTERS: LoRA = Adapters(kind="lora")
 # Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients.
 SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES, UPDATE_COPIES = 4, 2, 4, 5
@@ -80,7 +80,8 @@ class StageModel:
     """A model of a stage, without content: its bytes, and what its passes take. `adapters` are added to it."""
 
     model: Any
-    section: Any  # of the config, with dtype and attn_implementation
+    dtype: str  # of the config, and
+    attn_implementation: str | None
     bf16: bool = False
     checkpointing: bool = False
     adapters: LoRA | None = None
@@ -115,9 +116,8 @@ class StageModel:
 
     def kept(self, length: int) -> Kept:
         """Return what a forward pass of rows keeps for the backward pass."""
-        section = self.section
         kept = memory.kept_bytes(
-            self.model.config, length, dtype=section.dtype, attn_implementation=section.attn_implementation,
+            self.model.config, length, dtype=self.dtype, attn_implementation=self.attn_implementation,
             bf16=self.bf16, adapters=self.adapters,
         )  # fmt: skip
         stored = self.four_bits or self.adapters or self.frozen  # in bfloat16, or dequantized again
@@ -225,7 +225,7 @@ def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fi
     gradients = fixed["gradients"] if parts > 1 else 0  # of the micro-batches before
     within = [{**moment, "gradients": gradients} for moment in moments]
     flops = parts * model.training_flops(rows, lengths.row, answers)
-    moments = _add(fixed, [*within, _step_bytes(trained, foreach=gpu)])
+    moments = _add(fixed, [*within, {} if gpu else _step_bytes(trained, foreach=False)])  # fused on a GPU
     phases = [Phase("step", settings.per_device_train_batch_size, moments, flops)]
     if model.four_bits:  # the finished model is read in full, to be measured
         phases.append(Phase("read again", 0, [{"weights": model.full_weights}]))
@@ -367,11 +367,11 @@ class PPOPlan:
             return moment
         policy, learning = self.policy.model, [model.model for model in self.models.learning]
         gone = 1 - 1 / self.processes
-        learnt = sum(_layer_bytes(model) + _vocabulary_bytes(model) for model in learning)
-        reference = 0 if self.settings.offload else _layer_bytes(policy)
+        learnt = sum(memory.layer_bytes(model) + memory.vocabulary_bytes(model) for model in learning)
+        reference = 0 if self.settings.offload else memory.layer_bytes(policy)
         layer = max(memory.size_bytes(layer.parameters()) for layer in sharding.decoder_layers(policy))
-        gathered = sum(map(_vocabulary_bytes, learning)) + layer
-        added = _layer_bytes(policy) + _vocabulary_bytes(policy) if phase == "rollout" else gathered
+        gathered = sum(map(memory.vocabulary_bytes, learning)) + layer
+        added = memory.layer_bytes(policy) + memory.vocabulary_bytes(policy) if phase == "rollout" else gathered
         gradients = (gathered if phase == "update" else 0) - gone * learnt
         return {
             **moment,
@@ -379,14 +379,6 @@ class PPOPlan:
             "gradients": moment["gradients"] + gradients,
             "optimizer": moment["optimizer"] * (1 - gone * learnt / memory.size_bytes(self.trained)),
         }
-
-
-def _layer_bytes(model: Any) -> int:
-    return memory.size_bytes(sharding.decoder_layers(model).parameters())
-
-
-def _vocabulary_bytes(model: Any) -> int:
-    return memory.size_bytes(weight for weight, _ in sharding.vocabulary_weights(model))
 
 
 def evaluation_phases(

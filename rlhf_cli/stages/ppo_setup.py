@@ -13,7 +13,7 @@ from rlhf_cli import config as configs
 from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, collect_errors
+from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import devices, hub, load, lora
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -55,6 +55,9 @@ def load_components(
     ref = start if config.models.adapters else copy.deepcopy(start)  # copied on the CPU: offload keeps it off the GPU
     if not settings.fsdp:
         start.to(devices.device())
+    if hardware.adapter_kind(config) == "qlora":
+        with at_location(config.where("models.adapters.kind")):
+            lora.quantize(start, devices.device(), bf16=bool(settings.bf16))
     base = SharedBaseModels(config, options, sft, start) if config.models.adapters else None
     saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)

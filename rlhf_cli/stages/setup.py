@@ -16,7 +16,7 @@ from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import devices, forward, load, tokenizers
+from rlhf_cli.models import devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
@@ -26,7 +26,9 @@ from rlhf_cli.stages.plan_models import POLICY_KEYS
 from rlhf_cli.statistics import wilson
 
 # Padding differently moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+# Difference from a stored score that rounding explains: in float32, and in bfloat16 or 4 bits as a share of the stored
+# scores' standard deviation.
+PROBE_TOLERANCE, PROBE_TOLERANCE_BF16, PROBE_TOLERANCE_4_BITS = 1e-3, 0.25, 1.0
 PromptForm = Literal["text", "conversation", "transcript"]  # how a data file writes prompts
 PromptFormat = Literal["template", "transcript", "text"]  # how they are passed to a model
 DATA_KEYS = {"ppo": "data.prompts", "sft": "data.train", "reward": "data.train"}
@@ -199,7 +201,11 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
     scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])
-    differing = ((scores - stored).abs() > PROBE_TOLERANCE[model.dtype]).nonzero()[:, 0].tolist()
+    tolerance, spread = PROBE_TOLERANCE, float(stored.std(correction=0))
+    if lora.is_quantized(model) or model.dtype == torch.bfloat16:
+        share = PROBE_TOLERANCE_4_BITS if lora.is_quantized(model) else PROBE_TOLERANCE_BF16
+        tolerance = max(tolerance, share * spread)
+    differing = ((scores - stored).abs() > tolerance).nonzero()[:, 0].tolist()
     if differing:
         rows = ", ".join(f"row {row}: {scores[row]:.4f}, stored {stored[row]:.4f}" for row in differing[:3])
         raise RLHFError(

@@ -119,7 +119,7 @@ def test_prompts_of_an_evaluation(fitting: Path) -> None:
     hint = "hint: use a model with a longer context (8 "
     assert warned(result, "D16", "eval.yaml:2: ", "3 of 8 rows are dropped", hint)
     assert result.stdout.splitlines()[-1].endswith("eval data.prompts 3 of 8 (37.5%)")
-    (planned,) = counted("plan", "eval.yaml", "--flops", "1e12")["stages"]
+    (planned,) = counted("plan", "eval.yaml", "--flops", "1e12")["stages"].values()
     assert (planned["rows"], planned["left_out"], planned["asked"]) == (5, 3, 8)
     assert check("eval.yaml", "-s", "data.max_dropped=0.3").exit_code == 2
     says = "hint: lower eval.response_length (100 tokens for a response leave 28 to a prompt)"
@@ -183,7 +183,7 @@ def test_plan_check_and_the_stage_count_one_number(stage: str, fitting: Path) ->
     name, key, answers = KEYS[stage]
     write(name, 24, 76, answers)
     file = f"{stage}.yaml"
-    (planned,) = counted("plan", file, "--flops", "1e12")["stages"]
+    (planned,) = counted("plan", file, "--flops", "1e12")["stages"].values()
     checked = counted("check", file)["checked"]
     (rows,) = [one for one in checked if one["what"] == key]
     assert (planned["rows"], planned["left_out"], planned["asked"], planned["rows_are"]) == (24, 76, 100, "exact")
@@ -201,17 +201,17 @@ def test_plan_check_and_the_stage_count_one_number(stage: str, fitting: Path) ->
 def test_plan_says_about_if_it_read_a_sample(fitting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sample is spread over the file, in which the short rows come first."""
     write("pairs", 60, 60, KEYS["reward"][2])
-    exact = counted("plan", "reward.yaml", "--flops", "1e12")["stages"][0]
+    exact = counted("plan", "reward.yaml", "--flops", "1e12")["stages"]["reward"]
     assert (exact["rows"], exact["rows_are"], exact["steps_are"]) == (60, "exact", "exact")
     monkeypatch.setattr(plan_inputs, "MAX_TOKENIZED_ROWS", 30)
-    (about,) = counted("plan", "reward.yaml", "--flops", "1e12")["stages"]
+    (about,) = counted("plan", "reward.yaml", "--flops", "1e12")["stages"].values()
     assert (about["rows"], about["left_out"], about["asked"]) == (60, 60, 120)
     assert (about["rows_are"], about["steps_are"], about["steps"]) == ("about", "about", exact["steps"])
     stdout = CliRunner().invoke(app, ["plan", "reward.yaml", "--flops", "1e12"]).stdout
     assert f"         about {exact['steps']} x " in stdout and "data     about 60 pairs; about 60 of 120 rows" in stdout
-    (fixed,) = counted("plan", "reward.yaml", "--flops", "1e12", "-s", "reward.max_steps=7")["stages"]
+    (fixed,) = counted("plan", "reward.yaml", "--flops", "1e12", "-s", "reward.max_steps=7")["stages"].values()
     assert (fixed["steps"], fixed["steps_are"], fixed["rows_are"]) == (7, "exact", "about")
-    (unread,) = counted("plan", "reward.yaml", "--flops", "1e12", "--prompt-length", "9")["stages"]
+    (unread,) = counted("plan", "reward.yaml", "--flops", "1e12", "--prompt-length", "9")["stages"].values()
     assert (unread["rows"], unread["steps_are"]) == (120, "at most")
 
 

@@ -29,8 +29,7 @@ def with_adapters(model: Any, seed: int, **settings: Any) -> Any:
     return lora.unwrap(peft_model)
 
 
-def on_one_base(family: str, **settings: Any) -> dict[str, Any]:
-    base = tiny.causal(family)
+def on_one_base(base: Any, **settings: Any) -> dict[str, Any]:
     models = {"ref": base, "policy": with_adapters(sharding.clone_sharing_weights(base), 1, **settings)}
     for seed, role in ((2, "value"), (3, "reward")):
         torch.manual_seed(seed)
@@ -48,6 +47,36 @@ def trainer(models: dict[str, Any], **changes: Any) -> PPOTrainer:
     return PPOTrainer(models["policy"], models["ref"], models["value"], rewards, engine, chosen)
 
 
+def test_four_models_on_one_4_bit_base_equal_four_on_the_dequantized_base() -> None:
+    """In float32: the same weights, once packed and once as plain matrices."""
+    import bitsandbytes as bnb
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    models = []
+    for packed in (True, False):
+        base = tiny.causal(**sizes)
+        lora.quantize(base, CPU, bf16=False)
+        quantized = [(owner, name, layer) for owner, name, layer in lora.linear_layers(base)]
+        assert len(quantized) == 14 and all(layer.weight.dtype == torch.uint8 for _, _, layer in quantized)
+        if not packed:
+            for owner, name, layer in quantized:
+                plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+                plain.weight.data = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+                setattr(owner, name, plain)
+            del base.is_loaded_in_4bit
+        models.append(on_one_base(base))
+    assert all(lora.is_quantized(model) for model in models[0].values())
+    weights = [{id(w): w.nbytes for m in each.values() for w in m.parameters()} for each in models]
+    assert sum(weights[0].values()) < 0.6 * sum(weights[1].values())
+    one, other = (trainer(each) for each in models)
+    experiences = [each.make_experience(tiny.rollout()) for each in (one, other)]
+    for name in ("logprobs", "ref_logprobs", "values", "scores"):
+        value, expected = (getattr(experience, name) for experience in experiences)
+        assert expected.abs().max() > 1e-2 and torch.allclose(value, expected, atol=1e-4), name
+    gradients = [tiny.gradient(each, made) for each, made in zip((one, other), experiences, strict=True)]
+    assert gradients[1].norm() > 1e-3 and relative_error(*gradients) < 1e-3
+
+
 def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
@@ -56,7 +85,7 @@ def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_one_base_equals_four_separate_copies(family: str, packing: bool, checkpointing: bool) -> None:
-    shared = on_one_base(family, use_dora=family == "qwen3")
+    shared = on_one_base(tiny.causal(family), use_dora=family == "qwen3")
     separate = {role: copy.deepcopy(model) for role, model in shared.items()}
     ones, others = ({p.data_ptr() for m in each.values() for p in m.parameters()} for each in (shared, separate))
     assert not ones & others and len(ones) < len(others)

@@ -156,7 +156,7 @@ kind: lora, target_modules: all | C07 ...target_modules: "all" is not one of all
         f"{HEAD['ppo']}models: {{adapters: {{LINE}}}}\nppo: {{total_episodes: 64, num_shared_layers: 1}}\n",
         3,
     ): r"""
-kind: qlora | C07 models.adapters.kind: "qlora" is not one of lora | did you mean lora?
+kind: qlor | C07 models.adapters.kind: "qlor" is not one of lora, qlora | did you mean qlora?
 kind: lora, lora_dropout: 0.1 | C01 unknown key models.adapters.lora_dropout | keys here: kind, r, ...
 kind: lora | C17@4 num_shared_layers cannot be combined with models.adapters, which share all layers | remove it
 """,

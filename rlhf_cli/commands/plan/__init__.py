@@ -15,7 +15,7 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.errors import RLHFError, closest_match, shell_word, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage
@@ -26,7 +26,9 @@ from rlhf_cli.stages.plan_phases import KINDS, MODES
 # Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
 FRAGMENTATION = 0.3
 TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
+ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 GENERATING = ("ppo", "eval")
+VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
 STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
@@ -38,23 +40,24 @@ def run(
     mode: str | None = None,
     prompt: int | None = None,
     flops: float | None = None,
-    gpu: float | None = None,
+    gpu: str | None = None,
     processes: int = 1,
     as_json: bool = False,
 ) -> None:
     """Print the estimate of each stage, with settings that save memory if it does not fit.
 
     `mode` replaces that of the configs. `prompt` is the length of the longest prompt, instead of reading the data.
-    `flops` is the throughput in FLOP/s of another machine, `gpu` the memory of its GPUs in GiB.
-    Raises RLHFError as `rlhf check` does, C07 for an unknown mode, C11 for `gpu` without `flops`.
+    `flops` is the throughput in FLOP/s of another machine, `gpu` the name of its GPUs or their memory in GiB.
+    Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU, C11 for a size in GiB without `flops`.
     """
-    if gpu is not None and flops is None:
+    target = Target.of(gpu, processes)
+    if target.planned and not (flops := flops or ATTAINED * (target.peak_flops or 0)):
         text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
-        raise RLHFError("C11", text, hint="give --flops too, e.g. 4e14: 40 % of an H100's 989e12 in bfloat16")
+        raise RLHFError("C11", text, hint="name the GPU, e.g. --gpu h100, or give --flops too, e.g. 4e14")
+    mode = "lora" if mode == "one-base" else mode  # its former name for PPO
     if mode is not None and mode not in MODES:
         near = closest_match(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
-    target = Target.of(gpu, processes)
     load_seconds = None if gpu else time.process_time()
     configs, routed = _load_configs(path, overrides)
     chain = ModelResolver(configs, options, prompt)
@@ -67,7 +70,10 @@ def run(
             bar.advance()
     total = _total(plans, load_seconds)
     if as_json:
-        terminal.out(json.dumps({**asdict(target), "device": target.name, "stages": plans, "total": total}, indent=2))
+        by_stage = {plan["stage"]: plan for plan in plans}
+        terminal.out(
+            json.dumps({**asdict(target), "device": target.name, "stages": by_stage, "total": total}, indent=2)
+        )
         return
     for plan in plans:
         show(plan, target)
@@ -91,10 +97,9 @@ def _plan(
     """Return the plan of a stage, as printed by --json."""
     config, name, data, gpu = stage.config, stage.config.stage, stage.data, stage.target.gpu
     libraries += TRL_BYTES if name in ("sft", "reward") and not gpu else 0
-    holes = 0 if gpu else round(FRAGMENTATION * stage.peak.total)
-    needed = stage.peak.total + holes + libraries
-    fits = needed <= stage.target.memory
+    holes, needed = fragmentation(stage), stage.peak.total + fragmentation(stage) + libraries
     time_s = estimate_duration(stage, flops)
+    step_s = sum(time_s.phases.values())
     return {
         "stage": name,
         "mode": stage.mode,
@@ -109,9 +114,10 @@ def _plan(
         "fullest": stage.peak.name,
         "holes": holes,
         "libraries": libraries,
-        "needed": needed,
-        "fits": fits,
-        "seconds": time_s.phases,
+        "memory_bytes": needed,
+        "fits": fits(stage, needed),
+        "step_seconds": time_s.phases,
+        "seconds": step_s * stage.steps,
         "run": time_s.run,
         "share": time_s.share,
         "unit": data.unit,
@@ -121,77 +127,124 @@ def _plan(
         "rows_are": data.how,
         "steps": stage.steps,
         "steps_are": stage.steps_are,
-        "hours": sum(time_s.phases.values()) * stage.steps / 3600,
-        "advice": [] if fits else savings(stage, overrides, chain),
+        "advice": [] if needed <= stage.target.memory else advice(stage, overrides, chain, libraries),
     }
 
 
-def savings(stage: Estimate, overrides: Sequence[str], chain: ModelResolver) -> list[dict[str, Any]]:
-    """Return {set, saves}: settings, and the bytes they save at the peak, the largest saving first."""
-    advice = []
-    for changes in _candidate_changes(stage):
+def fragmentation(stage: Estimate) -> int:
+    """Return the bytes of freed memory that malloc keeps on a CPU."""
+    return 0 if stage.target.gpu else round(FRAGMENTATION * stage.peak.total)
+
+
+def fits(stage: Estimate, needed: int) -> bool | None:
+    """Return whether a stage fits its target; None if its optimizer may take less than the AdamW that was counted."""
+    if needed <= stage.target.memory:
+        return True
+    optimizer = getattr(stage.config, "trainer", {}).get("optim", "adamw")
+    return False if optimizer.startswith(("adamw", "paged_adamw")) else None
+
+
+def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libraries: int) -> list[dict[str, Any]]:
+    """Return {set, memory_bytes, fits}: combinations of settings, with adapters first and then without.
+
+    Each goes as far as it has to fit; if none fits, both go to the end.
+    """
+    return [
+        combination
+        for adapters in (True, False)
+        if (combination := _combine(stage, overrides, chain, libraries, adapters=adapters))
+    ]
+
+
+def _combine(
+    stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libraries: int, *, adapters: bool
+) -> dict[str, Any] | None:
+    """Return settings that are added, one after the other if it saves memory, until the stage fits."""
+    chosen: list[str] = []
+    peak, found = stage.peak.total, None
+    for changes in _candidate_changes(stage, adapters=adapters):
+        kept = [text for text in chosen if text.partition("=")[0] not in {c.partition("=")[0] for c in changes}]
         try:
-            config = load(stage.config.stage, stage.config.file, [*overrides, *changes])
-            smaller = estimate_stage(config, chain, stage.mode, stage.target)
+            config = load(stage.config.stage, stage.config.file, [*overrides, *kept, *changes])
+            smaller = estimate_stage(config, chain.with_adapters(config), None, stage.target)
         except RLHFError:  # a value that does not go with the others
             continue
-        saved = stage.peak.total - smaller.peak.total
-        if saved > 0.01 * stage.peak.total:
-            advice.append({"set": " ".join(changes), "saves": saved})
-    return sorted(advice, key=lambda each: -each["saves"])
+        if smaller.peak.total < 0.99 * peak:
+            chosen, peak = [*kept, *changes], smaller.peak.total
+            needed = peak + fragmentation(smaller) + libraries
+            found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
+            if found["fits"]:
+                break
+    return found
 
 
-def _candidate_changes(stage: Estimate) -> Iterator[list[str]]:
+def _candidate_changes(stage: Estimate, *, adapters: bool) -> Iterator[list[str]]:
+    """Yield settings in the order in which they are tried: what costs least quality and time first."""
     config, name = stage.config, stage.config.stage
     settings: Any = getattr(config, name)
     if isinstance(config, EvalConfig):
-        yield [f"eval.per_device_batch_size={max(1, settings.per_device_batch_size // 2)}"]
+        if adapters:
+            return
+        yield from _bf16(stage)
+        for rows in _halves(settings.per_device_batch_size):
+            yield [f"eval.per_device_batch_size={rows}"]
         return
-    if not settings.gradient_checkpointing:
-        yield [f"{name}.gradient_checkpointing=true"]
+    section = "models" if isinstance(config, PPOConfig) else "model"
+    ppo, has_adapters = isinstance(config, PPOConfig), getattr(config, section).adapters
     rows, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if rows % 2 == 0:
-        half = f"{name}.per_device_train_batch_size={rows // 2}"
-        yield [half, f"{name}.gradient_accumulation_steps={2 * parts}"]
-    if not settings.bf16 and stage.target.computes_in_bf16(True):
+    yield from _bf16(stage)
+    if adapters and not has_adapters:
+        unusable = [key for key in ("offload", "fsdp") if ppo and getattr(settings, key)]
+        yield [f"{section}.adapters={{kind: lora}}", *(f"ppo.{key}=false" for key in unusable)]
+    yield [f"{name}.gradient_checkpointing=true"]
+    if not (adapters or has_adapters):
+        yield ["ppo.optim=adamw_8bit"] if ppo else ["trainer.optim=adamw_8bit"]
+        yield from [["models.value=policy_head"], ["ppo.offload=true"]] if ppo else []
+    if ppo:
+        for at_once in _halves(settings.local_rollout_forward_batch_size or settings.episodes_per_update):
+            yield [f"ppo.local_rollout_forward_batch_size={at_once}"]
+    for fewer in _halves(rows):
+        batch = f"{name}.per_device_train_batch_size={fewer}"
+        yield [batch, f"{name}.gradient_accumulation_steps={parts * rows // fewer}"]
+    if ppo:
+        yield ["ppo.logits_at_a_time=64"]
+    if adapters:
+        kind = "{kind: qlora}" if not has_adapters else None
+        yield [f"{section}.adapters={kind}" if kind else f"{section}.adapters.kind=qlora"]
+    length = settings.response_length if ppo else settings.max_length
+    for tokens in _halves(length)[:3] if isinstance(length, int) else ():
+        yield [f"{name}.{'response_length' if ppo else 'max_length'}={tokens}"]
+
+
+def _bf16(stage: Estimate) -> Iterator[list[str]]:
+    name = stage.config.stage
+    if getattr(stage.config, name).bf16 is False and stage.target.computes_in_bf16(True):
         yield [f"{name}.bf16=true"]
-    if not isinstance(config, PPOConfig):
-        yield ["trainer.optim=adamw_8bit"]
-        yield [f"{name}.max_length={settings.max_length // 2}"]
-        return
-    yield ["ppo.optim=adamw_8bit"]
-    yield [f"ppo.micro_batch_tokens={max(1, rows // 2) * stage.data.lengths.row}"]
-    at_once = settings.local_rollout_forward_batch_size or settings.episodes_per_update
-    yield [f"ppo.local_rollout_forward_batch_size={max(1, at_once // 2)}"]
-    if not config.models.adapters:
-        yield ["ppo.offload=true"]
-        yield ["ppo.fsdp=true"]
-    if config.models.value != "policy_head":
-        yield ["models.value=policy_head"]
-    if not settings.num_shared_layers and stage.policy.layers > 1:
-        yield [f"ppo.num_shared_layers={stage.policy.layers // 2}"]
-    yield ["ppo.logits_at_a_time=64"]
-    if isinstance(settings.response_length, int):
-        yield [f"ppo.response_length={max(1, settings.response_length // 2)}"]
+
+
+def _halves(size: int) -> list[int]:
+    """Return half of a size, a quarter, and so on, down to 1."""
+    return [size >> shift for shift in range(1, size.bit_length()) if size % (1 << shift) == 0]
 
 
 def _total(plans: Sequence[dict[str, Any]], load_seconds: float | None) -> dict[str, Any]:
     """Return the total of all stages. `load_seconds`: how long the libraries took to load on this machine."""
-    fullest = max(plans, key=lambda plan: plan["needed"])
+    fullest = max(plans, key=lambda plan: plan["memory_bytes"])
+    known = [plan["fits"] for plan in plans]
     return {
-        "hours": sum(plan["hours"] for plan in plans),
+        "seconds": sum(plan["seconds"] for plan in plans),
         "run": all(plan["run"] for plan in plans),
         "starts": len(plans),
         "load_seconds": load_seconds,
-        "needed": fullest["needed"],
+        "memory_bytes": fullest["memory_bytes"],
         "fullest": fullest["stage"],
-        "fits": all(plan["fits"] for plan in plans),
+        "fits": False if False in known else None if None in known else True,
     }
 
 
 def show(plan: dict[str, Any], target: Target) -> None:
     """Print the plan of a stage: a table of memory by phase and kind, then totals, time and rows."""
-    size, phases, seconds = system.format_bytes, plan["phases"], plan["seconds"]
+    size, phases, seconds = system.format_bytes, plan["phases"], plan["step_seconds"]
     kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
     rows = [[kind, *(size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(size(phase["total"]) for phase in phases)])
@@ -199,11 +252,12 @@ def show(plan: dict[str, Any], target: Target) -> None:
     terminal.table(["", *columns], rows, title=_title(plan, target))
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
     extra = "".join(f", {name} {size(count)}" for name, count in others if count)
-    verdict = "fits" if plan["fits"] else "does not fit"
-    needed = f"{size(plan['needed'])} in {plan['fullest']}{extra}"
-    terminal.out(f"memory   {needed}; {target.name} has {size(target.memory)}: {verdict}")
-    for advice in plan["advice"]:
-        terminal.out(f"         {advice['set']} saves {size(advice['saves'])}")
+    needed = f"{size(plan['memory_bytes'])} in {plan['fullest']}{extra}"
+    terminal.out(f"memory   {needed}; {target.name} has {size(target.memory)}: {VERDICTS[plan['fits']]}")
+    for each in plan["advice"]:
+        terminal.out(f"         {size(each['memory_bytes'])}, {VERDICTS[each['fits']]}, with {each['set']}")
+    if any("models.adapters" in each["set"] for each in plan["advice"]):
+        terminal.out("         adapters in PPO share one base if reward.yaml has model.adapters, too")
     step = sum(seconds.values())
     parts = " + ".join(f"{name} {terminal.duration(each)}" for name, each in seconds.items())
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
@@ -240,10 +294,11 @@ def _rows(plan: dict[str, Any]) -> str:
 
 
 def _show_total(total: dict[str, Any]) -> None:
-    verdict = "fits" if total["fits"] else "does not fit"
-    memory = f"at most {system.format_bytes(total['needed'])} of memory, in {total['fullest']}: {verdict}"
-    hours = terminal.duration(3600 * total["hours"])
-    terminal.out(f"in all   {_bound(total)} {hours} for {total['starts']} stages; {memory}")
+    size, verdict = system.format_bytes(total["memory_bytes"]), VERDICTS[total["fits"]]
+    memory = f"at most {size} of memory, in {total['fullest']}: {verdict}"
+    terminal.out(
+        f"in all   {_bound(total)} {terminal.duration(total['seconds'])} for {total['starts']} stages; {memory}"
+    )
     loads = total["load_seconds"]
     loading = f" (some {terminal.duration(loads)} here, longer with TRL)" if loads else ""
     terminal.out(f"         on top: {total['starts']} starts{loading}, evaluations, report card and states")
