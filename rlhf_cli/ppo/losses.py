@@ -84,16 +84,22 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
 
 
+# The loss of kl_in loss, from k2 and k3, (...) -> (...). k2 has the KL's gradient at the sampled token:
+# grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the better value, so a straight-through estimator
+# combines them.
+KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k2": lambda k2, k3: k2,
+    "k3": lambda k2, k3: k2 + (k3 - k2).detach(),
+}
+
+
 def token_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Return the KL penalty as a loss at each token (...), for samples of the old policy.
 
-    k2 has the KL's gradient at the sampled token: grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the
-    better value, so a straight-through estimator combines them: k2 + (k3 - k2).detach(). The importance ratio
-    pi / pi_old has no gradient; it is 1 on the first step.
+    `estimator` is a key of KL_LOSSES. The importance ratio pi / pi_old has no gradient; it is 1 on the first step.
     """
     k2, k3 = (token_kl(logprobs, ref_logprobs, name) for name in ("k2", "k3"))
-    loss = k2 if estimator == "k2" else k2 + (k3 - k2).detach()
-    return torch.exp(logprobs - old_logprobs).detach() * loss
+    return torch.exp(logprobs - old_logprobs).detach() * KL_LOSSES[estimator](k2, k3)
 
 
 def compute_token_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _stage_model(config: Any, key: str, bodies: Bodies, *, scorer: bool, **optio
     adapters = options.pop("adapters", None)
     packed = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
     freezes_layers = config.stage == "ppo" and config.ppo.num_shared_layers  # in the model itself
-    make = _make_stage_model if freezes_layers else cache_stage_model
+    make: Any = _make_stage_model if freezes_layers else cache_stage_model
     source: Any = type(bodies[key]), bodies[key].to_json_string(), section.dtype, section.attn_implementation
     with at_location(config.where(key)):
         return make(*source, scorer, packed, **options)

@@ -70,10 +70,8 @@ def run(
             bar.advance()
     total = _total(plans, load_seconds)
     if as_json:
-        by_stage = {plan["stage"]: plan for plan in plans}
-        terminal.out(
-            json.dumps({**asdict(target), "device": target.name, "stages": by_stage, "total": total}, indent=2)
-        )
+        known = {**asdict(target), "device": target.name, "stages": {plan["stage"]: plan for plan in plans}}
+        terminal.out(json.dumps({**known, "total": total}, indent=2))
         return
     for plan in plans:
         show(plan, target)

@@ -94,9 +94,8 @@ def kl_loss(state: ReferenceState, row: int, logp: Tensor, old: Tensor, ref: Ten
         return full_kl(logp, ref_logp)
     logprobs = of_tokens(logp, state.responses[row])
     r = ref - logprobs
-    loss = r * r / 2
-    if state.settings.kl_estimator == "k3":
-        loss = loss + (torch.exp(r) - 1 - r - loss).detach()
+    k2, k3 = r * r / 2, torch.exp(r) - 1 - r
+    loss = {"k2": k2, "k3": k2 + (k3 - k2).detach()}[state.settings.kl_estimator]
     return torch.exp(logprobs - old).detach() * loss
 
 
