@@ -68,7 +68,7 @@ class MicroBatch:
     row_index: Tensor  # (N,) int64: row of `ids` that holds each response token
     logit_position: Tensor  # (N,) int64: column of `ids` that predicts it, one before its own
     token_index: Tensor  # (N,) int64: its position in the response
-    targets: Tensor  # (N,) int64: the response tokens
+    response_ids: Tensor  # (N,) int64: the response tokens
 
     @property
     def response_index(self) -> tuple[Tensor, Tensor]:
@@ -191,11 +191,11 @@ class Rollout:
         ids = torch.where(offsets < lengths[:, None], self.ids[rows].gather(1, index), 0)
         row, token = self.response_mask[rows].nonzero(as_tuple=True)
         logit_position = self.prompt_lengths[rows][row] + token - 1
-        targets = self.ids[rows[row], self.prompt_width + token]
-        return MicroBatch(rows, ids, lengths, row, logit_position, token, targets)
+        response_ids = self.ids[rows[row], self.prompt_width + token]
+        return MicroBatch(rows, ids, lengths, row, logit_position, token, response_ids)
 
 
-def micro_batches(
+def split_into_micro_batches(
     lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None, packed: bool = False
 ) -> list[Tensor]:
     """Split `rows` (n,) into micro-batches of rows of similar length, longest first.

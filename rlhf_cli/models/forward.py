@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlhf_cli.models import packing
-from rlhf_cli.models.batch import MicroBatch, Rollout, micro_batches
+from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
 
@@ -118,7 +118,7 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
     """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths."""
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
-    split = micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
+    split = split_into_micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
     for rows in track_progress("score: micro-batch", split):
         scores[rows] = pooled_scores(model, rollout.micro_batch(rows))
     return scores

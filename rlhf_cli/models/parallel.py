@@ -205,15 +205,15 @@ class ReplicatedModels:
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
 
-    def assign(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """Return this rank's micro-batches, each with True if its result counts."""
+    def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """Return this rank's micro-batches, each with True if it is real: its result counts."""
         return [(item, True) for item in self.process_group.shard(items)]
 
-    def training_context(self) -> AbstractContextManager[Any]:
+    def minibatch_context(self) -> AbstractContextManager[Any]:
         """Context manager for the passes of a minibatch, with or without gradients."""
         return nullcontext()
 
-    def generation_context(self, model: Any) -> AbstractContextManager[Any]:
+    def gathered_model(self, model: Any) -> AbstractContextManager[Any]:
         """Context manager for forward passes without gradients whose number differs by rank."""
         return nullcontext()
 
@@ -246,19 +246,19 @@ class ShardedModels(ReplicatedModels):
             sharding.shard(model, device, trained=model in trained)
         self.trained = trained
 
-    def assign(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+    def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """Pad each rank's items to the same number: a layer's pass is collective. Padding does not count."""
-        own = super().assign(items)
+        own = super().micro_batches_of_rank(items)
         return own + [(items[0], False)] * (-(-len(items) // self.process_group.world_size) - len(own))
 
     @contextmanager
-    def training_context(self) -> Iterator[None]:
+    def minibatch_context(self) -> Iterator[None]:
         with ExitStack() as stack:
             for model in self.trained:
                 stack.enter_context(sharding.gathered_embeddings(model, self.process_group.all_reduce))
             yield
 
-    def generation_context(self, model: Any) -> AbstractContextManager[Any]:
+    def gathered_model(self, model: Any) -> AbstractContextManager[Any]:
         if not sharding.is_sharded(model):
             return nullcontext()
         return sharding.gathered(model, self.process_group.all_reduce)

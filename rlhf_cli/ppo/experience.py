@@ -17,7 +17,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
 from rlhf_cli.ppo import losses
 
-Minibatch = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
+MinibatchRows = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
 Stats = dict[str, float]  # metrics by name
 
 
@@ -66,7 +66,7 @@ class ScoreResult:
     raw: dict[str, Tensor]  # by reward source; an ensemble's combined score
     ensembles: dict[str, EnsembleScores]  # by reward source, only those that are ensembles
     weighted_sum: Tensor  # clipped raw scores times their weights, before normalisation
-    stats: RunningMeanStd  # of `weighted_sum` over the run, this rollout included
+    moments: RunningMeanStd  # of `weighted_sum` over the run, this rollout included
     final: Tensor  # normalised, clipped, less penalties: the reward at the last real token
 
 
@@ -99,7 +99,7 @@ def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOS
 
 def unscaled_scores(result: ScoreResult, settings: PPOSettings) -> Tensor:
     """Return the weighted sum less the penalties, (B,): comparable over updates, unlike the final scores."""
-    return result.weighted_sum + (result.final - normalize_scores(result.weighted_sum, result.stats, settings))
+    return result.weighted_sum + (result.final - normalize_scores(result.weighted_sum, result.moments, settings))
 
 
 # Experience
@@ -125,7 +125,7 @@ class Experience:
     """Everything an update needs, computed before it starts; 0 outside the response mask."""
 
     rollout: Rollout
-    minibatches: tuple[Minibatch, ...]  # of the first epoch: the log-probs below come from the same micro-batches
+    minibatches: tuple[MinibatchRows, ...]  # of the first epoch: the log-probs below come from the same micro-batches
     packed: bool  # their rows are concatenated without padding
     score_result: ScoreResult
     kl_coef: float  # used in this update
@@ -151,11 +151,11 @@ class Experience:
         """log pi - log ref of each response token, (B, R) float32, in nats: the k1 estimator of the KL."""
         return torch.where(self.mask, self.logprobs - self.ref_logprobs, 0)
 
-    def gather(self, micro_batch: MicroBatch) -> TokenBatch:
+    def token_batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
         names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
         index = micro_batch.response_index
-        return TokenBatch(micro_batch.targets, **{name: getattr(self, name)[index] for name in names})
+        return TokenBatch(micro_batch.response_ids, **{name: getattr(self, name)[index] for name in names})
 
     @property
     def forward_tokens(self) -> int:

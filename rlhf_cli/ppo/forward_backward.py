@@ -39,7 +39,7 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     return None if size == "all" else size
 
 
-def policy_losses(
+def policy_loss_and_metrics(
     tokens: TokenBatch, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
 ) -> tuple[Tensor, TokenMetrics]:
     """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
@@ -74,7 +74,7 @@ def policy_losses(
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
-def value_losses(tokens: TokenBatch, values: Tensor, settings: PPOSettings) -> tuple[Tensor, TokenMetrics]:
+def value_loss_and_metrics(tokens: TokenBatch, values: Tensor, settings: PPOSettings) -> tuple[Tensor, TokenMetrics]:
     """Return the loss (N,), with gradient, and the metrics of the value model's `values` (N,)."""
     loss, clipped = losses.value_loss(values, tokens.values, tokens.returns, settings.cliprange_value)
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipped.float()}
@@ -154,7 +154,7 @@ class ModelRunner:
             hidden = forward.response_hidden_states(self.policy, micro_batch)
             values = forward.response_values(self.value, micro_batch, hidden)
             ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
-        ids = micro_batch.targets
+        ids = micro_batch.response_ids
         chunks = [self._forward_chunk(ids, hidden, ref_hidden, part) for part in self.logit_chunks(len(hidden))]
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | {"values": values}
 
@@ -193,7 +193,7 @@ class ModelRunner:
                     logits = forward.lm_head_logits(self.policy, leaf[part])
                 with torch.no_grad(), self._autocast():
                     ref_logits = None if ref_hidden is None else forward.lm_head_logits(self.ref, ref_hidden[part])
-                loss, chunk_metrics = policy_losses(tokens[part], logits, ref_logits, kl_coef, self.settings)
+                loss, chunk_metrics = policy_loss_and_metrics(tokens[part], logits, ref_logits, kl_coef, self.settings)
             if train_policy:
                 (loss.sum() * scale).backward()
             chunks.append((loss.detach(), chunk_metrics))
@@ -210,7 +210,7 @@ class ModelRunner:
     ) -> tuple[Tensor, TokenMetrics]:
         with self._autocast():
             values = forward.response_values(self.value, micro_batch, hidden)
-        loss, metrics = value_losses(tokens, values, self.settings)
+        loss, metrics = value_loss_and_metrics(tokens, values, self.settings)
         (self.settings.vf_coef * loss.sum() * scale).backward()
         return loss.detach(), metrics
 
@@ -225,7 +225,7 @@ class ModelRunner:
         for part in self.logit_chunks(len(leaf)):
             with self._autocast():
                 logits = forward.lm_head_logits(self.policy, leaf[part])
-            loss = -losses.token_logprobs(logits, micro_batch.targets[part], 1.0).sum() * scale
+            loss = -losses.token_logprobs(logits, micro_batch.response_ids[part], 1.0).sum() * scale
             (self.settings.ptx_coef * loss).backward()
             total += float(loss.detach())
         hidden.backward(leaf.grad)

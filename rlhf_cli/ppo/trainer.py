@@ -18,12 +18,12 @@ from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, forward, lora, sharding
-from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, micro_batches
+from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import (
     Experience,
-    Minibatch,
+    MinibatchRows,
     RunningMeanStd,
     ScoreResult,
     Stats,
@@ -43,7 +43,7 @@ from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.function import RewardSource
 
-MODEL_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
+FORWARD_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
 CPU = torch.device("cpu")
 
 
@@ -58,7 +58,7 @@ class PPOTrainer:
     Dropout is disabled in all models and `ref` is frozen. Policy and value train the parameters that require gradients,
     or all if none does; checkpoints leave out the others, such as the base weights of adapters. Each rank of
     `process_group` has its own trainer of the same models and settings, and batch sizes are totals over the ranks.
-    The numbers are those of one process up to rounding.
+    Results equal those of a single process up to rounding.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class PPOTrainer:
         process_group: ProcessGroup = SINGLE_PROCESS,
     ):
         assert policy is not ref, "the reference must be a separate copy"
-        assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
+        assert bool(ptx) == bool(settings.ptx_coef), "pass ptx rows if and only if ptx_coef is set"
         settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
         for key in ("temperature", "bf16"):
             sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
             assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
-        self.trained: dict[str, Any] = {"policy": policy, "value": value}
-        for model in self.trained.values():
+        self.trained_models: dict[str, Any] = {"policy": policy, "value": value}
+        for model in self.trained_models.values():
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
-        self._frozen_names = {name: _frozen_names(model) for name, model in self.trained.items()}
+        self._frozen_names = {name: _find_frozen_names(model) for name, model in self.trained_models.items()}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
-        self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
+        self.reward_weights, self.reward_clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
             forward.disable_dropout(model)
         if settings.num_shared_layers:
@@ -108,21 +108,21 @@ class PPOTrainer:
             self.parallel = ShardedModels(process_group, backbones, [] if settings.offload else [ref])
         for model in backbones if settings.gradient_checkpointing else ():
             forward.enable_gradient_checkpointing(model)
-        self.optimizer = optimizer or build_optimizer(self.trained, settings)
+        self.optimizer = optimizer or build_optimizer(self.trained_models, settings)
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
-        self.updates, self.kl_coef, self.score_stats = 0, settings.kl_coef, RunningMeanStd()
+        self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
         self.experience: Experience | None = None  # of the last step
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
         start = self._synchronized_time()
         rollout = self.generate(prompts)
-        generated = self._synchronized_time()
+        generate_end = self._synchronized_time()
         self.experience = self.make_experience(rollout)
-        scored = self._synchronized_time()
+        score_end = self._synchronized_time()
         stats = self.update(self.experience)
         end = self._synchronized_time()
-        times = {"rollout": generated - start, "judge": scored - generated, "update": end - scored}
+        times = {"rollout": generate_end - start, "judge": score_end - generate_end, "update": end - score_end}
         stats |= {f"time/{phase}_s": seconds for phase, seconds in times.items()}
         return stats | {"tokens_per_s": stats["tokens/real"] / (end - start)}
 
@@ -142,16 +142,16 @@ class PPOTrainer:
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
         seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
-        seeded = replace(prompts, seeds=seeds, response_length=self.response_length)
+        seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
         engine = engine or self.engine
         if self.process_group.world_size == 1:
             return engine.generate(seeded)
-        with self.parallel.generation_context(getattr(engine, "model", self.policy)):
+        with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
         return Rollout.concat(parts)
 
     @property
-    def response_length(self) -> int:
+    def response_limit(self) -> int:
         """Maximum response length of this update, in tokens."""
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
@@ -175,13 +175,13 @@ class PPOTrainer:
         monitor.check_finite(outputs, self.updates + 1)
         score_result = self._compute_scores(rollout, scores)
         penalty = self.kl_coef * outputs["kl"] if settings.kl_in == "reward" else torch.zeros_like(outputs["kl"])
-        rewards = losses.compute_token_rewards(score_result.final, penalty, mask)
+        token_rewards = losses.compute_token_rewards(score_result.final, penalty, mask)
         if settings.whiten_rewards:
-            rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = losses.gae(rewards, outputs["values"], mask, settings.gamma, settings.lam)
+            token_rewards = losses.masked_whiten(token_rewards, mask, shift_mean=False)
+        advantages, returns = losses.gae(token_rewards, outputs["values"], mask, settings.gamma, settings.lam)
         if settings.advantage_norm == "batch":
             advantages = losses.masked_whiten(advantages, mask)
-        tensors = {**outputs, "rewards": rewards, "advantages": advantages, "returns": returns}
+        tensors = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
         return Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
 
     judge = make_experience  # the former name
@@ -193,50 +193,55 @@ class PPOTrainer:
             results = {name: self._call_source(source, rollout) for name, source in self.rewards.items()}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
         raw = {name: _as_row_scores(name, scores, rollout) for name, scores in results.items()}
-        members = {f"{name}/{key}": score for name, group in ensembles.items() for key, score in group.members.items()}
+        by_member = [
+            (f"{name}/{key}", score) for name, each in ensembles.items() for key, score in each.members.items()
+        ]
+        members = dict(by_member)
         monitor.check_finite({f"score `{name}`": row for name, row in (members | raw).items()}, self.updates + 1)
-        total = weighted_sum(raw, self.weights, self.clips) if given is None else raw["given"]
-        stats = self.score_stats + RunningMeanStd.of(total)
-        final = normalize_scores(total, stats, self.settings)
+        summed = weighted_sum(raw, self.reward_weights, self.reward_clips) if given is None else raw["given"]
+        moments = self.score_moments + RunningMeanStd.of(summed)
+        final = normalize_scores(summed, moments, self.settings)
         if given is None:
-            final = apply_penalties(final, rollout, self.response_length, self.settings)
-        return ScoreResult(raw, ensembles, total, stats, final)
+            final = apply_penalties(final, rollout, self.response_limit, self.settings)
+        return ScoreResult(raw, ensembles, summed, moments, final)
 
     def _call_source(self, source: RewardSource, rollout: Rollout) -> Any:
-        """Return a source's scores of all rows, split over the ranks if the source is `shardable`, else from rank 0."""
+        """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
         if self.process_group.world_size == 1:
             return source(rollout)
-        if not getattr(source, "shardable", False):
+        if not getattr(source, "splits_rows", False):
             return self.process_group.run_on_main(lambda: _to_cpu(source(rollout)))
         parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
         return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
 
-    def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
+    def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatches", self.updates, epoch))
         order = torch.randperm(len(rollout), generator=generator).to(rollout.ids.device)
         parts = order.tensor_split(min(self.settings.num_mini_batches, len(order)))
         return tuple(self._split_minibatch(rollout, rows) for rows in parts)
 
-    def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> Minibatch:
+    def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
         max_tokens = max_micro_batch_tokens(self.settings, on_cpu=self.policy.device.type == "cpu")
         max_rows, packed = self.settings.per_device_train_batch_size, self.model_runner.packed
-        return tuple(micro_batches(rollout.lengths, rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed))
+        return tuple(
+            split_into_micro_batches(rollout.lengths, rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
+        )
 
     def ref_on_device(self) -> AbstractContextManager[None]:
         """Context manager that moves an offloaded reference to the policy's device."""
         return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
 
-    def _forward(self, rollout: Rollout, minibatches: tuple[Minibatch, ...]) -> dict[str, Tensor]:
-        """Return MODEL_OUTPUTS, (B, R) each and 0 outside the response mask, from the update's own micro-batches."""
+    def _forward(self, rollout: Rollout, minibatches: tuple[MinibatchRows, ...]) -> dict[str, Tensor]:
+        """Return FORWARD_OUTPUTS, (B, R) each and 0 outside the response mask, from the update's own micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in MODEL_OUTPUTS}
-        with self.parallel.training_context():
-            assigned = self.parallel.assign(list(chain.from_iterable(minibatches)))
-            for rows, counted in track_progress("judge: micro-batch", assigned):
+        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in FORWARD_OUTPUTS}
+        with self.parallel.minibatch_context():
+            assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))
+            for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
                 for name, values in self.model_runner.forward(micro_batch).items():
-                    if counted:
+                    if is_real:
                         outputs[name][micro_batch.response_index] = values
         self.process_group.all_reduce(outputs.values())
         return outputs
@@ -246,58 +251,63 @@ class PPOTrainer:
     def update(self, experience: Experience) -> Stats:
         """Train num_ppo_epochs epochs on the experience, one optimizer step per minibatch; return the metrics.
 
-        Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient takes no step.
+        Raises RLHFError R01 for a loss, gradient or weight that is not finite, for the first two before the step.
         """
         settings = self.settings
-        rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
-        steps: list[Stats] = []
+        learning_rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
+        step_stats: list[Stats] = []
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 minibatches = self._make_minibatches(experience.rollout, epoch) if epoch else experience.minibatches
                 for minibatch in track_progress("minibatch", minibatches):
-                    steps.append(self._train_minibatch(experience, minibatch, epoch))
-                if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
+                    step_stats.append(self._train_minibatch(experience, minibatch, epoch))
+                if settings.early_stopping and step_stats[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
-        norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained.items()}
-        monitor.check_finite({f"a weight of the {name} model": norm for name, norm in norms.items()}, self.updates + 1)
-        trained_policy = self._trains_policy  # otherwise the KL does not depend on the coefficient
+        weight_norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained_models.items()}
+        monitor.check_finite(
+            {f"a weight of the {name} model": norm for name, norm in weight_norms.items()}, self.updates + 1
+        )
+        policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1
-        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(steps)
-        self.score_stats = experience.score_result.stats
-        if settings.adap_kl_ctrl and trained_policy:
+        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
+        self.score_moments = experience.score_result.moments
+        if settings.adap_kl_ctrl and policy_was_trained:
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
             )  # fmt: skip
-        return {"episode": self.updates * len(experience.rollout), **stats, "policy/epochs": epoch + 1, **rates}
+        counts = {"episode": self.updates * len(experience.rollout), "policy/epochs": epoch + 1}
+        return {**counts, **stats, **learning_rates}
 
     def _learning_rate(self, name: str) -> float:
         """Return the learning rate of a model's parameter groups, or the first group's if none has its name."""
         groups = self.optimizer.param_groups
         return float(next((group for group in groups if group.get("name", "").startswith(name)), groups[0])["lr"])
 
-    def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
+    def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
-        tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
+        num_tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
         with (
-            self.parallel.training_context(),
+            self.parallel.minibatch_context(),
             forward.gradient_checkpointing(self.policy, self.value),
             self.model_runner.accumulate_in_place(),
         ):
             results = []
-            for rows, counted in track_progress("micro-batch", self.parallel.assign(minibatch)):
+            for rows, is_real in track_progress("micro-batch", self.parallel.micro_batches_of_rank(minibatch)):
                 micro_batch = experience.rollout.micro_batch(rows)
-                targets, scale = experience.gather(micro_batch), counted / tokens
+                targets, scale = experience.token_batch(micro_batch), is_real / num_tokens
                 result = self.model_runner.backward(
                     targets, micro_batch, experience.kl_coef, scale, train_policy=self._trains_policy
                 )
-                results += [result] if counted else []
+                results += [result] if is_real else []
             ptx = self._backward_ptx(minibatch, epoch)
         rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
         sums = sum_metrics([rank.token_sums for rank in rank_stats])
-        stats = {name: total / tokens for name, total in sums.items()} | sum_metrics([rank.ptx for rank in rank_stats])
+        stats = {name: total / num_tokens for name, total in sums.items()} | sum_metrics(
+            [rank.ptx for rank in rank_stats]
+        )
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
@@ -308,31 +318,31 @@ class PPOTrainer:
     def _trains_policy(self) -> bool:
         return self.updates >= self.settings.value_only_updates
 
-    def _backward_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
+    def _backward_ptx(self, minibatch: MinibatchRows, epoch: int) -> Stats:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
         draws = [derive_seed(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
         sampled = [self.ptx[draw % len(self.ptx)] for draw in draws]
-        batch = Rollout.from_lists(*zip(*sampled, strict=True)).to(self.policy.device)
-        tokens, total = int(batch.response_mask.sum()), 0.0
-        parts = self._split_minibatch(batch, torch.arange(len(batch), device=batch.ids.device))
-        for rows, counted in self.parallel.assign(parts):
-            total += self.model_runner.backward_ptx(batch.micro_batch(rows), counted / tokens)
-        return {"loss/ptx_avg": total}
+        ptx_rows = Rollout.from_lists(*zip(*sampled, strict=True)).to(self.policy.device)
+        num_tokens, loss = int(ptx_rows.response_mask.sum()), 0.0
+        parts = self._split_minibatch(ptx_rows, torch.arange(len(ptx_rows), device=ptx_rows.ids.device))
+        for rows, is_real in self.parallel.micro_batches_of_rank(parts):
+            loss += self.model_runner.backward_ptx(ptx_rows.micro_batch(rows), is_real / num_tokens)
+        return {"loss/ptx_avg": loss}
 
     def _optimizer_step(self, rank_stats: list[MinibatchStats]) -> Stats:
         """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if a number is not finite."""
         for rank in rank_stats:
             if rank.error:
                 raise rank.error
-        norms = {}
-        for name, model in self.trained.items():
+        gradient_norms = {}
+        for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
-            norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        monitor.check_finite({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
+            gradient_norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
+        monitor.check_finite({f"{name} gradient": norm for name, norm in gradient_norms.items()}, self.updates + 1)
         self.optimizer.step()
-        return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
+        return {f"{name}/grad_norm": float(norm) for name, norm in gradient_norms.items()}
 
     # State
 
@@ -342,7 +352,7 @@ class PPOTrainer:
         for name, frozen in self._frozen_names.items():
             states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
         numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
-        return {**numbers, "moments": asdict(self.score_stats), **states}
+        return {**numbers, "moments": asdict(self.score_moments), **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`. Raises ValueError if the state's seed differs."""
@@ -355,7 +365,7 @@ class PPOTrainer:
             frozen_weights = {key: tensor for key, tensor in model.state_dict().items() if key in frozen}
             model.load_state_dict({**frozen_weights, **state[name]})
         self.updates, self.kl_coef = state["updates"], state["kl_coef"]
-        self.score_stats = RunningMeanStd(**state["moments"])
+        self.score_moments = RunningMeanStd(**state["moments"])
 
 
 def _as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
@@ -372,6 +382,6 @@ def _to_cpu(scores: Any) -> Any:
     return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
 
 
-def _frozen_names(model: Any) -> set[str]:
+def _find_frozen_names(model: Any) -> set[str]:
     """Return the state dict keys of frozen parameters; tied parameters have several."""
     return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}

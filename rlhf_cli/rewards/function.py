@@ -28,7 +28,7 @@ from rlhf_cli.errors import Problem, RLHFError, closest_match
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score each; may be async
-MODULES = {"url": "http", "pipeline": "classifier"}  # kinds whose module has a `make` that builds the reward function
+MODULE_OF_KIND = {"url": "http", "pipeline": "classifier"}  # other kinds: modules of rewards/ with a function `make`
 
 
 class RewardSource(Protocol):
@@ -55,7 +55,7 @@ def make_reward_fn(kind: str, section: RewardSection, context: RewardContext) ->
         return load_function(section.function, folder=context.folder, where=context.where("function"))
     if kind == "builtin":
         return _make_builtin(section, context)
-    reward_fn: RewardFn = importlib.import_module(f"rlhf_cli.rewards.{MODULES[kind]}").make(section, context)
+    reward_fn: RewardFn = importlib.import_module(f"rlhf_cli.rewards.{MODULE_OF_KIND[kind]}").make(section, context)
     return reward_fn
 
 

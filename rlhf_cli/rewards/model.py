@@ -32,7 +32,7 @@ class ModelReward:
     packed: bool = True
     offloaded: bool = False
     bf16: bool = False
-    shardable: ClassVar[bool] = True  # each rank may score a part of the rows
+    splits_rows: ClassVar[bool] = True  # each rank may score a part of the rows
 
     def __post_init__(self) -> None:
         self.packed = self.packed and packing.enable([self.model])
@@ -122,7 +122,7 @@ class EnsembleReward:
     members: dict[str, ModelReward]
     combine: str = "mean"
     std_coef: float = 1.0
-    shardable: ClassVar[bool] = True
+    splits_rows: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> EnsembleScores:
         scores = {name: member(rollout) for name, member in self.members.items()}

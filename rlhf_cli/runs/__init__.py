@@ -20,7 +20,7 @@ __getattr__ = import_on_first_use(
     {
         "errors": "shown",
         "files": "file_sha256 write_json",
-        "runs.checkpoints": "commit_state delete_state latest_state newest_step prepare_state_folder seal_state "
+        "runs.checkpoints": "commit_state delete_state latest_state newest_step remove_damaged_checkpoint seal_state "
         "state_at state_steps valid_states",
         "runs.locks": "new_folder release require_empty scratch_folder",
         "runs.parents": "ADAPTER_CONFIG ADAPTER_WEIGHTS FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of "

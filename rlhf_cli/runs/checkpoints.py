@@ -43,7 +43,7 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
         write(folder / name)
         return folder / name
     assert keep is None or keep >= 1, "keep must be at least 1"
-    prepare_state_folder(folder, name)
+    remove_damaged_checkpoint(folder, name)
     with atomic_folder(folder / name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
@@ -51,7 +51,7 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
     return folder / name
 
 
-def prepare_state_folder(folder: Path, name: str) -> None:
+def remove_damaged_checkpoint(folder: Path, name: str) -> None:
     """Create the folder, and delete leftovers of killed processes and any damaged checkpoint of this name.
 
     Raises S03 for an invalid name.

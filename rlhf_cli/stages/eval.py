@@ -27,7 +27,7 @@ from rlhf_cli.evaluation.summary import (
     select_best_of_n,
 )
 from rlhf_cli.models import devices, forward, load, lora
-from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
+from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
@@ -266,10 +266,12 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     """
     totals: Tensor = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
     row_index = torch.arange(len(rollout), device=rollout.ids.device)
-    for micro_rows in track_progress("kl: micro-batch", micro_batches(rollout.lengths, row_index, max_rows=max_rows)):
+    for micro_rows in track_progress(
+        "kl: micro-batch", split_into_micro_batches(rollout.lengths, row_index, max_rows=max_rows)
+    ):
         micro = rollout.micro_batch(micro_rows)
         logprobs, ref_logprobs = (
-            losses.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)
+            losses.token_logprobs(forward.response_logits(model, micro), micro.response_ids, temperature)
             for model in (policy, ref)
         )
         totals.index_add_(0, micro.response_index[0], (logprobs - ref_logprobs).double())

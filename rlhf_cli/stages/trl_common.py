@@ -55,7 +55,7 @@ class TrainerMixin:
         trainer: Any = self
         states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
         with self.cost.measure():
-            self.process_group.run_on_main(lambda: runs.prepare_state_folder(states, name))
+            self.process_group.run_on_main(lambda: runs.remove_damaged_checkpoint(states, name))
             self.losses = self.process_group.all_gather_object(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
             self.process_group.barrier()  # until every rank has written its random state

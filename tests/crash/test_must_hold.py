@@ -9,7 +9,7 @@ import torch
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
-from rlhf_cli.ppo.forward_backward import policy_losses
+from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics
 from rlhf_cli.rewards.model import ModelReward
 
 # 1. The first step.
@@ -177,8 +177,8 @@ def expected_gradient(experience, sampled, ref_logits=None, temperature=1.0, **c
     """Of the policy loss by the logits of pi, for tokens sampled from `sampled`."""
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
-    tokens = experience.gather(EACH.micro_batch(torch.arange(3)))
-    loss, _ = policy_losses(tokens, logits.expand(3, 3), ref_logits, experience.kl_coef, settings)
+    tokens = experience.token_batch(EACH.micro_batch(torch.arange(3)))
+    loss, _ = policy_loss_and_metrics(tokens, logits.expand(3, 3), ref_logits, experience.kl_coef, settings)
     return torch.autograd.grad((sampled * loss).sum(), logits)[0].tolist()
 
 

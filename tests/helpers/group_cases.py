@@ -117,7 +117,7 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
 
 def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
     after = {"policy": weights(ours.policy), "value": weights(ours.value), "share": local_share(ours)}
-    return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_stats}
+    return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_moments}
 
 
 def error(ours: PPOTrainer) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def spoil_model(ours: PPOTrainer) -> PPOTrainer:
     model = ours.rewards["model"]
 
     class Fails:
-        shardable = True
+        splits_rows = True
 
         def __call__(self, rollout: Any) -> Any:
             if rollout.row_offset <= 5 < rollout.row_offset + len(rollout):

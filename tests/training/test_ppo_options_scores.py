@@ -70,8 +70,8 @@ def test_make_experience_changes_nothing_and_update_commits():
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert before[1:4] == after[1:4] and torch.equal(before[4], after[4])
     trainer.update(experience)
-    assert (trainer.score_stats.count, trainer.score_stats.mean) == (4, pytest.approx(0.625))
-    assert trainer.score_stats.std == pytest.approx(np.std(tiny.SCORES, ddof=1))
+    assert (trainer.score_moments.count, trainer.score_moments.mean) == (4, pytest.approx(0.625))
+    assert trainer.score_moments.std == pytest.approx(np.std(tiny.SCORES, ddof=1))
 
 
 # The adaptive KL coefficient

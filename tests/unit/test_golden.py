@@ -10,7 +10,7 @@ from safetensors import safe_open
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
-from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
+from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics, value_loss_and_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,13 +110,13 @@ def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
         rollout = Rollout(ids, real, mask, torch.ones(len(mask), dtype=torch.bool))
         fields = {name: tensors[name][rows] for name in ("logprobs", "advantages", "values", "returns")}
         experience = tiny.experience(rollout, ref_logprobs=fields["logprobs"], **fields)
-        tokens = experience.gather(rollout.micro_batch(torch.arange(len(mask))))
+        tokens = experience.token_batch(rollout.micro_batch(torch.arange(len(mask))))
         if kind == "policy":
             logits = two_token_logits(step["new_logprobs"][mask], temperature)
-            loss, metrics = policy_losses(tokens, logits, None, experience.kl_coef, settings)
+            loss, metrics = policy_loss_and_metrics(tokens, logits, None, experience.kl_coef, settings)
             torch.testing.assert_close(metrics["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
         else:
-            loss, metrics = value_losses(tokens, step["vpred"][mask], settings)
+            loss, metrics = value_loss_and_metrics(tokens, step["vpred"][mask], settings)
         means |= {name: metric.mean().item() for name, metric in metrics.items()} | {kind: loss.mean().item()}
     names = {"policy": "pg_loss", "policy/clipfrac_avg": "pg_clipfrac", "value": "vf_loss"}
     names["val/clipfrac_avg"] = "vf_clipfrac"

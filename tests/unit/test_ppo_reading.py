@@ -27,7 +27,7 @@ def test_response_logits_are_the_full_forwards(family):
     logits = forward.response_logits(model, micro)
     for row, full in enumerate(full_logits(model)):
         close(logits[micro.rows[micro.row_index] == row], full[len(QUERIES[row]) - 1 : -1])
-    assert micro.targets.tolist() == [2, 3, 4, 2, 7, 8, 9, 10, 2]
+    assert micro.response_ids.tolist() == [2, 3, 4, 2, 7, 8, 9, 10, 2]
     assert family != "gemma2" or logits.abs().max() <= 3.0, "soft-capping applies"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
+from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
 
 
 def test_rollout_from_lists_table():
@@ -19,13 +19,13 @@ def test_rollout_from_lists_table():
 def test_models_read_masked_response_tokens_that_are_not_trained():
     micro = Rollout.from_lists([[7]], [[3, 4, 5]], [[True, False, True]]).micro_batch(torch.tensor([0]))
     assert micro.ids.tolist() == [[7, 3, 4, 5]]
-    assert micro.targets.tolist() == [3, 5] and micro.logit_position.tolist() == [0, 2]
+    assert micro.response_ids.tolist() == [3, 5] and micro.logit_position.tolist() == [0, 2]
 
 
 def test_micro_batch_has_no_left_padding():
     micro = Rollout.from_lists([[7, 8, 9], [6]], [[3], [4, 2]]).micro_batch(torch.tensor([1, 0]))
     assert micro.ids.tolist() == [[6, 4, 2, 0], [7, 8, 9, 3]]
-    assert micro.lengths.tolist() == [3, 4] and micro.targets.tolist() == [4, 2, 3]
+    assert micro.lengths.tolist() == [3, 4] and micro.response_ids.tolist() == [4, 2, 3]
     scattered = torch.zeros(2, 2)
     scattered[micro.response_index] = torch.tensor([1.0, 2.0, 3.0])
     assert scattered.tolist() == [[3.0, 0.0], [1.0, 2.0]]
@@ -57,7 +57,7 @@ def test_lists_that_do_not_match_are_rejected(bad):
 def test_micro_batches_keep_the_limits_and_lose_no_row(limits, expected):
     """Padded, rows times the longest count; packed, the sum does, up to that of max_rows of the longest."""
     lengths = torch.tensor([9, 3, 5, 30, 4, 5, 2])
-    assert [batch.tolist() for batch in micro_batches(lengths, torch.arange(7), **limits)] == expected
+    assert [batch.tolist() for batch in split_into_micro_batches(lengths, torch.arange(7), **limits)] == expected
 
 
 def test_seeds_depend_on_every_part():

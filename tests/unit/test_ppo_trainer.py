@@ -43,7 +43,7 @@ def test_score_is_placed_on_the_eos_and_the_eos_is_trained():
     rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS)
     experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
     assert experience.rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
-    assert rollout.micro_batch(torch.arange(2)).targets.tolist()[1] == tiny.EOS
+    assert rollout.micro_batch(torch.arange(2)).response_ids.tolist()[1] == tiny.EOS
 
 
 def test_padding_ids_change_nothing():

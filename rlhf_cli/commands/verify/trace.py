@@ -128,14 +128,14 @@ def reference_state_of(
     """Return a copy of the trainer's state before its next update, of `updates` in total."""
     # One deepcopy, so that weights shared between models stay shared.
     policy, ref, value, sources = copy.deepcopy((trainer.policy, trainer.ref, trainer.value, _scorers(trainer)))
-    score_stats, optimizer = trainer.score_stats, trainer.optimizer
+    score_moments, optimizer = trainer.score_moments, trainer.optimizer
     return reference.ReferenceState(
         settings=trainer.settings,
         seed=trainer.seed,
         update=trainer.updates,
         updates=updates,
         kl_coef=trainer.kl_coef,
-        score_moments=(score_stats.count, score_stats.mean, score_stats.squares),
+        score_moments=(score_moments.count, score_moments.mean, score_moments.squares),
         policy=policy,
         ref=ref,
         value=value,
@@ -195,7 +195,7 @@ def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any]) -
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
     score_fns = {member: score_fn(scorer) for member, scorer in scorers.items()}
-    return reference.Source(score_fns, trainer.weights[name], trainer.clips.get(name), *combination)
+    return reference.Source(score_fns, trainer.reward_weights[name], trainer.reward_clips.get(name), *combination)
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.Adam]:
