@@ -156,6 +156,8 @@ def test_every_sentence_is_classified() -> None:
     assert max(counts.values()) == 1, "a claim is listed twice"
     root = Path(rlhf_cli.__file__).parent
     texts = set().union(*(texts_of(root / f"{name}.py") for name in MODULES))
+    fields = [text for rule in RULES for text in (rule.title, rule.words, rule.unit, rule.if_low, rule.if_high)]
+    texts |= set(filter(is_phrase, fields))
     for folder in ("commands/report", "evaluation"):
         texts |= {text for path in (root / folder).glob("*.py") for text in texts_of(path) if WORDS.search(text)}
     known = {one.text for one in CLAIMS} | set(silent)
@@ -177,6 +179,10 @@ def texts_of(path: Path) -> set[str]:
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             text = node.value
-        if " " in text and len(re.findall(r"[A-Za-z]{2,}", text)) > 1:
+        if is_phrase(text):
             texts.add(text.replace("\n", " "))
     return texts
+
+
+def is_phrase(text: str) -> bool:
+    return " " in text and len(re.findall(r"[A-Za-z]{2,}", text)) > 1
