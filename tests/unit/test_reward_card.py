@@ -193,18 +193,8 @@ def test_a_probe_wins_only_above_the_chosen_answer() -> None:
 def test_a_fault_is_flagged_beyond_its_limit(changes: dict[str, Any], codes: list[str]) -> None:
     """A probe by its Wilson interval for five probes together, 2.576 standard errors to each side; if the limit is
     1 - accuracy, by Newcombe's interval of the difference, with those of 500 pairs."""
-    assert [problem.code for problem in reward_model.flags(card(**changes))] == codes
-
-
-def test_a_flag_has_its_value_limit_and_hint() -> None:
-    length, probe, calibration = reward_model.flags(
-        card(length_correlation=0.5, length_correlation_ci95=[0.4, 0.6], beats={"swapped_prompt": 0.5}, ece=0.2)
-    )
-    assert "correlation 0.50 [0.40, 0.60], limit 0.3" in length.text and "chosen one in 58%" in length.text
-    assert "good answer to another prompt scores above the chosen answer for 50% of 128 prompts" in probe.text
-    assert "limit 25%" in probe.text and "must not depend on the prompt" in (probe.hint or "")
-    assert "ECE 0.20, limit 0.1; confidence 0.74, accuracy 0.80" in calibration.text
-    assert all(problem.hint for problem in (length, probe, calibration))
+    problems = reward_model.flags(card(**changes))
+    assert [problem.code for problem in problems] == codes and all(problem.hint for problem in problems)
 
 
 def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) -> None:
