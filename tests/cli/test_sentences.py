@@ -70,8 +70,8 @@ CLAIMS = [
     ),
     Claim("{}, and beyond the alarm limit at update {}.", (worlds.updated, {}),
           (worlds.evaluation, {"ill": True}), "beyond the alarm limit"),
-    Claim("PPO {} by {}", (worlds.evaluation, {"gold": None}), (worlds.evaluation, {"gold": None, "reward": 1.0}),
-          "PPO beats SFT by the reward model"),
+    Claim("PPO beats SFT by {}", (worlds.evaluation, {"gold": None}),
+          (worlds.evaluation, {"gold": None, "reward": 1.0}), "PPO beats SFT by the reward model"),
 ]  # fmt: skip
 
 
@@ -111,6 +111,8 @@ def test_every_sentence_is_classified() -> None:
     root = Path(rlhf_cli.__file__).parent
     texts = set().union(*(texts_of(root / f"{name}.py") for name in MODULES))
     fields = [text for rule in RULES for text in (rule.title, rule.words, rule.unit, rule.if_low, rule.if_high)]
+    table = tomllib.loads((root / "commands/report/findings.toml").read_text(encoding="utf-8"))
+    fields += [re.sub(r"{[^}]+}", "{}", row[key]) for row in table.values() for key in row]
     texts |= set(filter(is_phrase, fields))
     for folder in ("commands/report", "evaluation"):
         texts |= {text for path in (root / folder).glob("*.py") for text in texts_of(path) if WORDS.search(text)}
