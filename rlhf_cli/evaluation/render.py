@@ -11,7 +11,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.jsonl import read_jsonl
+from rlhf_cli.jsonl import at, is_number, read_jsonl
 from rlhf_cli.runs.read import read_report
 from rlhf_cli.runs.status import REPORT
 from rlhf_cli.statistics import with_interval
@@ -52,10 +52,8 @@ def check_requirements(report: Row, require: Mapping[str, str], *, where: Callab
     for key, condition in require.items():
         match = COMPARISON.fullmatch(condition.strip())
         assert match, "the config checks the form of a requirement"
-        value: Any = report
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        value = at(report, key)
+        if not is_number(value):
             hint = f"report.json has the keys {', '.join(report)}"
             problems.append(Problem("R06", f"{key} is not a number in report.json", location, hint))
         elif not OPERATORS[match[1]](value, float(match[2])):
@@ -263,8 +261,7 @@ class ResponsePair:
     def change(self) -> tuple[float, float]:
         """KL of PPO's response in nats, and the difference of the lengths in tokens."""
         kl = self.ppo.get("kl")
-        nats = float(kl) if isinstance(kl, int | float) and not isinstance(kl, bool) else 0.0
-        return (nats, abs(self.ppo["length"] - self.sft["length"]))
+        return (kl if is_number(kl) else 0.0, abs(self.ppo["length"] - self.sft["length"]))
 
 
 def deciding_judge_of(samples: Sequence[Row]) -> str | None:

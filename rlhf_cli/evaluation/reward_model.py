@@ -3,6 +3,7 @@
 import math
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,8 @@ def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, A
 
 def margin_histogram(margins: Sequence[float]) -> list[int]:
     """Count the margins below the first of MARGIN_EDGES, from each edge up to the next, and from the last."""
-    counts = [0] * (len(MARGIN_EDGES) + 1)
-    for margin in margins:
-        counts[bisect_right(MARGIN_EDGES, margin)] += 1
-    return counts
+    counts = Counter(bisect_right(MARGIN_EDGES, margin) for margin in margins)
+    return [counts[index] for index in range(len(MARGIN_EDGES) + 1)]
 
 
 def confidence(pair: ScoredPair) -> float:

@@ -5,29 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_run import report, win
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation import render
 
-
-def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:
-    judges = {"reward": {"mean": reward, "ci95": [reward - 0.1, reward + 0.1]}, "gold": {"mean": gold, "ci95": [0, 1]}}
-    return {"response_length_mean": 20.25, "eos_fraction": 0.995, "judges": judges, **more}
-
-
-def rate(value: float, ties: int) -> dict[str, Any]:
-    return {"value": value, "ci95": [value - 0.05, value + 0.05], "n": 100, "ties": ties}
-
-
-REPORT: dict[str, Any] = {
-    "n": 100,
-    "models": {"sft": model(0.1, 0.4, kl=0.0, kl_ci95=[0.0, 0.0]), "ppo": model(1.7, 0.85, kl=5.25, kl_ci95=[5, 5.5])},
-    "win_rate": {"ppo_vs_sft": {"reward": rate(0.95, 1), "gold": rate(0.875, 12)}},
-    "greedy": {"models": {"sft": model(0.2, 0.5)}, "win_rate": {"ppo_vs_sft": {"gold": rate(0.7, 3)}}},
-    "best_of": [{"n": 4, "kl_bound": 0.636, **model(0.9, 0.6), "ppo_win_rate": {"gold": rate(0.66, 7)}}],
-    "warnings": ["warning[R03]: no response ends"],
-}
+REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}
+REPORT["models"]["ppo"]["kl_ci95"] = [12.0, 12.5]
+del REPORT["greedy"]["models"]["sft"]["kl"]
 
 
 def sample(index: int, model: str, gold: float, text: str, mode: str = "sampled") -> dict[str, Any]:
@@ -59,14 +45,19 @@ def test_policies_and_win_rates_with_intervals(printed: Any, tmp_path: Path) -> 
     rows = cells(printed(REPORT))
     for row in (
         ["model", "KL", "length", "ended", "reward", "gold"],
-        ["SFT", "0.00", "20.2", "100%", "0.100 [0.000, 0.200]", "0.400 [0.000, 1.000]"],
-        ["PPO", "5.25 [5.00, 5.50]", "20.2", "100%", "1.700 [1.600, 1.800]", "0.850 [0.000, 1.000]"],
-        ["SFT, near-greedy", "-", "20.2", "100%", "0.200 [0.100, 0.300]", "0.500 [0.000, 1.000]"],
-        ["SFT, best of 4", "<= 0.64", "20.2", "100%", "0.900 [0.800, 1.000]", "0.600 [0.000, 1.000]"],
-        ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "-", "1", "100"],
-        ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "-", "12", "100"],
-        ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "-", "3", "100"],
-        ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "-", "7", "100"],
+        ["SFT", "0.00", "21.5", "97%", "0.000 [-0.100, 0.100]", "0.300 [0.200, 0.400]"],
+        ["PPO", "12.30 [12.00, 12.50]", "21.5", "97%", "1.500 [1.400, 1.600]", "0.600 [0.500, 0.700]"],
+        ["SFT, near-greedy", "-", "21.5", "97%", "0.100 [0.000, 0.200]", "0.310 [0.210, 0.410]"],
+        ["SFT, best of 4", "<= 0.64", "21.5", "97%", "0.700 [0.600, 0.800]", "0.500 [0.400, 0.600]"],
+        ["PPO over SFT", "reward", "0.950 [0.890, 1.010]", "0.930", "3", "256"],
+        ["PPO over SFT", "gold", "0.630 [0.570, 0.690]", "0.610", "3", "256"],
+        ["PPO over SFT, near-greedy", "gold", "0.700 [0.640, 0.760]", "0.680", "3", "256"],
+        ["PPO over SFT's best of 4", "gold", "0.630 [0.570, 0.690]", "0.610", "3", "256"],
+        ["update", "KL", "reward", "gold", "win rate, gold", "length-controlled"],
+        ["5", "1.50", "0.500", "0.400 [0.300, 0.500]", "0.630 [0.570, 0.690]", "0.610"],
+        ["10", "4.25", "1.000", "0.800 [0.700, 0.900]", "0.630 [0.570, 0.690]", "0.610", "*"],
+        ["best of 4", "<= 0.64", "0.700", "0.500 [0.400, 0.600]", "0.630 [0.570, 0.690]", "0.610"],
+        ["selected: update 10, by the highest mean of gold"],
         ["in report.json: warning[R03]: no response ends"],
     ):
         assert row in rows, row
@@ -117,28 +108,11 @@ def test_responses_cannot_control_the_terminal(printed: Any) -> None:
     assert "[link=file:///etc/passwd]red" in output and "two\\nlines" in output
 
 
-def point(step: int, kl: float, gold: float, won: float) -> dict[str, Any]:
-    judges = model(1.0 + step / 10, gold)["judges"]
-    rates = {judge: {**rate(won, 0), "length_controlled": won - 0.1} for judge in judges}
-    return {"step": step, "kl": kl, "judges": judges, "win_rate": rates}
-
-
-def test_the_frontier_and_the_selected_policy(printed: Any) -> None:
-    best = {**REPORT["best_of"][0], "win_rate_vs_sft": point(0, 0, 0, 0.6)["win_rate"]}
-    frontier = [point(10, -0.001, 0.4, 0.5), point(25, 11.812, 0.6, 0.7)]
-    selected = {"judge": "gold", "rule": "the highest mean of gold among 2 of 2 policies", "optimism": 0.0042}
-    selection = {"selected_step": 25, "selected": {**selected, "within_noise": [10]}}
-    output = printed({**REPORT, "best_of": [best], "frontier": frontier, **selection})
-    rows = cells(output)
-    for row in (
-        ["update", "KL", "reward", "gold", "win rate, gold", "length-controlled"],
-        ["10", "0.00", "2.000", "0.400 [0.000, 1.000]", "0.500 [0.450, 0.550]", "0.400"],
-        ["25", "11.81", "3.500", "0.600 [0.000, 1.000]", "0.700 [0.650, 0.750]", "0.600", "*"],
-        ["best of 4", "<= 0.64", "0.900", "0.600 [0.000, 1.000]", "0.600 [0.550, 0.650]", "0.500"],
-    ):
-        assert row in rows, row
-    assert "selected: update 25, by the highest mean of gold among 2 of 2 policies\n" in output
-    assert "within noise of it: update 10 (paired" in output and "about 0.004 too high\n" in output
+def test_estimates_below_zero_have_no_sign_and_the_frontier_fits_the_terminal(printed: Any) -> None:
+    first, *others = REPORT["frontier"]
+    output = printed({**REPORT, "frontier": [{**first, "kl": -0.001, "kl_ci95": [-0.002, 0.001]}, *others]})
+    assert ["5", "0.00"] in [row[:2] for row in cells(output)]
+    assert "within noise of it: update 20 (paired" in output and "about 0.010 too high\n" in output
     start = output.index("Frontier: ")
     assert max(map(len, output[start : output.index("too high")].splitlines())) <= 100
 
@@ -151,7 +125,7 @@ def test_a_damaged_report_is_an_error(tmp_path: Path) -> None:
             render.print_report(tmp_path)
 
 
-GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
+GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.63
 
 
 def unmet(**require: str) -> list[str]:
@@ -164,20 +138,20 @@ def unmet(**require: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("condition", [">= 0.875", "<=0.875", "> 0.87", "< 0.88", "== 0.875", " >= 8.7e-1 "])
-def test_met_requirements(condition: str) -> None:
-    assert unmet(**{GOLD: condition}) == []
-
-
-@pytest.mark.parametrize("condition", [">= 0.876", "<= 0.874", "> 0.875", "< 0.875", "== 0.87"])
-def test_unmet_requirements(condition: str) -> None:
-    assert unmet(**{GOLD: condition}) == [f"{GOLD} is 0.875, required {condition}"]
+@pytest.mark.parametrize(
+    ("met", "condition"),
+    [(">= 0.63", ">= 0.631"), ("<=0.63", "<= 0.629"), ("> 0.62", "> 0.63"), ("< 0.64", "< 0.63"),
+     ("== 0.63", "== 0.6"), (" >= 6.3e-1 ", ">= 7e-1")],
+)  # fmt: skip
+def test_requirements(met: str, condition: str) -> None:
+    assert unmet(**{GOLD: met}) == []
+    assert unmet(**{GOLD: condition}) == [f"{GOLD} is 0.63, required {condition}"]
 
 
 def test_all_unmet_requirements_are_reported() -> None:
-    require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 6", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
+    require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 13", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
     assert unmet(**require) == [
-        f"{GOLD} is 0.875, required >= 0.9",
+        f"{GOLD} is 0.63, required >= 0.9",
         "models.nobody.kl is not a number in report.json",
         "models.ppo is not a number in report.json",
     ]
@@ -185,7 +159,7 @@ def test_all_unmet_requirements_are_reported() -> None:
 
 def test_an_interval_with_one_half_is_undecided(printed: Any) -> None:
     intervals = (("a", [0.5, 0.7]), ("b", [0.51, 0.7]))
-    rates = {name: {**rate(0.6, 0), "ci95": interval} for name, interval in intervals}
+    rates = {name: {**win(0.6), "ci95": interval} for name, interval in intervals}
     output = printed({**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}})
     assert "0.600 [0.500, 0.700], undecided" in output and "0.600 [0.510, 0.700]  " in output
 
@@ -200,7 +174,7 @@ def test_a_warning_is_printed_once_per_command(printed: Any, capsys: pytest.Capt
 
 
 BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))
-BY_GOLD = "on 200 held-out prompts, judged by gold, at a KL of 5.25"
+BY_GOLD = "on 200 held-out prompts, judged by gold, at a KL of 12.30"
 OWN = "; by the reward model"
 
 
@@ -223,17 +197,17 @@ OWN = "; by the reward model"
             f"PPO loses to SFT: win rate 0.200 [0.100, 0.300] {BY_GOLD}{OWN} 0.800 [0.700, 0.900]: "
             "reward hacking (docs/rewards.md)",
         ),
-        ({"gold": WORSE, "reward": WORSE}, f"5.25{OWN} 0.200 [0.100, 0.300]"),
+        ({"gold": WORSE, "reward": WORSE}, f"12.30{OWN} 0.200 [0.100, 0.300]"),
         (
             {"reward": BETTER},
-            "5.25: the reward model that PPO was trained on, which proves little; add a judge in eval.yaml",
+            "12.30: the reward model that PPO was trained on, which proves little; add a judge in eval.yaml",
         ),
-        ({"helpful": BETTER}, "judged by helpful, at a KL of 5.25"),
+        ({"helpful": BETTER}, "judged by helpful, at a KL of 12.30"),
         (
             {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
-            "5.25; length-controlled 0.550 [0.450, 0.650], undecided",
+            "12.30; length-controlled 0.550 [0.450, 0.650], undecided",
         ),
-        ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 5.25"),
+        ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 12.30"),
     ],
 )
 def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end: str) -> None:

@@ -221,15 +221,6 @@ def test_stages_in_other_folders_are_found_by_manifest_or_config(run: Path, tmp_
     assert "sft finished (from ../../demo/sft)" in words(begun)
 
 
-def test_the_page_describes_the_responses_of_its_scores(run: Path) -> None:
-    config = configs()["ppo"]
-    config["ppo"]["temperature"] = 0.7
-    begin(run / "ppo", config)
-    text = words(run)
-    assert "training responses of an update, sampled from training prompts at temperature 0.7." in text
-    assert text.count("256 held-out prompts, one answer each, sampled at temperature 1, at most 53 tokens") == 2
-
-
 # --step: another of PPO's policies
 
 

@@ -48,7 +48,6 @@ def todo(run: Path) -> str:
     return text[text.index("What to do") : text.index("Make one change")]
 
 
-ROSE_AGAIN = [2.3, 2.2, 2.1, 2.05, 2.0, 2.0, 2.0, 2.05, 2.1, 2.15, 2.2, 2.3]
 CHANCE = {"accuracy": 0.52, "accuracy_ci95": [0.45, 0.59]}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "healthy": (lambda run: None, "No stage is bad."),
@@ -61,7 +60,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda run: log_sft(run, loss=[3.0, 3.1] * 4 + [3.0]),
         "Worth a look first: sft. The training loss did not fall by more than noise: 3 to 3.",
     ),
-    "few losses": (lambda run: log_sft(run, loss=[3.0, 3.5]), "No stage is bad."),
     "guessing": (
         lambda run: change(run / "reward/manifest.json", metrics=CHANCE),
         "Stage to fix first: reward. Accuracy 52 % [45, 59] on the held-out pairs: it may be no better than chance",
@@ -70,23 +68,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda run: log_ppo(run, policy__approxkl_avg=[0.002] * 10 + [0.5] * 10),
         "Stage to fix first: ppo. Approximate KL of an update: Outside the healthy range",
     ),
-    "repetition": (
-        lambda run: log_ppo(run, objective__repetition=[0.2] + [0.0] * 19),
-        "Worth a look first: sft. 20 % of its trigrams are repeated in PPO's first update (healthy: at most 10 %)",
-    ),
-    "memorized": (
-        lambda run: log_sft(run, held_out=[4.26]),
-        "Worth a look first: sft. Held-out loss 4.26, training loss 2.12: the ratio is above 2",
-    ),
-    "held-out loss rises": (
-        lambda run: log_sft(run, held_out=ROSE_AGAIN),
-        "Worth a look first: sft. The held-out loss rose again: 2 to 2.3",
-    ),
-    "held-out loss rises a little": (
-        lambda run: log_sft(run, held_out=[2.6, 2.3, 2.1, 2.0, 2.0, 2.01, 2.02, 2.03]),
-        "No stage is bad.",
-    ),
-    "few evaluations": (lambda run: log_sft(run, held_out=[2.0, 2.2]), "No stage is bad."),
     "undecided": (
         lambda run: write_report(run, undecided(0.484, 0.656, half=0.165)),
         "Worth a look first: eval. PPO and SFT are not distinguishable by gold.",
@@ -234,14 +215,15 @@ def test_the_held_out_loss_is_that_of_all_tokens(run: Path) -> None:
 
 
 def test_one_advice_per_stage_in_the_order_of_the_stages(run: Path) -> None:
-    flag_card(run, FLAG)
+    flag_card(run, FLAG, {"code": "R11", "text": "the good answer three times scores above the chosen answer for 50%"})
     log_ppo(run, policy__clipfrac_avg=[0.2] * 20, policy__entropy_avg=[1.0] + [0.01] * 19)
     config = configs()["ppo"]
     config["ppo"]["learning_rate"] = 0.003
     begin(run / "ppo", config)
     assert todo(run) == (
-        "What to do, in this order reward (worth a look): add pairs in which an empty answer is rejected: PPO will "
-        "exploit it ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
+        "What to do, in this order reward (worth a look): add pairs in which an empty answer is rejected, and pairs in "
+        "which the good answer three times is rejected: PPO will exploit each of them "
+        "ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
     )
     write_report(run, report(gold=0.3))
     assert "in this order ppo : lower ppo.learning_rate" in words(run), "the cause of reward hacking is first"
@@ -256,15 +238,6 @@ def test_bad_stages_come_first_and_the_evaluation_last(run: Path) -> None:
     log_ppo(run, policy__approxkl_avg=[0.5] * 20)
     assert brief(run).headline.startswith("Stage to fix first: ppo.")
     assert re.findall(r"(\w+) (?:\(worth a look\))?: ", todo(run))[:3] == ["ppo", "sft", "eval"]
-
-
-def test_all_flagged_probes_are_in_one_advice(run: Path) -> None:
-    names = ("an empty answer", "the good answer three times")
-    flag_card(
-        run, *(FLAG | {"text": f"{name} scores above the chosen answer for 50% of 128 prompts"} for name in names)
-    )
-    pairs = ", and ".join(f"pairs in which {name} is rejected" for name in names)
-    assert f"reward (worth a look): add {pairs}: PPO will exploit each of them" in words(run)
 
 
 def test_reward_hacking_is_attributed_to_ppo_if_its_metrics_are_unhealthy(run: Path) -> None:

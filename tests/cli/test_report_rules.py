@@ -15,7 +15,6 @@ from rlhf_cli.commands.report.rules import (
     IF_FAR,
     IF_NEAR,
     RULES,
-    TOO_FAR,
     Reading,
     by_cause,
     limit_of,
@@ -31,6 +30,7 @@ from rlhf_cli.runs.read import Stage
 
 ADVICE = [(rule.key, advice) for rule in RULES for advice in (rule.if_low, rule.if_high) if advice]
 ADVICE += [("objective/scores", IF_NEAR), ("objective/scores", IF_FAR)]
+TOO_FAR = "lower ppo.learning_rate or ppo.num_ppo_epochs"
 
 
 def read(updates: int = UPDATES, config: dict | None = None, **series: list[float]) -> dict[str, Reading]:

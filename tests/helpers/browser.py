@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its debugging pipe: pages as people see them, at any width, light or dark."""
+"""A headless Chromium, controlled by its debugging pipe: pages at any width, light or dark."""
 
 import base64
 import json
@@ -18,12 +18,12 @@ QUIET = (
 
 
 def program() -> str | None:
-    """A Chromium of this machine."""
+    """Return the path of Chromium, if it is installed."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 class Page:
-    """One tab. `said` is what the page and the browser complained of, `asked` every address that was loaded."""
+    """One tab. `messages` are errors and console lines, `asked` the addresses that were requested."""
 
     def __init__(self, to: Any, answers: Any) -> None:
         self._to, self._answers, self._number, self._session = to, answers, 0, ""
@@ -34,7 +34,7 @@ class Page:
             self.do(f"{domain}.enable")
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol and its answer. Raises RuntimeError where the browser refuses it."""
+        """Send a command of the DevTools protocol and return its answer. Raises RuntimeError for an error."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         message |= {"sessionId": self._session} if self._session else {}
@@ -59,13 +59,13 @@ class Page:
             self._events.append(self._next())
 
     def value(self, expression: str) -> Any:
-        """What JavaScript makes of an expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         found = self.do("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG, however long."""
+        """Write the entire page as PNG."""
         data = self.do("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 
@@ -98,7 +98,7 @@ class Page:
 def opened(folder: Path) -> Iterator[Page]:
     """A browser with one tab, its profile in `folder`."""
     name = program()
-    assert name, "no Chromium here"
+    assert name, "there is no Chromium"
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
 

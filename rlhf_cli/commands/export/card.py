@@ -5,7 +5,7 @@ Every number is read from the run's files; unknown facts are omitted. Texts from
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,10 +47,6 @@ MAIN_SETTINGS = """
 # Sections and settings that are not shown: logging, saving, network services.
 HIDDEN = {"output", "run", "logging_steps", "num_sample_generations", "push_to_hub_if_best"}
 HIDDEN |= {"url", "headers", "timeout", "retries", "batch_size"}
-REWARDS = {
-    "model": "a reward model", "models": "an ensemble of reward models", "function": "a Python function",
-    "builtin": "a rule", "url": "a service on the network", "pipeline": "a text classifier",
-}  # fmt: skip
 OWN_JUDGE = "the reward model that PPO was trained on: a win by it alone proves nothing"
 WARNING = re.compile(r"warning\[([A-Z]\d\d)\]")
 REWARD_FLAGS = ("R10", "R11", "R12")  # warnings that are shown with the reward model
@@ -69,16 +65,6 @@ def code(value: str) -> str:
     plain = visible(" ".join(str(value).split()))
     fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
     return f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}" if plain else ""
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. Cells must already be Markdown."""
-    lines = ([cell.replace("|", "\\|") for cell in line] for line in (columns, ["---"] * len(columns), *rows))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def sha256_of(stage: Stage) -> str:
@@ -196,16 +182,12 @@ class Card:
             label = self.label(sha256_of(stage), stage.name)
             yield [label, started or "fresh weights", row.steps, row.time, text(row.device), seed, model]
 
-    def rewards(self) -> Iterator[str]:
+    def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
+        """Yield (name, kind, models, weight) of PPO's rewards."""
         parents = self.stage.table("parents").items()
         for name, source in (self.stage.setting("rewards") or {}).items():
-            kind = REWARDS[next(kind for kind in KINDS if source.get(kind))]
-            models = ", ".join(self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}."))
-            weight = f"weight {source['weight']:g}" if source["weight"] else "a held-out judge, not optimized"
-            yield f"{code(name)}: {kind}{models and f' ({models})'}, {weight}"
-        kl_coef, start = self.stage.setting("ppo.kl_coef"), self.stage.setting("ppo.adap_kl_ctrl")
-        if is_number(kl_coef):
-            yield f"minus {kl_coef:g}{' at the start' if start else ''} times the KL from the SFT model, in nats"
+            models = [self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}.")]
+            yield name, next(kind for kind in KINDS if source.get(kind)), models, source["weight"]
 
     def data_rows(self) -> Iterator[list[str]]:
         for stage in [*self.stages, *([self.evaluation] if self.is_evaluated else [])]:
@@ -247,16 +229,15 @@ class Card:
             first += " PPO was trained to please that judge: alone this proves nothing."
         return [text(sentence) for sentence in (first, *others)]
 
-    def win_rates(self) -> str:
-        """Return the table of this model's win rates; empty if there are none."""
+    def win_rates(self) -> render.Table:
+        """Return the table of this model's win rates."""
         columns, rows = render.win_rate_table(self.report)
-        own = [row for row in rows if row[0].startswith(f"{render.model_label(self.stage.name)} over ")]
-        return table(columns, own) if own else ""
+        return columns, [row for row in rows if row[0].startswith(f"{render.model_label(self.stage.name)} over ")]
 
-    def policy_table(self) -> str:
+    def policy_table(self) -> render.Table:
         """Return KL, length and scores of the policies; for an SFT model without those of PPO."""
         columns, rows = render.policies_table(self.report)
-        return table(columns, [row for row in rows if self.stage.name == "ppo" or not row[0].startswith("PPO")])
+        return columns, [row for row in rows if self.stage.name == "ppo" or not row[0].startswith("PPO")]
 
     def policy(self, name: str) -> str:
         """Return which model an evaluated policy is; empty if the card does not show it."""
@@ -356,7 +337,7 @@ class Card:
         stop_token = None if is_eos else json.dumps(self.tokenizer.convert_ids_to_tokens(stop))
         course = [each for each in readings(self.stage) if each.key in COURSE] if self.stage.name == "ppo" else []
         variables: dict[str, Any] = {
-            "text": text, "code": code, "table": table, "bullets": bullets, "with_interval": with_interval,
+            "text": text, "code": code, "with_interval": with_interval, "is_number": is_number,
             "model_label": render.model_label, "card_rows": reward_card.card_rows,
             "card": self, "kind": self.stage.name, "version": __version__, "own_judge": OWN_JUDGE,
             "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,

@@ -22,30 +22,7 @@ SERIES = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
 ALARM = "#010221"
 VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
 VARIABLES |= {color: f"var(--line-{index})" for index, color in enumerate(SERIES, start=1)}
-THEME: dict[Any, Any] = {
-    "svg.hashsalt": "rlhf",  # equal figures are equal bytes
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a judge may be called $x$
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.titlesize": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "grid.color": GRID,
-    "grid.linewidth": 0.5,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.4,
-}
+STYLE = Path(__file__).with_name("charts.mplstyle")
 ID = re.compile(r' id="([^"]*)"')
 USED = re.compile(r'(?:href="#|url\(#)([^")]+)')
 SERIES_ID = "series-"  # prefix of the group of a line, a bar or an interval
@@ -86,7 +63,7 @@ def figure(
 
 def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Markup:
     """Draw one panel of `size` inches as an SVG element whose ids begin with `name`."""
-    with _matplotlib(THEME) as new_figure:
+    with _matplotlib(STYLE) as new_figure:
         canvas = new_figure(figsize=size, layout="constrained")
         draw(canvas.subplots())
         svg = _save(canvas, dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
@@ -94,13 +71,14 @@ def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Ma
 
 
 @contextmanager
-def _matplotlib(settings: dict[Any, Any]) -> Iterator[Any]:
-    """Context manager that yields matplotlib's Figure class under these settings."""
+def _matplotlib(style: Path | None = None) -> Iterator[Any]:
+    """Context manager that yields matplotlib's Figure class under a style, else under the user's settings."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
-    with matplotlib.rc_context(settings):
+    settings = matplotlib.rc_params_from_file(style, use_default_template=False) if style else {}
+    with matplotlib.rc_context({**settings, "svg.hashsalt": "rlhf"}):  # equal figures are equal bytes
         yield Canvas
 
 
@@ -322,7 +300,7 @@ def _square(values: Any) -> Any:
 def draw_frontier(report: Mapping[str, Any], path: Path) -> None:
     """Write the frontier as an SVG file with a panel for each judge."""
     judges = list(report["models"]["sft"]["judges"])
-    with _matplotlib({"svg.hashsalt": "rlhf"}) as new_figure:
+    with _matplotlib() as new_figure:
         canvas = new_figure(figsize=(0.8 + 4.4 * len(judges), 4.0), layout="constrained")
         axes = canvas.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):

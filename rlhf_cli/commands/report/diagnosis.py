@@ -1,7 +1,9 @@
 """Diagnosis of a run: findings and advice for each stage, the stage to fix first, and the result in sentences."""
 
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, moves, readings, reconcile, with_values
@@ -35,6 +37,16 @@ class Finding:
     name: str = ""
 
 
+_TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+
+
+def _finding(key: str, **values: Any) -> Finding:
+    """Return a finding of findings.toml with these values."""
+    fields = _TABLE[key]
+    advice = fields.get("advice", "").format(**values)
+    return Finding(fields["grade"], fields["text"].format(**values), advice, fields.get("name", ""))
+
+
 def findings(run: Run, stage: str) -> list[Finding]:
     """Return the findings on one of the four stages, the most severe first."""
     rules = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _evaluation}
@@ -55,29 +67,19 @@ def _sft(run: Run) -> Iterator[Finding]:
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
-        text = f"{percent(repetition[0])} of its trigrams are repeated in PPO's first update (healthy: at most "
-        advice = "look for repetition in its training rows and in its answers under Samples"
-        yield Finding("look", f"{text}{percent(REPEATED)})", advice)
+        yield _finding("repetition", share=percent(repetition[0]), limit=percent(REPEATED))
 
 
 def _losses(stage: Stage) -> Iterator[Finding]:
     loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
     if len(loss) >= FEWEST:
         gain, chance = gained(loss)
-        ends, rate = f"{number(loss[0])} to {number(loss[-1])}", f"{stage.name}.learning_rate; in steps of a factor 3"
-        if gain > chance:
-            yield Finding("bad", f"the training loss rose: {ends}", f"lower {rate}", "the training loss rose")
-        elif gain > -chance:
-            name = "the training loss did not fall by more than noise"
-            yield Finding("look", f"{name}: {ends}", f"raise {rate}", name)
+        if gain > -chance:
+            key = "loss_rose" if gain > chance else "loss_flat"
+            yield _finding(key, first=number(loss[0]), last=number(loss[-1]), stage=stage.name)
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
-        name = "the held-out loss rose again"
-        text = f"{name}: {number(min(held_out))} to {number(held_out[-1])}"
-        yield Finding("look", text, _train_less(stage), name)
-
-
-def _train_less(stage: Stage) -> str:
-    return f"lower {_duration_key(stage)}; it memorizes its rows: more rows help as well"
+        lowest, last = number(min(held_out)), number(held_out[-1])
+        yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
 
 
 def _duration_key(stage: Stage) -> str:
@@ -87,18 +89,13 @@ def _duration_key(stage: Stage) -> str:
 
 def _held_out_loss(stage: Stage) -> Iterator[Finding]:
     loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
-    if not loss or not held_out:
-        return
-    final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
-    ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
-    text = f"held-out loss {number(theirs)}, training loss {number(ours)}"
-    if theirs <= MEMORIZED * ours:
-        yield Finding("good", text)
-        return
-    # If no earlier evaluation was lower, fewer epochs may be worse.
-    falling = len(held_out) > 1 and held_out[-1] == min(held_out)
-    advice = "add rows: it memorizes the ones it has" if falling else _train_less(stage)
-    yield Finding("look", f"{text}: the ratio is above {number(MEMORIZED)}", advice, "the held-out loss")
+    if loss and held_out:
+        final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
+        ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
+        falling = len(held_out) > 1 and held_out[-1] == min(held_out)
+        key = "losses_close" if theirs <= MEMORIZED * ours else "memorized_while_falling" if falling else "memorized"
+        values = {"held_out": number(theirs), "training": number(ours), "limit": number(MEMORIZED)}
+        yield _finding(key, **values, duration=_duration_key(stage))
 
 
 def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
@@ -106,24 +103,18 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
     report, ended = run.outcome or {}, at(run.outcome, "models.sft.eos_fraction")
     if not is_number(ended) or run.stages["ppo"].setting("ppo.stop_token") == "none":
         return
-    n = report["n"]
+    n, length, greedy = report["n"], report.get("response_length"), at(report, "greedy.models.sft.eos_fraction")
     interval = wilson(ended * n, n)
-    text = f"{percent(ended)}{bounds(interval)} of its {n:,} sampled answers end"
+    values = {"n": n, "share": percent(ended) + bounds(interval), "limit": percent(ENDED)}
+    values |= {"at": f" at {length} tokens" if is_number(length) else "", "duration": _duration_key(run.stages["sft"])}
     if interval[1] >= ENDED:
-        yield Finding("good", text)
+        yield _finding("answers_end", **values)
         return
-    length = report.get("response_length")
-    text = f"only {text} (healthy: at least {percent(ENDED)}); the others are cut off"
-    text += f" at {length} tokens" if is_number(length) else ""
-    greedy = at(report, "greedy.models.sft.eos_fraction")
     if is_number(greedy) and wilson(greedy * n, n)[0] >= ENDED and not overfit:
-        text += f" ({percent(greedy)} end near-greedy)"
-        advice = f"raise {_duration_key(run.stages['sft'])} or sft.learning_rate; "
-        advice += "it is undertrained: its likeliest answers end, its sampled ones do not"
+        found = _finding("undertrained", **values, greedy=percent(greedy))
     else:
-        advice = "raise sft.max_length or ppo.response_length; see Samples: complete texts that are cut off need a "
-        advice += "higher response_length, texts without an end a higher max_length, or rows that end"
-    yield Finding("bad" if interval[1] < CHANCE else "look", text, advice, "answers that end")
+        found = _finding("answers_cut_off", **values)
+    yield replace(found, grade="bad") if interval[1] < CHANCE else found
 
 
 # Reward model
@@ -147,21 +138,13 @@ def hacked_stage(run: Run) -> str:
 def _reward(run: Run) -> Iterator[Finding]:
     stage = run.stages["reward"]
     if hacked_stage(run) == "reward":
-        advice = "add pairs that reject what PPO exploits: see Samples, largest losses of PPO"
-        yield Finding("bad", f"PPO raised the reward and lost by {hacked_judge(run)}", advice)
+        yield _finding("exploited", judge=hacked_judge(run))
     yield from _losses(stage)
     metrics, card = stage.table("metrics"), stage.table("card")
     accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
     if is_number(accuracy) and interval:
-        text = f"accuracy {percent(accuracy)}{bounds(interval)} on the held-out pairs"
-        if interval[0] <= CHANCE:
-            advice = "raise reward.max_length; read twenty pairs: more and cleaner pairs help"
-            yield Finding("bad", f"{text}: it may be no better than chance", advice, "accuracy")
-        elif interval[0] > TRIVIAL:
-            advice = "add pairs whose answers differ only in quality"
-            yield Finding("look", f"{text}: the pairs may differ in something trivial, such as length", advice)
-        else:
-            yield Finding("good", text)
+        key = "chance" if interval[0] <= CHANCE else "trivial" if interval[0] > TRIVIAL else "accurate"
+        yield _finding(key, accuracy=percent(accuracy) + bounds(interval))
     flags = card.get("flags", [])
     probes = [str(flag["text"]).partition(" scores above") for flag in flags if flag.get("code") == "R11"]
     rejected = [f"pairs in which {probe if found else 'such an answer'} is rejected" for probe, found, _ in probes]
@@ -190,7 +173,7 @@ def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
 
 def _ppo(run: Run) -> Iterator[Finding]:
     if hacked_stage(run) == "ppo":
-        yield Finding("bad", f"it raised the reward and lost by {hacked_judge(run)}")
+        yield _finding("over_optimized", judge=hacked_judge(run))
     yield from _ppo_log(run)
 
 
@@ -199,17 +182,17 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
     stage = run.stages["ppo"]
     stopped, updates = (stage.manifest or {}).get("stopped"), len(stage.metrics)
     since = f" of update {run.firings[0]['step']} and later" if run.firings else ""
-    advice = f"read the responses{since} in ppo/samples.jsonl for what the policy exploits"
-    names = dict.fromkeys(str(row.get("signal")) for row in run.firings)
+    signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
     if stopped:
-        yield Finding("bad", f"it was stopped: {stopped}", advice)
-    elif names:
-        yield Finding("bad", f"the watchdog fired {count(len(run.firings), 'time')} ({', '.join(names)})", advice)
+        yield _finding("stopped", reason=stopped, since=since)
+    elif signals:
+        times = count(len(run.firings), "time")
+        yield _finding("alarms", times=times, signals=", ".join(signals), since=since)
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
             yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
     if 0 < updates < FEWEST:
-        yield Finding("early", f"{count(updates, 'update')}: a trend needs {FEWEST}")
+        yield _finding("few_updates", updates=count(updates, "update"), fewest=FEWEST)
 
 
 def _short(reading: Reading) -> str:
@@ -222,18 +205,11 @@ def _evaluation(run: Run) -> Iterator[Finding]:
     if not rates:
         return
     judge = deciding_judge(rates)
-    result = significance(rates[judge])
-    if result == "worse":
-        advice = "read the largest losses of PPO under Samples; an earlier policy may be better: see Reward against KL"
-        yield Finding("bad", f"PPO loses to SFT by {judge}", advice)
-    elif judge == "reward":
-        compared = "beats SFT" if result == "better" else "is not distinguishable from SFT"
-        yield Finding("look", f"PPO {compared} by {OWN_REWARD}", "add another judge in eval.yaml (judges:)")
-    elif result == "undecided":
-        advice = "raise eval.n; more prompts show smaller differences"
-        yield Finding("look", f"PPO and SFT are not distinguishable by {judge}", advice)
+    result: str = significance(rates[judge])
+    if judge == "reward" and result != "worse":
+        yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
     else:
-        yield Finding("good", f"PPO beats SFT by {judge}")
+        yield _finding(result, judge=judge)
 
 
 # Badges: the findings on each stage, and which stage to fix first

@@ -2,8 +2,10 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -69,12 +71,10 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class Rule:
-    """A metric's healthy range, and the advice below and above it.
+    """A metric's healthy range, and the advice below and above it: a table of rules.toml, which explains the fields.
 
-    `range(first value, limit, response tokens)` returns the bounds of an update, `words` describes them. The limit is
-    that of `watchdog` (a key of ppo.watchdog), or max_grad_norm. A single value beyond an alarm is bad. With fewer than
-    `early` updates, values outside the range have no verdict. `exact`: the metric has no noise. A rule without a range
-    is of a metric that should rise.
+    `range(first value, limit, response tokens)` returns the bounds of an update, infinite if open; None if the metric
+    should rise.
     """
 
     key: str
@@ -91,104 +91,20 @@ class Rule:
     if_high: str = ""
 
 
-def _between(low: float, high: float) -> Range:
-    return lambda first, limit, length: (low, high)
+def _rule(low: str = "-inf", high: str = "inf", **fields: Any) -> Rule:
+    bounds = eval(f"lambda first, limit, length: ({low}, {high})", {"inf": INF})  # of our own file
+    return Rule(range=None if (low, high) == ("-inf", "inf") else bounds, **fields)
 
 
-TOO_FAR = "lower ppo.learning_rate or ppo.num_ppo_epochs"
-# If the score does not rise: the policy is still near the SFT policy, or has moved.
+_TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+RULES = tuple(_rule(**fields) for fields in _TABLE["rules"])
+CAUSES: list[str] = _TABLE["causes"]  # keys of the rules by the priority of their advice
+# Advice if the score does not rise: the policy is still near the SFT policy, or has moved.
 IF_NEAR = (
     "raise ppo.learning_rate, or lower ppo.kl_coef; or train for more updates; or check the reward model: its scores "
     "may not distinguish these answers"
 )
 IF_FAR = "raise ppo.gradient_accumulation_steps; more episodes per update reduce the noise"
-RULES = (
-    Rule(
-        "objective/scores", "Reward score in training",
-        if_low="lower ppo.learning_rate; PPO should raise the score, not lower it",
-    ),
-    Rule(
-        "objective/kl_k1", "KL from the SFT policy", "nats per response", "0 to {limit:g} nats per token",
-        lambda first, limit, length: (0.0, limit * length), watchdog="kl",
-        if_low="a mean below 0 is noise, or another policy wrote the responses: see R04",
-        if_high="raise ppo.kl_coef, or lower ppo.learning_rate, or set ppo.kl_stop; read ppo/samples.jsonl for what "
-        "the policy exploits",
-    ),
-    Rule(
-        "objective/response_length", "Response length", "tokens", "within a factor {limit:g} of the first value",
-        lambda first, limit, length: (first / limit, first * limit), watchdog="length",
-        if_low="raise ppo.kl_coef; the reward favours short answers: fix it",
-        if_high="set ppo.overlong_penalty; the reward favours long answers: fix it",
-    ),
-    Rule(
-        "objective/eos_fraction", "Responses that end", "share", "at most {limit:g} below the first value",
-        lambda first, limit, length: (first - limit, INF), watchdog="eos", alarm_low=0.05,
-        if_low="raise ppo.response_length or ppo.missing_eos_penalty; check that the SFT rows end with the stop token",
-    ),
-    Rule(
-        "objective/repetition", "Repeated trigrams", "share", "at most {limit:g} above the first value",
-        lambda first, limit, length: (-INF, first + limit), watchdog="repetition",
-        if_high="the reward favours repetition: fix it",
-    ),
-    Rule(
-        "objective/disagreement/NAME", "Disagreement of the reward models", "score",
-        "up to {limit:g} times the first value",
-        lambda first, limit, length: (-INF, first * limit), watchdog="disagreement",
-        if_high="set rewards.NAME.combine: mean_minus_std, or raise ppo.kl_coef; the responses are far from the data "
-        "of the reward models",
-    ),
-    Rule(
-        "policy/entropy_avg", "Entropy of the policy", "nats per token", "above 0.1 times the first value",
-        lambda first, limit, length: (0.1 * first, INF),
-        if_low="raise ppo.kl_coef, or lower ppo.learning_rate, or set ppo.entropy_coef; the responses become identical",
-    ),
-    Rule(
-        "val/explained_variance", "Explained variance of the value model", "", "0 to 1", _between(0.0, 1.0), early=20,
-        if_low="raise ppo.value_only_updates or ppo.value_learning_rate; the value model is no better than a constant",
-    ),
-    Rule(
-        "loss/value_avg", "Loss of the value model", "score squared", "up to the first value",
-        lambda first, limit, length: (-INF, first),
-        if_high="lower ppo.value_learning_rate, or set ppo.score_clip",
-    ),
-    Rule(
-        "policy/approxkl_avg", "Approximate KL of an update", "nats per token", "0 to 0.03", _between(0.0, 0.03),
-        alarm_high=0.3, if_high=TOO_FAR,
-    ),
-    Rule(
-        "policy/clipfrac_avg", "Tokens with a clipped ratio", "share", "0 to 0.04", _between(0.0, 0.04), if_high=TOO_FAR
-    ),
-    Rule(
-        "val/ratio", "Mean ratio of new to old policy", "", "0.9 to 1.1", _between(0.9, 1.1), alarm_low=0.1,
-        alarm_high=2.0, if_low=TOO_FAR, if_high=TOO_FAR,
-    ),
-    Rule(
-        "policy/first_ratio_error", "First ratio's distance from 1", "", "0 to 0.001", _between(0.0, 1e-3), early=1,
-        exact=True, if_high="set ppo.bf16: false or models.attn_implementation: sdpa",
-    ),
-    Rule(
-        "policy/grad_norm", "Gradient norm of the policy", "", "up to 2 times max_grad_norm",
-        lambda first, limit, length: (-INF, 2 * limit), if_high="lower ppo.learning_rate",
-    ),
-    Rule(
-        "value/grad_norm", "Gradient norm of the value model", "", "up to 2 times max_grad_norm",
-        lambda first, limit, length: (-INF, 2 * limit),
-        if_high="set reward.normalize: sft or ppo.use_score_scaling: true; the scores are large",
-    ),
-    Rule(
-        "policy/skipped_minibatches", "Skipped minibatches", "", "0", _between(-INF, 0.0), early=1, exact=True,
-        if_high=TOO_FAR,
-    ),
-)  # fmt: skip
-# Priority of advice, in the order of docs/tuning.md: log-probabilities that differ between rollout and training,
-# updates that are too large, a bad value model, a policy that moves in a wrong direction, and a score that does not
-# rise, which each of the others may cause.
-CAUSES = (
-    "policy/first_ratio_error", "policy/skipped_minibatches", "val/ratio", "policy/approxkl_avg",
-    "policy/clipfrac_avg", "policy/grad_norm", "loss/value_avg", "value/grad_norm", "val/explained_variance",
-    "objective/kl_k1", "policy/entropy_avg", "objective/disagreement/NAME", "objective/repetition",
-    "objective/eos_fraction", "objective/response_length", "objective/scores",
-)  # fmt: skip
 
 
 def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
