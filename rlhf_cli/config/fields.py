@@ -177,6 +177,8 @@ def texts_by_class() -> dict[str, dict[str, str]]:
     return tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
 
 
+# Keys whose null means what the machine can; a run may have recorded any value for it.
+AUTOMATIC = ("ppo.bf16", "eval.bf16")
 # Old name of a key -> its name now. The old one is accepted with a warning (C19).
 RENAMED = {
     "data.first_words": "data.truncate_prompt_words",

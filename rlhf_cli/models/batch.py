@@ -103,7 +103,7 @@ class Rollout:
         """
         queries, responses = ([[int(token) for token in row] for row in rows] for rows in (queries, responses))
         if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
-            raise ValueError("queries and responses must be as many, and none of them empty")
+            raise ValueError("queries and responses must have equal length, and none of them empty")
         prompt_ids, prompt_mask = left_pad(queries, pad)
         response_ids, real = right_pad(responses, pad)
         response_mask = real

@@ -5,7 +5,7 @@ words in the vocabulary:
 
     weights      4 W
     gradients    4 T
-    optimizer    8 T: AdamW's moments; of 8 bits 2 T, but 8 for embeddings and small weights
+    optimizer    8 T: AdamW's moments; with 8-bit AdamW 2 T, but 8 for embeddings and small weights
     activations  what autograd keeps for a backward pass, counted in a forward pass of tensors without content. Of a
                  Llama's layer 4 n L (8 H + 2 H K / A + 4 I), for A heads of which K are key-value heads and I
                  intermediate numbers. With gradient checkpointing: 4 n L H for each layer, and one layer.

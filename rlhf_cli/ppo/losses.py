@@ -85,7 +85,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
 
 
 # The loss of kl_in loss, from k2 and k3, (...) -> (...). k2 has the KL's gradient at the sampled token:
-# grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the better value, so a straight-through estimator
+# grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 is unbiased, so a straight-through estimator
 # combines them.
 KL_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda k2, k3: k2,

@@ -139,7 +139,7 @@ class Watchdog:
         self.equal_reward_updates = self.equal_reward_updates + 1 if equal else 0
         if equal:
             text = f"all {count} rewards are {float(scores[0]):.6g}"
-            hint = "the reward does not tell responses apart: look at them in samples.jsonl, and at the reward model"
+            hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
             if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
                 text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
                 raise RLHFError("R02", text, hint=hint)

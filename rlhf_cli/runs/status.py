@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.fields import current_name, key_at
+from rlhf_cli.config.fields import AUTOMATIC, current_name, key_at
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import sources
 from rlhf_cli.errors import RLHFError, shown
@@ -32,7 +32,6 @@ from rlhf_cli.runs.resolve import open_parents, open_reference, references
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
 REPORT = "report.html"  # written from existing files at any time; not part of a stage
-AUTOMATIC = ("ppo.bf16", "eval.bf16")  # null: what the machine can, as any run has recorded it
 _MISSING = object()  # equal to nothing
 # The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
 _RESULT_FILES = ("model/", "value/", "report.json")

@@ -1,3 +1,3 @@
-"""One module a stage, each with `run(config, options)`. None imports another: they share only files."""
+"""One module per stage, with `run(config, options)`. A stage never imports another one: it reads its folder."""
 
 import rlhf_cli.models  # noqa: F401  (before trl and transformers are loaded: it keeps them quiet)

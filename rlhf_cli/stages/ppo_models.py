@@ -170,7 +170,7 @@ class RewardModelCache:
 def warn_pad_is_stop_token(model_config: Any, stop_id: int | None, where: str) -> None:
     """Warn (T01) if an external reward model's pad token is also its stop token."""
     if stop_id is not None and model_config.pad_token_id == stop_id:
-        text = "the reward model's pad token ends a text: it is read at the token before, as it was trained"
+        text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
         terminal.warn("T01", text, where=where)
 
 

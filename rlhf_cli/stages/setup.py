@@ -190,7 +190,7 @@ def retokenize_prompts(
         encoded = data.encode_many(tokenizer, list(texts.values()), [None] * len(texts))
         longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(model_config)
         if context is not None and longest >= context:
-            text = f"{key}: a prompt has {longest} of its tokens, and its model reads {context} at most"
+            text = f"{key}: a prompt has {longest} tokens in this model's tokenizer, and its context is {context}"
             raise RLHFError("C13", text, hint="remove longer prompts, or name another reward model")
     return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
 
@@ -312,7 +312,7 @@ def warn_long_intervals(config: Config, steps: int) -> None:
     unit = "updates" if config.stage == "ppo" else "steps"
     for event, (key, every) in intervals.items():
         if every and every > steps:
-            text = f"one {event} every {every} {unit} is more than the {steps} of the run: only the last one gets one"
+            text = f"one {event} every {every} {unit} exceeds the {steps} of the run: only the last one gets one"
             terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or remove it")
 
 

@@ -203,7 +203,7 @@ def _check_context_length(config: TRLConfig, model_config: Any, longest: int, *,
     required = limit if strict else longest
     if context is None or required <= context:
         return
-    text = f"{key} {limit}" if strict else f"{key} {limit} lets rows of {required} tokens in,"
+    text = f"{key} {limit}" if strict else f"{key} {limit} admits rows of {required} tokens,"
     text += f" {'is' if strict else 'which is'} {required - context} more than the model's {context} positions"
     hint = f"lower {key} by {limit - context}, to {context}; longer rows are dropped then"
     raise RLHFError("C13", text, where=config.where(key), hint=hint)

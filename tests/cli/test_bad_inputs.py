@@ -64,21 +64,21 @@ def test_c13_a_new_model_of_fewer_positions_than_max_length(folder: Path) -> Non
 def test_c13_rows_longer_than_the_context(folder: Path) -> None:
     jsonl.write_jsonl(folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 100}] * 8)
     result = rlhf("sft")
-    says = ("sft.max_length 1024 lets rows of ", "more than the model's 128 positions", "by 896, to 128")
+    says = ("sft.max_length 1024 admits rows of ", "more than the model's 128 positions", "by 896, to 128")
     assert refused(result, "C13", "sft.yaml:3: ", *says)
 
 
 @pytest.mark.training
 def test_c14_an_interval_beyond_the_end(folder: Path) -> None:
     replace("sft.yaml", "sft:", "output: {save_steps: 9}\nsft:")
-    assert warned(rlhf("sft"), "C14", "sft.yaml:3: ", "every 9 steps is more than the 1 of the run", "hint: lower")
+    assert warned(rlhf("sft"), "C14", "sft.yaml:3: ", "every 9 steps exceeds the 1 of the run", "hint: lower")
     assert (folder / "sft/state/checkpoint-1").is_dir()
 
 
 def test_c14_in_ppo(folder: Path) -> None:
     foreign_scorer(folder)
     replace("ppo.yaml", "ppo:", "output: {save_steps: 9}\nppo:")
-    assert warned(check("ppo.yaml"), "C14", "ppo.yaml:3: ", "every 9 updates is more than the 1 of the run")
+    assert warned(check("ppo.yaml"), "C14", "ppo.yaml:3: ", "every 9 updates exceeds the 1 of the run")
 
 
 def test_c19_an_old_name_of_a_key(folder: Path) -> None:

@@ -17,8 +17,8 @@ from rlhf_cli.commands.report.rules import (
     RULES,
     Reading,
     by_cause,
+    key_changes,
     limit_of,
-    moves,
     readings,
     reconcile,
     with_values,
@@ -129,7 +129,8 @@ def test_exceptions_to_the_eight_updates() -> None:
     assert read_one("policy/skipped_minibatches", [0.0, 1.0]).verdict == "look", "counts have no noise"
     low = read_one("objective/eos_fraction", [1.0, 0.9, 0.04, 0.9, 1.0, 1.0, 1.0, 1.0])
     assert low.verdict == "bad" and low.advice.startswith("raise ppo.response_length or "), "a single update"
-    sampled = read_one("objective/response_length", [20.0, 90.0, 5.0, 5.0], {"ppo": {"response_length": [4, 99]}})
+    config = {"ppo": {"response_length": {"min": 4, "max": 99}}}
+    sampled = read_one("objective/response_length", [20.0, 90.0, 5.0, 5.0], config)
     assert (sampled.band, sampled.verdict) == (None, "none"), "lengths that are sampled from a range"
 
 
@@ -170,12 +171,12 @@ FLAT, CLIPPED, STILL = [0.5] * UPDATES, [0.2] * UPDATES, [0.01] * UPDATES
 def test_the_advice_on_a_flat_score_depends_on_the_kl() -> None:
     near = read(objective__scores=FLAT, objective__kl_k1=STILL)["objective/scores"]
     assert near.sentence.endswith("noise. The policy has hardly moved: KL 0.01 nats from SFT.")
-    assert moves(near.advice) == {"ppo.learning_rate": "raise", "ppo.kl_coef": "lower"}
+    assert key_changes(near.advice) == {"ppo.learning_rate": "raise", "ppo.kl_coef": "lower"}
     bounds = [math.log(2) - 0.5 + shift for shift in (-0.001, 0.001)]  # best of 2, by its formula
     for kl, advice in zip(bounds, (IF_NEAR, IF_FAR), strict=True):
         assert read(objective__scores=FLAT, objective__kl_k1=[kl] * UPDATES)["objective/scores"].advice == advice
     falling = read(objective__scores=[-0.1 * step for step in range(UPDATES)], objective__kl_k1=STILL)
-    assert moves(falling["objective/scores"].advice) == {"ppo.learning_rate": "lower"}
+    assert key_changes(falling["objective/scores"].advice) == {"ppo.learning_rate": "lower"}
 
 
 def test_contradicting_advice_waits_for_the_cause() -> None:
@@ -196,7 +197,7 @@ def test_no_two_advices_move_a_key_in_two_directions() -> None:
     for wishes in [ADVICE, ADVICE[::-1], *itertools.permutations(ADVICE, 2)]:
         ways: dict[str, set[str]] = {}
         for advice in reconcile(wishes):
-            for key, way in moves(advice).items():
+            for key, way in key_changes(advice).items():
                 ways.setdefault(key, set()).add(way)
         assert all(len(way) == 1 for way in ways.values()), ways
 
@@ -204,7 +205,7 @@ def test_no_two_advices_move_a_key_in_two_directions() -> None:
 def test_advised_keys_exist_and_are_in_the_guide() -> None:
     assert sorted(CAUSES) == sorted(rule.key for rule in RULES)
     guide = (Path(__file__).parents[2] / "docs/tuning.md").read_text(encoding="utf-8")
-    for key in {key for _, advice in ADVICE for key in moves(advice)}:
+    for key in {key for _, advice in ADVICE for key in key_changes(advice)}:
         stage = "reward" if key.startswith("reward.") else "ppo"
         assert key_at(CONFIGS[stage], key.split(".")) is not None, key
         assert re.search(rf"`(?:[\w.]+\.)?{key.rpartition('.')[2]}\b", guide), f"{key}: docs/tuning.md"

@@ -63,7 +63,7 @@ def test_r01_a_member_that_is_not_finite(combine, bad):
 
 def test_a_source_is_clipped_before_it_is_weighted():
     trainer = tiny.trainer(rewards={"a": lambda rollout: SCORES["a"], "c": lambda rollout: SCORES["c"]})
-    trainer.weights, trainer.clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
+    trainer.reward_weights, trainer.reward_clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
     assert trainer.make_experience(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
 
 

@@ -177,4 +177,4 @@ def test_c13_a_prompt_that_fills_its_context(run_folder):
     (run_folder / "foreign/config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
     with_foreign(run_folder)
     for result in (ppo(run_folder), rlhf("check", run_folder / "ppo.yaml")):
-        fails(result, "C13", "reads 20 at most")
+        fails(result, "C13", "its context is 20")

@@ -260,7 +260,7 @@ def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: 
         longer *= 2
         kept = len(_select(lengths, longer)[0])
     share = percent(kept / len(pairs))
-    return f"take a base model with {longer} positions, where {share} of the pairs fit, or bring shorter pairs"
+    return f"take a base model with {longer} positions, where {share} of the pairs fit, or use shorter pairs"
 
 
 def quantile(values: Sequence[int], share: float) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, moves, readings, reconcile, with_values
+from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence
@@ -29,7 +29,7 @@ REPEATED: float = WatchdogSettings.model_fields["repetition"].default
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, or that there is none, and advice; `name` refers to it in the advice for other findings."""
+    """A problem, or a check that passed, with advice; `name` refers to it in the advice for other findings."""
 
     grade: Grade
     text: str
@@ -63,7 +63,7 @@ def _sft(run: Run) -> Iterator[Finding]:
     stage = run.stages["sft"]
     overfit = [*_losses(stage), *_held_out_loss(stage)]
     yield from overfit
-    yield from _ended(run, overfit=any(finding.grade == "look" and moves(finding.advice) for finding in overfit))
+    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in overfit))
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
@@ -236,7 +236,7 @@ def _badge(stage: Stage, found: list[Finding]) -> Badge:
     grade, reasons = found[0].grade if found else "good", tuple(finding.text for finding in found)
     # One advice, as it may remove the cause of the others: config keys before files to read.
     advices = filter(None, reconcile([(finding.name, finding.advice) for finding in found if finding.grade in ILL]))
-    todo = with_values(next(iter(sorted(advices, key=lambda advice: not moves(advice))), ""), stage.config)
+    todo = with_values(next(iter(sorted(advices, key=lambda advice: not key_changes(advice))), ""), stage.config)
     if stage.state == "begun":
         steps = [row["step"] for row in stage.metrics]
         progress = "not finished" + (f": {count(max(steps), 'step')} so far" if steps else "")

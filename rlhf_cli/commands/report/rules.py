@@ -21,14 +21,14 @@ from rlhf_cli.statistics import FEWEST, best_of_n_kl, end_noise, gained, last_qu
 KEY = r"\b(?:sft|reward|rewards|ppo|models|eval)\.[\w.]*\w"
 
 
-def moves(advice: str) -> dict[str, str]:
-    """Return {key: raise, lower or set} of an advice."""
-    found, way = {}, ""
+def key_changes(advice: str) -> dict[str, str]:
+    """Return {key: raise, lower or set} of a recommendation."""
+    found, direction = {}, ""
     for word in re.findall(rf"\b(?:raise|lower|set)\b|{KEY}", advice):
         if "." not in word:
-            way = word
-        elif way:
-            found[word] = way
+            direction = word
+        elif direction:
+            found[word] = direction
     return found
 
 
@@ -42,23 +42,23 @@ def with_values(advice: str, config: Mapping[str, Any] | None) -> str:
     return re.sub(rf"{KEY}(?!: )", describe, advice)
 
 
-def reconcile(wishes: Sequence[tuple[str, str]]) -> list[str]:
+def reconcile(recommendations: Sequence[tuple[str, str]]) -> list[str]:
     """Return the advice for each (finding, advice), the most important first, without contradictions.
 
-    An advice that moves a key against an earlier one is replaced by the earlier one.
+    A recommendation that changes a key against an earlier one is replaced by the earlier one.
     """
     decided: dict[str, tuple[str, str]] = {}
     reconciled = []
-    for name, advice in wishes:
-        wanted = moves(advice)
-        for key, way in wanted.items():
-            if key in decided and decided[key][1] != way:
+    for name, advice in recommendations:
+        wanted = key_changes(advice)
+        for key, direction in wanted.items():
+            if key in decided and decided[key][1] != direction:
                 first, earlier = decided[key]
                 advice, wanted = f"fix \N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK} first: ", {}
                 advice += f"{earlier} {key}"
                 break
-        for key, way in wanted.items():
-            decided.setdefault(key, (name, way))
+        for key, direction in wanted.items():
+            decided.setdefault(key, (name, direction))
         reconciled.append(advice)
     return reconciled
 
@@ -73,15 +73,15 @@ INF = math.inf
 class Rule:
     """A metric's healthy range, and the advice below and above it: a table of rules.toml, which explains the fields.
 
-    `range(first value, limit, response tokens)` returns the bounds of an update, infinite if open; None if the metric
-    should rise.
+    `bounds_of(first value, limit, response tokens)` returns the range of an update, infinite if open. Without it, the
+    metric should rise.
     """
 
     key: str
     title: str
     unit: str = ""
     words: str = ""
-    range: Range | None = None
+    bounds_of: Range | None = None
     watchdog: str | None = None
     alarm_low: float = -INF
     alarm_high: float = INF
@@ -91,9 +91,28 @@ class Rule:
     if_high: str = ""
 
 
-def _rule(low: str = "-inf", high: str = "inf", **fields: Any) -> Rule:
-    bounds = eval(f"lambda first, limit, length: ({low}, {high})", {"inf": INF})  # of our own file
-    return Rule(range=None if (low, high) == ("-inf", "inf") else bounds, **fields)
+# The bounds that rules.toml names, of (first, limit, length).
+BOUNDS: dict[str, Callable[[float, float, float], float]] = {
+    "first": lambda first, limit, length: first,
+    "tenth_of_first": lambda first, limit, length: 0.1 * first,
+    "first_over_limit": lambda first, limit, length: first / limit,
+    "first_times_limit": lambda first, limit, length: first * limit,
+    "first_minus_limit": lambda first, limit, length: first - limit,
+    "first_plus_limit": lambda first, limit, length: first + limit,
+    "limit_times_length": lambda first, limit, length: limit * length,
+    "twice_limit": lambda first, limit, length: 2 * limit,
+}
+
+
+def _rule(low: float | str = -INF, high: float | str = INF, **fields: Any) -> Rule:
+    if (low, high) == (-INF, INF):
+        return Rule(**fields)
+
+    def bounds(*sizes: float) -> tuple[float, float]:
+        lowest, highest = (BOUNDS[each](*sizes) if isinstance(each, str) else each for each in (low, high))
+        return lowest, highest
+
+    return Rule(bounds_of=bounds, **fields)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
@@ -184,16 +203,17 @@ def _metrics(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
 def _band(
     rule: Rule, points: Sequence[tuple[int, float]], lengths: Mapping[int, float], config: Mapping[str, Any] | None
 ) -> Band | None:
-    """Return the range of a metric; None if it has none, as if response lengths are sampled from a range."""
-    if not rule.range or (rule.watchdog in ("length", "eos") and isinstance(at(config, "ppo.response_length"), list)):
+    """Return the range of a metric; None if it has none, for example if response lengths are sampled."""
+    sampled_length = isinstance(at(config, "ppo.response_length"), Mapping)
+    if not rule.bounds_of or (rule.watchdog in ("length", "eos") and sampled_length):
         return None
     first, limit = points[0][1], limit_of(rule, config)
-    low, high = zip(*(rule.range(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
+    low, high = zip(*(rule.bounds_of(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
     return Band(list(low), list(high), rule.words.format(limit=limit))
 
 
 def _judge(rule: Rule, points: list[tuple[int, float]], band: Band | None, ppo: Stage) -> tuple[Verdict, str, str]:
-    if not rule.range:
+    if not rule.bounds_of:
         return _judge_trend(rule, [value for _, value in points], ppo)
     return _judge_range(rule, points, band, limit_of(rule, ppo.config)) if band else ("none", "", "")
 
@@ -245,8 +265,8 @@ def _judge_range(rule: Rule, points: list[tuple[int, float]], band: Band, limit:
 
     def slope(side: int) -> float:
         """Return by how much a bound follows the first value."""
-        assert rule.range
-        before, after = (rule.range(values[0] + shift, limit, 0.0)[side] for shift in (0, 1))
+        assert rule.bounds_of
+        before, after = (rule.bounds_of(values[0] + shift, limit, 0.0)[side] for shift in (0, 1))
         return after - before if math.isfinite(before) else 0.0
 
     if not rule.exact and low - end_noise(values, slope(0)) <= end <= high + end_noise(values, slope(1)):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_cli.config.fields import AUTOMATIC
 from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError, redact, shell_word
 from rlhf_cli.evaluation.render import ResponsePair
@@ -190,7 +191,10 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
         now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
     except RLHFError:
         return False
-    return bool(now) and all(now.get(key) == value for key, value in flatten(stage.config or {}).items())
+    used = flatten(stage.config or {})
+    return bool(now) and all(
+        now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
+    )
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
     finally:
         del vars(trainer)["_train_minibatch"]
     mask, score_result = experience.mask, experience.score_result
-    moments = score_result.stats
+    moments = score_result.moments
     names = dict.fromkeys(name for step in steps for name in step)
     quantities = {
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
