@@ -23,6 +23,8 @@ from rlhf_cli.cli.options import (
 from rlhf_cli.errors import RLHFError, did_you_mean
 
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
+ADAPTERS_TEXT = "preferences: none, lora, qlora, or auto: the first that fits in memory. Default: auto."
+GPU_TEXT = "preferences: the GPU that will run it, by name (h100, 4090) or GiB. Default: this machine."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
@@ -40,6 +42,8 @@ def init(
     column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
     plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
     minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
+    adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
+    gpu: Annotated[str | None, option("--gpu", "NAME|GIB", GPU_TEXT)] = None,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
@@ -48,6 +52,7 @@ def init(
     from rlhf_cli.commands import init as presets
 
     preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    preference_options |= {"adapters": adapters, "gpu": gpu}
     used = [name for name, value in preference_options.items() if value]
     if from_trl is not None or trl is not None:  # the old name of `rlhf convert FILE DIR`
         if from_trl is None or preset is None or folder is not None or used or seed:
@@ -67,7 +72,9 @@ def init(
     if preset == "preferences":
         from rlhf_cli.commands.init import preferences
 
-        preferences.init(folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed)
+        placement = {"adapters": adapters or "auto", "gpu": gpu}
+        texts = {"data": data, "base": base, "columns": column or [], "plain": plain}
+        preferences.init(folder, **texts, minutes=minutes, **placement, seed=seed)
         return
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")

@@ -1,5 +1,6 @@
 """Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_cli.config.base import Config
@@ -8,8 +9,12 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.stages import plan_models, plan_phases, ppo_setup, training_setup
 from rlhf_cli.stages.plan_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
-from rlhf_cli.stages.plan_models import Target
-from rlhf_cli.stages.plan_phases import Phase, StageModel
+from rlhf_cli.stages.plan_models import Bodies, Target
+from rlhf_cli.stages.plan_phases import Lengths, Phase, StageModel
+
+# Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
+FRAGMENTATION = 0.3
+TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 
 
 @dataclass(frozen=True)
@@ -53,28 +58,57 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     bodies, data = {key: spec.body for key, spec in specs.items()}, chain.data_size(config, next(iter(specs.values())))
     if isinstance(config, PPOConfig):
         ppo_setup.check_num_shared_layers(config, bodies["models.sft"])
-        models, plan = plan_models.ppo_plan(config, bodies, mode, target, separate, data.lengths)
-        phases = plan.phases()
     elif isinstance(config, EvalConfig):
         mode = "full"  # evaluated models are loaded in full
-        policies, judges = plan_models.evaluation_models(config, bodies, target)
-        models, total = {**policies, **judges}, _num_evaluated(config, chain, data.rows, len(policies), target)
-        phases = plan_phases.evaluation_phases(
-            [*policies.values()], [*judges.values()], config.eval, total, data.lengths
-        )
-    else:
-        assert isinstance(config, SFTConfig | RewardConfig)
-        model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
-        fixed = plan_models.trl_fixed(config, model, target)
-        models = {"reward" if isinstance(config, RewardConfig) else "policy": model}
-        phases = plan_phases.trl_phases(config.stage, model, settings, data.lengths, fixed, target.gpu)
+    sampled = _num_sampled(config, chain, data.rows, target) if isinstance(config, EvalConfig) else 0
+    models, phases = stage_phases(config, bodies, mode, target, data.lengths, separate=separate, sampled=sampled)
     return Estimate(config, mode, models, data, phases, _steps(config, data.rows, target.processes), target)
 
 
-def _num_evaluated(config: EvalConfig, chain: ModelResolver, prompts: int, policies: int, target: Target) -> int:
+def stage_phases(
+    config: Config,
+    bodies: Bodies,
+    mode: str,
+    target: Target,
+    lengths: Lengths,
+    *,
+    separate: Collection[str] = (),
+    sampled: int = 0,
+) -> tuple[dict[str, StageModel], list[Phase]]:
+    """Return the models of a stage by name and its phases, for models with these configs and rows of these lengths.
+
+    `separate` as in `plan_models.ppo_plan`; `sampled`: the responses of an evaluation.
+    """
+    if isinstance(config, PPOConfig):
+        models, plan = plan_models.ppo_plan(config, bodies, mode, target, separate, lengths)
+        return models, plan.phases()
+    if isinstance(config, EvalConfig):
+        policies, judges = plan_models.evaluation_models(config, bodies, target)
+        each = [*policies.values()], [*judges.values()]
+        return {**policies, **judges}, plan_phases.evaluation_phases(*each, config.eval, sampled, lengths)
+    assert isinstance(config, SFTConfig | RewardConfig)
+    model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
+    fixed = plan_models.trl_fixed(config, model, target)
+    phases = plan_phases.trl_phases(config.stage, model, settings, lengths, fixed, target.gpu)
+    return {"reward" if isinstance(config, RewardConfig) else "policy": model}, phases
+
+
+def fragmentation(peak: int, target: Target) -> int:
+    """Return the bytes of freed memory that malloc keeps beside `peak` bytes of tensors, on a CPU."""
+    return 0 if target.gpu else round(FRAGMENTATION * peak)
+
+
+def library_bytes(stage: str, target: Target, process: int) -> int:
+    """Return the bytes of a stage's libraries on a CPU; `process`: of this process before it computes."""
+    if target.gpu:
+        return 0
+    return process + (TRL_BYTES if stage in ("sft", "reward") else 0)
+
+
+def _num_sampled(config: EvalConfig, chain: ModelResolver, prompts: int, target: Target) -> int:
     """Return the responses that each process samples in an evaluation."""
-    settings = config.eval
-    rounds = (policies + bool(config.models.base)) * len(settings.modes) + max(settings.best_of, default=0)
+    settings, policies = config.eval, 2 + bool(config.models.base)
+    rounds = policies * len(settings.modes) + max(settings.best_of, default=0)
     if settings.frontier and (trainer := chain.trainer(config)):
         rounds += max(0, trainer.output.snapshots - 1)  # beside PPO's last policy; its best one may be evaluated too
     return -(-prompts // target.processes) * rounds

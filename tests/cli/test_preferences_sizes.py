@@ -1,13 +1,19 @@
 """How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model."""
 
+import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from conftest import World
+from run_cli import is_one_error, rlhf
 
-from rlhf_cli import terminal
+from rlhf_cli import jsonl, terminal
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
+from rlhf_cli.commands.init.placement import MAX_ROWS, MEMORY_SHARE, PLACEMENTS, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.yaml_io import align_comments
@@ -15,6 +21,7 @@ from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
+from rlhf_cli.stages.plan_models import Target
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
 PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
@@ -160,11 +167,11 @@ INPUTS = SizingInputs(
     prompts=COUNTS,
     pairs=COUNTS,
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
-    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0),
+    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
-    row_bytes=152 * (68 * 128 * 3 + 8 * 768),
-    device="CPU, 2 cores",
-    memory=16 * 10**9,
+    placement=Placement(None, False, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
+    whole=None,
+    target=Target(False, 16 * 10**9, "the CPU"),
     speed=Speed(training=20_000.0, generation=4_000.0),
 )
 
@@ -212,14 +219,60 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
     assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
 
 
-def test_little_memory_means_fewer_rows_at_once_in_the_same_batches() -> None:
-    row_bytes = 152 * (68 * 1024 * 24 + 8 * 150_000)
-    large = replace(INPUTS, parameters=500_000_000, row_bytes=row_bytes, memory=24 * 10**9)
-    wide, narrow = choose_sizes(replace(large, memory=80 * 10**9), None), choose_sizes(large, None)
-    assert narrow.ppo_rows < wide.ppo_rows and narrow.ppo_rows * narrow.ppo_parts == EPISODES_PER_UPDATE
-    assert narrow.sft.rows * narrow.sft.parts == wide.sft.rows * wide.sft.parts
-    assert narrow.checkpointing and not choose_sizes(INPUTS, None).checkpointing
-    assert "needs about 280 GB" in choose_sizes(replace(large, parameters=7 * 10**9), None).notes[0]
+# Memory
+
+
+def planner(gib: float, **sizes: Any) -> MemoryPlanner:
+    config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
+    return MemoryPlanner(config, replace(INPUTS.lengths, max_length=152), Target.of(str(gib), 1))
+
+
+def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
+    """The same total of rows an update; less memory means fewer rows at once, then another placement."""
+    seen = []
+    for gib in (8.0, 1.0, 0.5, 0.4, 0.3, 0.2, 0.15, 0.02):
+        try:
+            placement, whole = planner(gib).choose("auto")
+        except RLHFError as error:
+            assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
+            break
+        assert placement.bytes <= MEMORY_SHARE * gib * 2**30 and (whole is None) == (placement.adapters is None)
+        seen.append(
+            (PLACEMENTS.index(replace(placement, rows=None, rollout_rows=None, fullest="", bytes=0)), placement)
+        )
+    order = [index for index, _ in seen]
+    assert order == sorted(order) and order[0] == 0 and len(set(order)) > 2 and len(seen) < 8
+    assert seen[0][1].rows == MAX_ROWS
+    for (index, one), (later, other) in pairwise(seen):
+        assert index < later or all(one.rows[stage] >= other.rows[stage] for stage in MAX_ROWS)
+
+
+@pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
+def test_adapters_can_be_chosen(adapters: str, kind: str | None) -> None:
+    assert planner(8.0).choose(adapters)[0].adapters == kind
+    rates = [learning_rate(stage, 10**9, kind) for stage in ("sft", "reward", "ppo")]
+    assert rates == (["2e-4", "1e-4", "3e-5"] if kind else ["2e-5", "1e-5", "3e-6"])
+
+
+@pytest.mark.parametrize("gib", [8.0, 0.5, 0.3])
+def test_the_plan_of_the_written_folder_fits(gib: float, world: World, tmp_path: Path) -> None:
+    """The same estimator, with the lengths of the data: no stage that was written is too large."""
+    base, pairs, run = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "run"
+    planner(gib, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)  # no weights
+    world.tokenizer().save_pretrained(base)
+    rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
+    jsonl.write_jsonl(pairs, rows)
+    result = rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib)
+    assert result.exit_code == 0, result.output
+    assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
+    planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
+    assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
+
+
+def test_a_gpu_and_adapters_must_be_known(world: World, tmp_path: Path) -> None:
+    for option, text in ((("--gpu", "h10"), "did you mean h100?"), (("--adapters", "qlor"), "did you mean qlora?")):
+        result = rlhf("init", "preferences", tmp_path / "run", "--data", "x", "--base", world.base, *option)
+        assert is_one_error(result, "C07") and text in result.stderr and not (tmp_path / "run").exists()
 
 
 def test_evaluations_have_at_most_512_rows_or_prompts() -> None:

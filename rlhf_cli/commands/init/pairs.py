@@ -175,6 +175,7 @@ class Lengths:
     prompt_mean: float
     answer_mean: float  # of the chosen ones
     row_mean: float  # prompt and answer
+    prompt_max: int
 
 
 def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
@@ -214,6 +215,7 @@ def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int |
         prompt_mean=sum(length.prompt for length in used) / len(used),
         answer_mean=sum(length.chosen for length in used) / len(used),
         row_mean=sum(rows) / len(rows),
+        prompt_max=max(length.prompt for length in used),
     )
 
 

@@ -22,15 +22,17 @@ from rlhf_cli.commands.init.pairs import (
     rows_of_files,
     split_pairs,
 )
+from rlhf_cli.commands.init.placement import ADAPTERS
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
-from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.runs.discover import configs_folder
+from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
@@ -44,15 +46,18 @@ def init(
     columns: Sequence[str] = (),
     plain: bool = False,
     minutes: float | None = None,
+    adapters: str = "auto",
+    gpu: str | None = None,
     seed: int = 0,
 ) -> None:
     """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
 
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
     the texts without the model's chat template; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
-    GPU). Raises RLHFError C11 for missing or malformed options, D01-D12 for the data, D10 if too few pairs fit the base
-    model's context, D11 for too few different prompts, M01, M07, M08 for the base model, C15 if the folder holds any of
-    the files already.
+    GPU); `adapters` is one of ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
+    Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
+    if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08 for the base model,
+    E03 if the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
         required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
@@ -60,6 +65,10 @@ def init(
         text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
         raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
+    if adapters not in ADAPTERS:
+        text = f"--adapters {adapters}: not one of {', '.join(ADAPTERS)}"
+        raise RLHFError("C07", text, hint=did_you_mean(adapters, ADAPTERS))
+    target = Target.of(gpu, 1)
     named = resolve_data(data, os.getcwd())
     source = DataSource(named, "--data", columns=_column_names(columns), on_bad="drop")
     remove_leftovers(folder)
@@ -74,7 +83,10 @@ def init(
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts)
-    inputs = measure_inputs(parent, limits, parts, {name: len(rows) for name, rows in contents.items()})
+    counts = {name: len(rows) for name, rows in contents.items()}
+    if formatted.chat_template and adapters == "auto":
+        adapters = "none"  # the template adds tokens, whose embeddings adapters do not train
+    inputs = measure_inputs(parent, limits, parts, counts, target, adapters)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -146,6 +158,7 @@ def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: Siz
         "four times as many prompts halve that"
     )
     terminal.out(str(inputs))
+    terminal.out(inputs.memory)
     if sizes.minutes:
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"

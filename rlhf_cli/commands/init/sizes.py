@@ -1,31 +1,29 @@
-"""Batch sizes, epochs and learning rates of a run, from its texts, its model and this machine."""
+"""Batch sizes, epochs and learning rates of a run, from its texts, its model and the machine it is for."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from rlhf_cli import system
 from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
+from rlhf_cli.commands.init.placement import BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
 from rlhf_cli.commands.plan.duration import measure_passes
-from rlhf_cli.models import devices, load, memory
+from rlhf_cli.models import build, devices, load
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware
+from rlhf_cli.stages.plan_models import Target
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
 # of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what works for the demo's 0.6 M (docs/results/demo.md).
 BASE_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MAX_LEARNING_RATES = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # higher PPO rates diverged
 LEARNING_RATE_EXPONENT = 0.6
-MEMORY_SHARE = 0.8  # of the memory, for the models and their passes
-LOGITS_COPIES = 2  # in float32
+ADAPTER_RATE = 10  # times the rate of whole weights, as the defaults have it (docs/scaling.md)
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
 DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
 MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
-EPISODES_PER_UPDATE = 64
 PPO_EPOCHS = 4  # the default of num_ppo_epochs
 MIN_STEPS = 10  # optimizer steps, or PPO updates
 # SFT on few rows takes more epochs, up to this many steps or epochs (measured in docs/your-own-data.md).
@@ -33,7 +31,6 @@ TARGET_SFT_STEPS, MAX_SFT_EPOCHS = 100, 8
 MIN_EVAL_PROMPTS = 64  # if there are so many; a share is then known to 0.12
 MAX_EVAL_PROMPTS = 512  # the default of eval.n; a share is then known to 0.04
 MAX_EVAL_ROWS = 512  # of sft and reward
-BEST_OF = 4
 SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final policy
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
 
@@ -58,10 +55,10 @@ class SizingInputs:
     rows: Mapping[str, int]  # file of data/ -> its rows before truncation
     lengths: Lengths
     parameters: int
-    row_bytes: float  # activations and logits of the longest row
-    device: str
-    memory: int  # bytes
-    speed: Speed | None  # None if the model does not fit
+    placement: Placement
+    whole: Placement | None  # what whole weights would need, if they do not fit
+    target: Target
+    speed: Speed | None  # None if it cannot be measured here
 
     def __str__(self) -> str:
         speed = ""
@@ -69,32 +66,40 @@ class SizingInputs:
             speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
         return (
             f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {self.parameters:,} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
+            f"model has {self.parameters:,} parameters{speed}"
         )
 
-    def free_memory(self) -> dict[str, float]:
-        """Return the bytes beside the models: of one in training, and of PPO's two in training and two frozen ones."""
-        models = {"train": (self.parameters, 0), "ppo": (2 * self.parameters, 2 * self.parameters)}
-        return {name: MEMORY_SHARE * self.memory - memory.training_bytes(*counts) for name, counts in models.items()}
+    @property
+    def memory(self) -> str:
+        """One line: how the models are kept in memory, and why."""
+        size, room = system.format_bytes(self.placement.bytes), system.format_bytes(self.target.memory)
+        reason = f"; whole weights need {system.format_bytes(self.whole.bytes)}" if self.whole else ""
+        where = f"at most {size} in {self.placement.fullest}; {self.target.name} has {room}"
+        return f"memory: {self.placement}: {where}{reason}"
 
 
-def measure_inputs(base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> SizingInputs:
-    """Inspect the base model and measure its speed here. Raises RLHFError M01, M07, M08."""
-    config, parameters = load.read_config(base.model), hardware.count_parameters(base, heads=True)
-    logits = LOGITS_COPIES * 4 * lengths.max_length * config.get_text_config().vocab_size
-    available = devices.memory_bytes()
-    fits = 20 * parameters < available  # weights, gradients and some activations
-    on_gpu = devices.device().type == "cuda"
+def measure_inputs(
+    base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int], target: Target, adapters: str
+) -> SizingInputs:
+    """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
+
+    `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, E03 if nothing fits.
+    """
+    config = load.read_config(base.model)
+    placement, whole = MemoryPlanner(config, lengths, target).choose(adapters)
+    parameters = build.causal_lm_from_config(config).num_parameters()
+    measurable = not target.planned and hardware.count_parameters(base) > 0
+    fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
         prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
         pairs={name: len(part) for name, part in parts.items()},
         rows=rows,
         lengths=lengths,
         parameters=parameters,
-        row_bytes=memory.kept_bytes(config, lengths.max_length).row + logits,
-        device=torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
-        memory=available,
-        speed=measure_speed(base.model) if fits else None,
+        placement=placement,
+        whole=whole,
+        target=target,
+        speed=measure_speed(base.model) if measurable and fits else None,
     )
 
 
@@ -134,7 +139,7 @@ class Sizes:
     samples: int  # responses per prompt
     eval_n: int
     eval_rows: int
-    checkpointing: bool
+    placement: Placement
     minutes: int | None  # expected total; None if the speed could not be measured
     notes: tuple[str, ...]
 
@@ -146,32 +151,31 @@ class Sizes:
 
 def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
-    free = inputs.free_memory()
-    tight = min(free.values()) < inputs.row_bytes * 8
-    rows = _rows(free["train"], inputs.row_bytes)
-    ppo_rows = min(_rows(free["ppo"], inputs.row_bytes * 2), EPISODES_PER_UPDATE)
+    rows, adapters = inputs.placement.rows, inputs.placement.adapters
+    assert rows
     prompts = max(inputs.prompts["prompts"], 1)  # an update takes no prompt twice, unless for several samples
     samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
-        sft=_training("sft", inputs, rows),
-        reward=_training("reward", inputs, max(1, rows // 2)),
-        ppo_rate=learning_rate("ppo", inputs.parameters),
+        sft=_training("sft", inputs, rows["sft"]),
+        reward=_training("reward", inputs, rows["reward"]),
+        ppo_rate=learning_rate("ppo", inputs.parameters, adapters),
         total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.prompts["prompts"])),
-        ppo_rows=ppo_rows,
-        ppo_parts=EPISODES_PER_UPDATE // ppo_rows,
+        ppo_rows=rows["ppo"],
+        ppo_parts=EPISODES_PER_UPDATE // rows["ppo"],
         samples=samples,
         eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
-        eval_rows=min(64, 4 * ppo_rows),
-        checkpointing=tight,
+        eval_rows=rows["eval"],
+        placement=inputs.placement,
         minutes=None,
-        notes=_notes(inputs, free),
+        notes=(),
     )
     return _fit_time(sizes, inputs, minutes)
 
 
-def learning_rate(stage: str, parameters: int) -> str:
+def learning_rate(stage: str, parameters: int, adapters: str | None = None) -> str:
     """Return the peak learning rate for a model of this size, to one digit, as written in YAML."""
-    exact = min(MAX_LEARNING_RATES[stage], BASE_LEARNING_RATES[stage] * (1e9 / parameters) ** LEARNING_RATE_EXPONENT)
+    base = BASE_LEARNING_RATES[stage] * (ADAPTER_RATE if adapters else 1)
+    exact = min(MAX_LEARNING_RATES[stage], base * (1e9 / parameters) ** LEARNING_RATE_EXPONENT)
     return f"{exact:.0e}".replace("e-0", "e-")
 
 
@@ -187,7 +191,7 @@ def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
     if stage == "sft":
         epochs = max(usual, min(MAX_SFT_EPOCHS, math.ceil(TARGET_SFT_STEPS / steps_per_epoch)))
     rows, steps = min(rows, batch), steps_per_epoch * epochs
-    peak = learning_rate(stage, inputs.parameters)
+    peak = learning_rate(stage, inputs.parameters, inputs.placement.adapters)
     return Training(peak, epochs, None, rows, batch // rows, steps, usual, eval_rows)
 
 
@@ -195,7 +199,7 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     """Reduce the sizes to the time budget, by the measured speed."""
     if inputs.speed is None:
         return sizes
-    limit = 60 * (minutes or DEFAULT_MINUTES["cpu" if inputs.device.startswith("CPU") else "cuda"])
+    limit = 60 * (minutes or DEFAULT_MINUTES["cuda" if inputs.target.gpu else "cpu"])
     row_s = inputs.lengths.row_mean / inputs.speed.training
     response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
     sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
@@ -231,24 +235,9 @@ def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[
     return replace(training, max_steps=max_steps, steps=steps), steps * step_s + eval_s
 
 
-def _rows(free: float, row: float) -> int:
-    """Return the largest power of two from 1 to 32 that fits."""
-    return min(32, _power_of_two(free / row))
-
-
 def _power_of_two(limit: float) -> int:
     """Return the largest power of two up to the limit, at least 1."""
     return 2 ** int(math.log2(max(1.0, limit)))
-
-
-def _notes(inputs: SizingInputs, free: dict[str, float]) -> tuple[str, ...]:
-    if free["ppo"] >= 0:
-        return ()
-    needed = (MEMORY_SHARE * inputs.memory - free["ppo"]) / 1e9
-    return (
-        f"PPO of {inputs.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
-        f"machine has {inputs.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine",
-    )
 
 
 def _whole_updates(episodes: int) -> int:

@@ -18,14 +18,11 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shell_word, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage
+from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, fragmentation, library_bytes
 from rlhf_cli.stages.plan_inputs import ModelResolver
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.stages.plan_phases import KINDS, MODES
 
-# Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
-FRAGMENTATION = 0.3
-TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 GENERATING = ("ppo", "eval")
 VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
@@ -93,9 +90,10 @@ def _plan(
     stage: Estimate, flops: float | None, overrides: Sequence[str], chain: ModelResolver, libraries: int
 ) -> dict[str, Any]:
     """Return the plan of a stage, as printed by --json."""
-    config, name, data, gpu = stage.config, stage.config.stage, stage.data, stage.target.gpu
-    libraries += TRL_BYTES if name in ("sft", "reward") and not gpu else 0
-    holes, needed = fragmentation(stage), stage.peak.total + fragmentation(stage) + libraries
+    config, name, data = stage.config, stage.config.stage, stage.data
+    libraries = library_bytes(name, stage.target, libraries)
+    holes = fragmentation(stage.peak.total, stage.target)
+    needed = stage.peak.total + holes + libraries
     time_s = estimate_duration(stage, flops)
     step_s = sum(time_s.phases.values())
     return {
@@ -127,11 +125,6 @@ def _plan(
         "steps_are": stage.steps_are,
         "advice": [] if needed <= stage.target.memory else advice(stage, overrides, chain, libraries),
     }
-
-
-def fragmentation(stage: Estimate) -> int:
-    """Return the bytes of freed memory that malloc keeps on a CPU."""
-    return 0 if stage.target.gpu else round(FRAGMENTATION * stage.peak.total)
 
 
 def fits(stage: Estimate, needed: int) -> bool | None:
@@ -169,7 +162,7 @@ def _combine(
             continue
         if smaller.peak.total < 0.99 * peak:
             chosen, peak = [*kept, *changes], smaller.peak.total
-            needed = peak + fragmentation(smaller) + libraries
+            needed = peak + fragmentation(peak, stage.target) + libraries
             found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
             if found["fits"]:
                 break
