@@ -71,7 +71,7 @@ class MemoryPlanner:
             for placement in wanted:
                 filled = self._fill(placement, least)
                 if filled.bytes <= self.available:
-                    return filled, None if placement.adapters is None else whole
+                    return filled, whole if whole.bytes > self.available else None
         size, room = system.format_bytes(filled.bytes), system.format_bytes(self.target.memory)
         text = f"with {filled} the {filled.fullest} stage needs {size}, and {self.target.name} has {room}"
         hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
