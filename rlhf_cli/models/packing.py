@@ -140,7 +140,9 @@ def _trial(model: Any) -> Tensor:
     row = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2], device=model.device)
     column = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=model.device)
     ids = (torch.arange(15, device=model.device) % model.config.get_text_config().vocab_size).reshape(3, 5)
-    return hidden_states_at(model.base_model, ids, lengths, row, column)
+    stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=stored_for_autocast):
+        return hidden_states_at(model.base_model, ids, lengths, row, column)
 
 
 def _is_close(states: Tensor, expected: Tensor) -> bool:

@@ -31,7 +31,7 @@ def test_t01_pad_is_eos(folder: Path) -> None:
     foreign_scorer(folder, pad_token_id=1)
     small = ["total_episodes=8", "per_device_train_batch_size=8", "gradient_accumulation_steps=1", "response_length=8"]
     scored = rlhf("ppo", *(f"ppo.{setting}" for setting in small))
-    assert warned(scored, "T01", "ppo.yaml:1: the reward model's pad token ends a text")
+    assert warned(scored, "T01", "ppo.yaml:1: the reward model's pad token is its EOS")
 
 
 @pytest.mark.training
