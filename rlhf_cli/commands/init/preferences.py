@@ -60,11 +60,7 @@ def init(
     E03 if the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
-        required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
-        missing = [option for option, value in required.items() if value is None]
-        text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
-        raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
+        raise _missing_options_error(data, base, folder)
     if adapters not in ADAPTERS:
         text = f"--adapters {adapters}: not one of {', '.join(ADAPTERS)}"
         raise RLHFError("C07", text, hint=did_you_mean(adapters, ADAPTERS))
@@ -101,6 +97,14 @@ def init(
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes)
+
+
+def _missing_options_error(data: str | None, base: str | None, folder: Path) -> RLHFError:
+    required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
+    missing = [option for option, value in required.items() if value is None]
+    text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
+    return RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
 
 
 def _column_names(columns: Sequence[str]) -> dict[str, str]:
