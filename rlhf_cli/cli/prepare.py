@@ -72,9 +72,10 @@ def init(
     if preset == "preferences":
         from rlhf_cli.commands.init import preferences
 
-        placement = {"adapters": adapters or "auto", "gpu": gpu}
-        texts = {"data": data, "base": base, "columns": column or [], "plain": plain}
-        preferences.init(folder, **texts, minutes=minutes, **placement, seed=seed)
+        preferences.init(
+            folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes,
+            adapters=adapters or "auto", gpu=gpu, seed=seed,
+        )  # fmt: skip
         return
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")

@@ -36,6 +36,7 @@ from rlhf_cli.rewards.function import RewardFn, load_function, score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
+from rlhf_cli.stages.ppo_models import SharedBaseModels
 from rlhf_cli.tracking import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
@@ -150,8 +151,8 @@ def evaluate_policies(
     At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
     parents, modes = stage.parents, config.eval.modes
-    policy_text = setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
-    judges = load_judges(config, stage, policy_text)
+    loaded = EvaluatedModels(config, stage, tokenizer)
+    judges = load_judges(loaded, setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts))
     evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, stage.process_group)
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     policies = [(name, parents[f"models.{name}"], modes, series.step if name == "ppo" else None) for name in names]
@@ -161,33 +162,56 @@ def evaluate_policies(
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
-    bf16 = devices.use_bf16(config.eval.bf16)
-
-    def load_policy(parent: Parent) -> Any:
-        model = setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer)
-        if bf16:
-            lora.autocast_matrices(model.requires_grad_(False))
-        return model.to(devices.device()).eval()
-
-    sft = load_policy(parents["models.sft"])
     with Progress("eval", sum(len(modes) for _, _, modes, _ in policies) + num_draws, "round") as bar:
         for name, parent, modes, step in policies:
-            policy = sft if name == "sft" else load_policy(parent)
+            policy = loaded.sft if name == "sft" else loaded.policy(parent)
             for mode in modes:
-                evaluated.append(replace(evaluator.evaluate(name, mode, policy, sft), step=step))
+                evaluated.append(replace(evaluator.evaluate(name, mode, policy, loaded.sft), step=step))
                 bar.advance(note=f"{name} {mode}")
             del policy  # before the next one is loaded
         for draw in range(1, num_draws + 1):
-            draws.append(evaluator.evaluate("sft", "sampled", sft, sft, draw=draw))
+            draws.append(evaluator.evaluate("sft", "sampled", loaded.sft, loaded.sft, draw=draw))
             bar.advance(note=f"best of {draw}")
     return evaluated + [select_best_of_n(draws[:n]) for n in config.eval.best_of]
 
 
-def load_judges(
-    config: EvalConfig, stage: setup.StageRun, policy_text: setup.PolicyText
-) -> dict[str, JudgeFn | ModelReward]:
+class EvaluatedModels:
+    """Loads the policies and reward models of an evaluation; adapters of models.sft share its weights.
+
+    They are frozen; with bf16 their matrices are stored in bfloat16.
+    """
+
+    def __init__(self, config: EvalConfig, stage: setup.StageRun, tokenizer: Any) -> None:
+        self.config, self.stage, self.tokenizer = config, stage, tokenizer
+        self.bf16, parent = devices.use_bf16(config.eval.bf16), stage.parents["models.sft"]
+        self.sft = self._place(setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer))
+        self.base = SharedBaseModels(config, stage.options, parent, self.sft)
+
+    def policy(self, parent: Parent) -> Any:
+        """Return a policy: an adapter on the weights of models.sft, or a model with its own."""
+        if self.base.own_weights_reason(parent, self.tokenizer) is None:
+            return self.base.load_policy(parent).requires_grad_(False).eval()
+        return self._place(
+            setup.load_model(load.load_causal_lm, self.config, self.stage.options, parent, self.tokenizer)
+        )
+
+    def reward_model(self, parent: Parent, tokenizer: Any) -> Any:
+        """Return a reward model, which reads the tokens of `tokenizer`."""
+        if self.base.own_weights_reason(parent, tokenizer) is None:
+            return self.base.load_scorer(parent).get_base_model().requires_grad_(False).eval()
+        return self._place(setup.load_model(load.load_reward_model, self.config, self.stage.options, parent, tokenizer))
+
+    def _place(self, model: Any) -> Any:
+        model.requires_grad_(False).eval()
+        if self.bf16:
+            lora.autocast_matrices(model)
+        return model.to(devices.device())
+
+
+def load_judges(loaded: EvaluatedModels, policy_text: setup.PolicyText) -> dict[str, JudgeFn | ModelReward]:
     """Load the judges by name: reward models and functions. `reward` is the model PPO was trained on."""
-    options, functions = stage.options, judge_functions(config)
+    config, stage = loaded.config, loaded.stage
+    functions = judge_functions(config)
     keys = {"reward": "models.reward"} if "models.reward" in stage.parents else {}
     keys |= {name: f"judges.{name}" for name in config.judges}
     judges: dict[str, JudgeFn | ModelReward] = {}
@@ -195,13 +219,11 @@ def load_judges(
         if key.startswith("judges.") and name in functions:
             judges[name] = partial(score_texts, name, functions[name])
             continue
-        parent = stage.parents[key]
-        own_tokenizer = setup.load_own_tokenizer(config, options, policy_text.sft, parent)
-        tokenizer = own_tokenizer or policy_text.tokenizer
-        model = setup.load_model(load.load_reward_model, config, options, parent, tokenizer)
-        model, rows = model.to(devices.device()).eval(), config.eval.per_device_batch_size
-        bf16 = devices.use_bf16(config.eval.bf16)
-        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, rows=rows, bf16=bf16)
+        parent, rows = stage.parents[key], config.eval.per_device_batch_size
+        own_tokenizer = setup.load_own_tokenizer(config, stage.options, policy_text.sft, parent)
+        model = loaded.reward_model(parent, own_tokenizer or policy_text.tokenizer)
+        options: dict[str, Any] = {"rows": rows, "bf16": loaded.bf16}
+        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, **options)
     return judges
 
 

@@ -21,7 +21,6 @@ from rlhf_cli.stages.plan_models import (
     Target,
     adapter_kind,
     fixed_memory,
-    is_scorer_key,
     models_in_memory,
 )
 
@@ -64,7 +63,7 @@ def _fixed_memory(config: Config, parents: Mapping[str, Parent], target: Target)
     """Return what the existing models need; nothing if one cannot be read: loading reports the error."""
     keys = {use.key for use in models_in_memory(config)} & parents.keys()
     sft = parents.get("models.sft")
-    separate = {key for key in filter(is_scorer_key, keys) if not (sft and runs.is_adapter_of(parents[key], sft))}
+    separate = {key for key in keys if not (sft and runs.is_adapter_of(parents[key], sft))}
     try:
         return fixed_memory(config, {key: load.read_config(parents[key].model) for key in keys}, separate, target)
     except (RLHFError, ValueError):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
@@ -58,10 +59,12 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     bodies, data = {key: spec.body for key, spec in specs.items()}, chain.data_size(config, next(iter(specs.values())))
     if isinstance(config, PPOConfig):
         ppo_setup.check_num_shared_layers(config, bodies["models.sft"])
-    elif isinstance(config, EvalConfig):
-        mode = "full"  # evaluated models are loaded in full
-    sampled = _num_sampled(config, chain, data.rows, target) if isinstance(config, EvalConfig) else 0
-    models, phases = stage_phases(config, bodies, mode, target, data.lengths, separate=separate, sampled=sampled)
+    options: dict[str, Any] = {"separate": separate}
+    if isinstance(config, EvalConfig):
+        mode = "full"  # evaluated adapters are loaded onto the full weights of models.sft
+        sampled = _num_sampled(config, chain, data.rows, target)
+        options = {"adapters": chain.adapters_of_sft(config), "sampled": sampled}
+    models, phases = stage_phases(config, bodies, mode, target, data.lengths, **options)
     return Estimate(config, mode, models, data, phases, _steps(config, data.rows, target.processes), target)
 
 
@@ -73,19 +76,23 @@ def stage_phases(
     lengths: Lengths,
     *,
     separate: Collection[str] = (),
+    adapters: Collection[str] = (),
     sampled: int = 0,
 ) -> tuple[dict[str, StageModel], list[Phase]]:
     """Return the models of a stage by name and its phases, for models with these configs and rows of these lengths.
 
-    `separate` as in `plan_models.ppo_plan`; `sampled`: the responses of an evaluation.
+    `separate` as in `plan_models.ppo_plan`. Of an evaluation: `adapters`, the keys of models that are adapters of
+    models.sft, and `sampled`, its responses.
     """
     if isinstance(config, PPOConfig):
         models, plan = plan_models.ppo_plan(config, bodies, mode, target, separate, lengths)
         return models, plan.phases()
     if isinstance(config, EvalConfig):
-        policies, judges = plan_models.evaluation_models(config, bodies, target)
-        each = [*policies.values()], [*judges.values()]
-        return {**policies, **judges}, plan_phases.evaluation_phases(*each, config.eval, sampled, lengths)
+        policies, judges = plan_models.evaluation_models(config, bodies, target, adapters)
+        weights = plan_models.evaluation_weights({**policies, **judges}, adapters)
+        sizes = weights, config.eval.per_device_batch_size, sampled, lengths
+        phases = plan_phases.evaluation_phases([*policies.values()], [*judges.values()], *sizes)
+        return {**policies, **judges}, phases
     assert isinstance(config, SFTConfig | RewardConfig)
     model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
     fixed = plan_models.trl_fixed(config, model, target)

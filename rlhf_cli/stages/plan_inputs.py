@@ -197,9 +197,18 @@ class ModelResolver:
         scorers = [reference for reference in others if plan_models.is_scorer_key(reference.key)]
         return {reference.key for reference in scorers if not self._is_adapter(config, reference, sft)}
 
+    def adapters_of_sft(self, config: EvalConfig) -> set[str]:
+        """Return the keys of models that are adapters of models.sft's weights."""
+        in_memory = {use.key for use in plan_models.models_in_memory(config)}
+        references = {reference.key: reference for reference in runs.references(config)}
+        others = [references[key] for key in in_memory - {"models.sft"}]
+        return {each.key for each in others if self._is_adapter(config, each, references["models.sft"])}
+
     def _is_adapter(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:
         path = Path(reference.path)
         writer = None if (path / "manifest.json").exists() else self._writer(path)
+        if isinstance(writer, PPOConfig):
+            return writer.models.adapters is not None and writer.models.sft == sft.path
         if isinstance(writer, RewardConfig):
             return writer.model.adapters is not None and writer.model.path == sft.path
         base = runs.open_reference(config, reference, hashed=False).base

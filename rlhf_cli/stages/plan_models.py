@@ -205,19 +205,29 @@ def ppo_plan(
 
 
 def evaluation_models(
-    config: EvalConfig, bodies: Bodies, target: Target
+    config: EvalConfig, bodies: Bodies, target: Target, adapters: Collection[str] = ()
 ) -> tuple[dict[str, StageModel], dict[str, StageModel]]:
-    """Return the policies and the judges of an evaluation by key, as far as `bodies` has them."""
-    options = {"bf16": target.computes_in_bf16(config.eval.bf16), "frozen": True}
+    """Return the policies and the judges of an evaluation by key, as far as `bodies` has them.
+
+    `adapters`: keys of models that are adapters of models.sft's weights.
+    """
+    bf16 = {"bf16": target.computes_in_bf16(config.eval.bf16)}
+    whole: dict[str, Any] = {**bf16, "frozen": True}
+    options = {key: {**bf16, "adapters": DEFAULT_ADAPTERS} if key in adapters else whole for key in bodies}
     policies, judges = (
         {
-            use.key: _stage_model(config, use.key, bodies, scorer=role == "judge", **options)
+            use.key: _stage_model(config, use.key, bodies, scorer=role == "judge", **options[use.key])
             for use in models_in_memory(config)
             if use.role == role and use.key in bodies
         }
         for role in ("policy", "judge")
     )
     return policies, judges
+
+
+def evaluation_weights(models: Mapping[str, StageModel], adapters: Collection[str]) -> int:
+    """Return the bytes of all weights of an evaluation; adapters add only themselves to those of models.sft."""
+    return sum(memory.size_bytes(m.trained) if key in adapters else m.weights for key, m in models.items())
 
 
 @dataclass(frozen=True)
@@ -232,7 +242,7 @@ class FixedMemory:
         return round(sum(self.kinds.values()))
 
 
-def fixed_memory(config: Config, bodies: Bodies, separate: Collection[str], target: Target) -> FixedMemory:
+def fixed_memory(config: Config, bodies: Bodies, separate: set[str], target: Target) -> FixedMemory:
     """Return a lower bound of a stage's memory: no activations, and only the models of `bodies`."""
     mode = mode_of(config)
     if isinstance(config, SFTConfig | RewardConfig) and bodies:
@@ -246,6 +256,7 @@ def fixed_memory(config: Config, bodies: Bodies, separate: Collection[str], targ
         _, plan = ppo_plan(config, bodies, mode, target, separate, Lengths(1, 1))
         return FixedMemory(plan.fixed(), memory.size_bytes(plan.trained) + plan.learning["optimizer"])
     if isinstance(config, EvalConfig):
-        models = [model for models in evaluation_models(config, bodies, target) for model in models.values()]
-        return FixedMemory({"weights": sum(model.weights for model in models)}, 0)
+        adapters = bodies.keys() - separate - {"models.sft"} if "models.sft" in bodies else set()
+        policies, judges = evaluation_models(config, bodies, target, adapters)
+        return FixedMemory({"weights": evaluation_weights({**policies, **judges}, adapters)}, 0)
     return FixedMemory({}, 0)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.common import Adapters, LoRA
-from rlhf_cli.config.eval import EvalSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import lora, memory, sharding
 from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept
@@ -382,11 +381,11 @@ class PPOPlan:
 
 
 def evaluation_phases(
-    policies: Sequence[StageModel], judges: Sequence[StageModel], settings: EvalSettings, total: int, lengths: Lengths
+    policies: Sequence[StageModel], judges: Sequence[StageModel], weights: int, rows: int, total: int, lengths: Lengths
 ) -> list[Phase]:
     """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
-    rows = min(settings.per_device_batch_size, total)
-    fixed, answers = {"weights": sum(model.weights for model in (*policies, *judges))}, rows * lengths.response
+    rows = min(rows, total)
+    fixed, answers = {"weights": weights}, rows * lengths.response
     reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
     logits = {"logits": SAMPLE_COPIES * 4 * answers * policies[0].vocabulary}
     flops = sum(model.forward_flops(rows, lengths.row) for model in judges)

@@ -18,6 +18,7 @@ from torch import nn
 
 from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.base import Options
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import at_location, collect_errors
@@ -35,7 +36,7 @@ class SharedBaseModels:
     They return peft models, for `save.save_model`; PPO works with the plain model inside, `get_base_model()`.
     """
 
-    config: PPOConfig
+    config: PPOConfig | EvalConfig
     options: Options
     sft: Parent
     model: Any
@@ -66,6 +67,15 @@ class SharedBaseModels:
         terminal.say(f"ppo      {parent.key} is {reason}: {size} of additional memory; {hint}")
         return model.to(devices.device())
 
+    def load_policy(self, parent: Parent) -> Any:
+        """Load a policy's adapter onto the shared weights; return the plain model. Raises RLHFError M01."""
+        with at_location(self.config.where(parent.key)):
+            model_config = load.read_config(parent.model, self.options.trust_remote_code)
+            model = sharding.clone_sharing_weights(self.model)
+            base = self.sft.hub or self.sft.model
+            adapted = lora.load_adapter(model, parent.model, model_config, base, self.sft.revision)
+            return lora.unwrap(adapted.to(devices.device()))
+
     def load_scorer(self, parent: Parent) -> Any:
         """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""
         with at_location(self.config.where(parent.key)):
@@ -90,8 +100,8 @@ class SharedBaseModels:
 
         They initially change nothing, and their values depend only on the seed and the role. Raises RLHFError C07.
         """
+        assert isinstance(self.config, PPOConfig) and self.config.models.adapters
         adapters, key = self.config.models.adapters, "models.adapters"
-        assert adapters is not None
         with at_location(self.config.where(f"{key}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             adapted = lora.add_adapters(

@@ -20,8 +20,9 @@ from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.runs.parents import sha256_with_base
-from rlhf_cli.stages import hardware
+from rlhf_cli.stages import hardware, setup
 from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.stages.ppo_models import SharedBaseModels
 from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -226,6 +227,30 @@ def test_bfloat16_applies_to_the_base_and_not_to_trained_weights(adapters_copy: 
 
 
 # Later stages
+
+
+def test_an_evaluation_loads_one_base_and_gives_the_numbers_of_merged_models(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, plain = [], setup.load_model
+
+    def load_model(loader: Any, *args: Any) -> Any:
+        loads.append(loader.__name__)
+        return plain(loader, *args)
+
+    monkeypatch.setattr(setup, "load_model", load_model)
+    reports = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(SharedBaseModels, "own_weights_reason", lambda *_: "for this test")
+        run(copied, "eval", "--fresh")
+        reports.append(json.loads(Path("eval/report.json").read_text())["models"])
+        assert (loads == ["load_causal_lm"]) is not whole and len(loads) <= 8
+        loads.clear()
+    for name in ("sft", "ppo"):
+        one, other = (report[name] for report in reports)
+        assert one["reward_mean"] == pytest.approx(other["reward_mean"], rel=1e-4)
+        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3, abs=1e-5)
 
 
 def test_eval_and_verify_read_adapters(copied: Path) -> None:

@@ -120,7 +120,8 @@ def test_the_stages_store_frozen_matrices_in_bfloat16(run_folder, monkeypatch):
     assert load_causal_lm(run_folder / "ppo/model").dtype == torch.float32
     stored.clear()
     result = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh", "-s", "eval.bf16=true")
-    assert result.exit_code == 0 and len(stored) == 4, result.stderr  # two policies, a snapshot, the judge
+    assert result.exit_code == 0 and stored.count("LlamaForCausalLM") == 3, result.stderr  # two policies, a snapshot
+    assert "LlamaForSequenceClassification" in stored
 
 
 def output(folder: Path) -> tuple[object, ...]:

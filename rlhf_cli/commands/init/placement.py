@@ -94,7 +94,7 @@ class MemoryPlanner:
         return Placement(*made, rows=rows, rollout_rows=rollout, fullest=fullest, bytes=needed[fullest])
 
     def _needed(self, stage: str, placement: Placement, rows: int, rollout_rows: int) -> int:
-        """Return the bytes that a stage needs with so many rows at once."""
+        """Return the bytes that a stage needs with `rows` at once."""
         config = _config(stage, placement, rows, rollout_rows, self.lengths)
         keys = ("model.path", "models.sft", "models.ppo", "models.reward")
         longest, response = self.lengths.max_length, self.lengths.response_length
@@ -103,7 +103,9 @@ class MemoryPlanner:
             "reward": plan_phases.Lengths(longest - 1, 1),
         }.get(stage, plan_phases.Lengths(self.lengths.prompt_max, response))
         bodies, mode = dict.fromkeys(keys, self.body), mode_of(config)
-        _, phases = stage_phases(config, bodies, mode, self.target, lengths, sampled=EPISODES_PER_UPDATE)
+        adapters = keys[2:] if placement.adapters else ()
+        sampled: dict[str, Any] = {"adapters": adapters, "sampled": EPISODES_PER_UPDATE} if stage == "eval" else {}
+        _, phases = stage_phases(config, bodies, mode, self.target, lengths, **sampled)
         peak = max(phase.total for phase in phases)
         return peak + fragmentation(peak, self.target) + library_bytes(stage, self.target, self.process)
 
