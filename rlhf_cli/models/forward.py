@@ -21,6 +21,8 @@ from rlhf_cli.models import packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
+MAX_LOGITS, MIN_CHUNK_TOKENS = 2**27, 64  # of `logit_chunks`
+
 
 class ValueHead(nn.Module):
     """Value head: a linear layer on the policy's last hidden state, (..., H) -> (...).
@@ -81,6 +83,12 @@ class _StubOutput:
 def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Return the logits (N, V) that predict each response token of the micro-batch."""
     return lm_head_logits(model, response_hidden_states(model, micro))
+
+
+def logit_chunks(model: Any, num_tokens: int) -> list[slice]:
+    """Return slices of tokens whose logits (tokens, V) are computed together: all, unless they are very many."""
+    size = max(MIN_CHUNK_TOKENS, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
 def _head_scores(model: Any, hidden: Tensor) -> Tensor:

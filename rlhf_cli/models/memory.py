@@ -94,10 +94,11 @@ def bytes_saved_by_4_bits(model: Any) -> int:
     return sum(w.nbytes - -(-w.numel() // 2) - WEIGHT_BYTES * -(-w.numel() // lora.BLOCK_SIZE) for w in numbers)
 
 
-def bytes_saved_by_bf16(model: Any) -> int:
-    """Return how many bytes fewer the frozen matrices of a float32 model's layers take in bfloat16."""
+def bytes_saved_by_bf16(model: Any, *, all_weights: bool = False) -> int:
+    """Return how many bytes fewer the frozen matrices, or all, of a float32 model's layers take in bfloat16."""
     weights = {layer.weight for _, _, layer in lora.linear_layers(model)}
-    return sum(2 * w.numel() for w in weights if w.dtype == torch.float32 and not w.requires_grad)
+    chosen = [w for w in weights if w.dtype == torch.float32 and (all_weights or not w.requires_grad)]
+    return sum(2 * w.numel() for w in chosen)
 
 
 def optimizer_bytes(weights: Iterable[Tensor], full_precision: set[Tensor], *, eight_bits: bool) -> int:

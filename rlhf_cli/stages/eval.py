@@ -26,8 +26,8 @@ from rlhf_cli.evaluation.summary import (
     sample_rows,
     select_best_of_n,
 )
-from rlhf_cli.models import devices, forward, load, lora
-from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
+from rlhf_cli.models import devices, forward, load
+from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
@@ -184,28 +184,23 @@ class EvaluatedModels:
     def __init__(self, config: EvalConfig, stage: setup.StageRun, tokenizer: Any) -> None:
         self.config, self.stage, self.tokenizer = config, stage, tokenizer
         self.bf16, parent = devices.use_bf16(config.eval.bf16), stage.parents["models.sft"]
-        self.sft = self._place(setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer))
+        model = setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer)
+        self.sft = setup.place_frozen(model, bf16=self.bf16)
         self.base = SharedBaseModels(config, stage.options, parent, self.sft)
 
     def policy(self, parent: Parent) -> Any:
         """Return a policy: an adapter on the weights of models.sft, or a model with its own."""
         if self.base.own_weights_reason(parent, self.tokenizer) is None:
             return self.base.load_policy(parent).requires_grad_(False).eval()
-        return self._place(
-            setup.load_model(load.load_causal_lm, self.config, self.stage.options, parent, self.tokenizer)
-        )
+        model = setup.load_model(load.load_causal_lm, self.config, self.stage.options, parent, self.tokenizer)
+        return setup.place_frozen(model, bf16=self.bf16)
 
     def reward_model(self, parent: Parent, tokenizer: Any) -> Any:
         """Return a reward model, which reads the tokens of `tokenizer`."""
         if self.base.own_weights_reason(parent, tokenizer) is None:
             return self.base.load_scorer(parent).get_base_model().requires_grad_(False).eval()
-        return self._place(setup.load_model(load.load_reward_model, self.config, self.stage.options, parent, tokenizer))
-
-    def _place(self, model: Any) -> Any:
-        model.requires_grad_(False).eval()
-        if self.bf16:
-            lora.autocast_matrices(model)
-        return model.to(devices.device())
+        model = setup.load_model(load.load_reward_model, self.config, self.stage.options, parent, tokenizer)
+        return setup.place_frozen(model, bf16=self.bf16)
 
 
 def load_judges(loaded: EvaluatedModels, policy_text: setup.PolicyText) -> dict[str, JudgeFn | ModelReward]:
@@ -272,7 +267,7 @@ class PolicyEvaluator:
         prompt_texts, response_texts = rollout.texts(self.tokenizer)
         kl = [0.0] * len(prompt_texts) if mode == "sampled" else None
         if mode == "sampled" and policy is not sft:
-            with torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=devices.use_bf16(bf16)):
+            with setup.autocast(bf16=devices.use_bf16(bf16)):
                 kl = sequence_kl(policy, sft, rollout, temperature, max_rows=batch_size)
         models = {judge: source for judge, source in self.judges.items() if isinstance(source, ModelReward)}
         scores = {judge: model(rollout).tolist() for judge, model in models.items()}
@@ -292,12 +287,18 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
         "kl: micro-batch", split_into_micro_batches(rollout.lengths, row_index, max_rows=max_rows)
     ):
         micro = rollout.micro_batch(micro_rows)
-        logprobs, ref_logprobs = (
-            losses.token_logprobs(forward.response_logits(model, micro), micro.response_ids, temperature)
-            for model in (policy, ref)
-        )
+        logprobs, ref_logprobs = (_response_logprobs(model, micro, temperature) for model in (policy, ref))
         totals.index_add_(0, micro.response_index[0], (logprobs - ref_logprobs).double())
     return totals.tolist()
+
+
+def _response_logprobs(model: Any, micro: MicroBatch, temperature: float) -> Tensor:
+    """Return the log-prob (N,) of each response token."""
+    hidden = forward.response_hidden_states(model, micro)
+    parts = forward.logit_chunks(model, len(hidden))
+    logits = (forward.lm_head_logits(model, hidden[part]) for part in parts)
+    each = zip(logits, parts, strict=True)
+    return torch.cat([losses.token_logprobs(z, micro.response_ids[part], temperature) for z, part in each])
 
 
 # Trackers

@@ -87,11 +87,13 @@ class StageModel:
     four_bits: bool = False
     frozen: bool = False
     parameters: int = field(init=False)
-    full_weights: int = field(init=False)  # bytes of its parameters without adapters, in no 4 bits
+    full_weights: int = field(init=False)  # bytes of its parameters without adapters, in no 4 bits, frozen
     weights: int = field(init=False)  # bytes in memory
 
     def __post_init__(self) -> None:
         self.parameters, self.full_weights = self.model.num_parameters(), memory.size_bytes(self.model.parameters())
+        if self.bf16:  # as the finished model is read
+            self.full_weights -= memory.bytes_saved_by_bf16(self.model, all_weights=True)
         saved = memory.bytes_saved_by_4_bits(self.model) if self.four_bits else 0
         if self.adapters:
             memory.add_adapters(self.model, self.adapters)

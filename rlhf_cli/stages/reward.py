@@ -72,17 +72,20 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         del trainer
         gc.collect()  # before the model is loaded again
         # Everything measured describes the saved files.
-        kwargs = load.load_kwargs(config.model, stage.options.trust_remote_code)
-        scorer = load.load_reward_model(config.folder / "model", **kwargs)
-        scorer.to(devices.device()).eval().requires_grad_(False)
+        answers: list[list[int]] = []
+        if config.reward.normalize == "sft":  # before the trained model is in memory, too
+            with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
+                answers = sample_answers(config, stage.options, parent, tokenizer, rows, process_group)
+                bar.advance()
+            gc.collect()
+        kwargs, bf16 = load.load_kwargs(config.model, stage.options.trust_remote_code), use_bf16(config)
+        scorer = setup.place_frozen(load.load_reward_model(config.folder / "model", **kwargs), bf16=bf16)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:
             trl_common.log_final_evaluation(log, steps, metrics)
     scale = {}
-    if config.reward.normalize == "sft":
-        with Progress("reward: normalize", 2, "pass", brief=True) as bar:
-            answers = sample_answers(config, stage.options, parent, tokenizer, rows, process_group)
-            bar.advance()
+    if answers:
+        with Progress("reward: normalize", 1, "pass", brief=True) as bar:
             scale = normalize_scores(config, scorer, answers, process_group)
             bar.advance()
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
@@ -91,7 +94,8 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
             **tokenizers.manifest_fields(tokenizer, stop_id),
             "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
             **({"card": report_card} if report_card else {}),
-            "probes": reference_probes(scorer, eval_rows or rows),
+            "probes": reference_probes(scorer, eval_rows or rows, bf16=bf16),
+            **({"probes_dtype": "bfloat16"} if bf16 else {}),
             **scale,
             "step": steps,
         }
@@ -136,9 +140,19 @@ def make_trainer(
 # Scores of the saved model
 
 
+def use_bf16(config: RewardConfig) -> bool:
+    """Return True if the stage computes in bfloat16."""
+    return devices.use_bf16(config.reward.bf16)
+
+
 @torch.no_grad()
 def raw_scores(
-    scorer: Any, rows: Sequence[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS
+    scorer: Any,
+    rows: Sequence[list[int]],
+    size: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    *,
+    bf16: bool = False,
 ) -> list[float]:
     """Return the pooled logit of each row of token ids, in batches of `size` rows of similar length, on all ranks."""
     rank_scores: dict[int, float] = {}
@@ -147,7 +161,8 @@ def raw_scores(
     for batch in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in batch], scorer.config.pad_token_id)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        logits = scorer(**inputs, use_cache=False).logits
+        with setup.autocast(bf16=bf16):
+            logits = scorer(**inputs, use_cache=False).logits
         rank_scores |= zip(batch, logits[:, 0].float().tolist(), strict=True)
     scores: dict[int, float] = {}
     for part in process_group.all_gather_object(rank_scores):
@@ -155,13 +170,13 @@ def raw_scores(
     return [scores[i] for i in range(len(rows))]
 
 
-def reference_probes(scorer: Any, rows: PairRows) -> list[dict[str, Any]]:
+def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list[dict[str, Any]]:
     """Return some rows, chosen and rejected alternating, with the normalized scores PPO must reproduce (M09)."""
     mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
     probes = []
     for number, row in enumerate(rows[:NUM_PROBES]):
         ids, start = row["rejected_ids" if number % 2 else "chosen_ids"], len(row["prompt_ids"])
-        score = (raw_scores(scorer, [ids], 1)[0] - mean) / deviation
+        score = (raw_scores(scorer, [ids], 1, bf16=bf16)[0] - mean) / deviation
         probes.append({"prompt_ids": ids[:start], "response_ids": ids[start:], "score": score})
     return probes
 
@@ -183,14 +198,14 @@ def sample_answers(
     """
     model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
     tokenizers.resize_to_tokenizer(model, tokenizer)
-    model.to(devices.device()).eval()
+    setup.place_frozen(model, bf16=use_bf16(config))
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
     if (context := load.context_length(model.config)) is not None:
         length = max(1, min(length, context - max(map(len, selected))))
     stop_id, pad_id = data.stop_token_id(tokenizer), tokenizer.pad_token_id
-    engine = HFEngine(model, stop_id, pad_id, temperature=1.0, batch_size=SAMPLING_BATCH_SIZE)
+    engine = HFEngine(model, stop_id, pad_id, 1.0, SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 
@@ -205,7 +220,8 @@ def normalize_scores(
     config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
 ) -> dict[str, float]:
     """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
+    size = config.reward.per_device_eval_batch_size
+    scores = raw_scores(scorer, rows, size, process_group, bf16=use_bf16(config))
     raw = torch.tensor(scores, dtype=torch.float64)
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:
@@ -234,7 +250,8 @@ def make_report_card(
     scores = {}
     with Progress("reward: report card", len(inputs), "pass", brief=True) as bar:
         for name, answers in inputs.items():
-            scores[name] = raw_scores(scorer, answers, config.reward.per_device_eval_batch_size, process_group)
+            size = config.reward.per_device_eval_batch_size
+            scores[name] = raw_scores(scorer, answers, size, process_group, bf16=use_bf16(config))
             if not all(map(math.isfinite, scores[name])):
                 text = "the finished model gives scores that are not finite: the training diverged"
                 raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")

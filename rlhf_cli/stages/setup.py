@@ -195,6 +195,19 @@ def retokenize_prompts(
     return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
 
 
+def place_frozen(model: Any, *, bf16: bool) -> Any:
+    """Freeze a model and move it to the device; with bf16 its matrices are stored in bfloat16, for `autocast`."""
+    model.requires_grad_(False).eval()
+    if bf16:
+        lora.autocast_matrices(model)
+    return model.to(devices.device())
+
+
+def autocast(*, bf16: bool) -> torch.autocast:
+    """Return the context manager in which models compute in bfloat16, if set."""
+    return torch.autocast(devices.device().type, dtype=torch.bfloat16, enabled=bf16)
+
+
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """Raise RLHFError M09 if a reward model's scores, read as PPO reads them, differ from those stored with it."""
     probes = parent.manifest["probes"]
@@ -202,7 +215,8 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])
     tolerance, spread = PROBE_TOLERANCE, float(stored.std(correction=0))
-    if lora.is_quantized(model) or model.dtype == torch.bfloat16:
+    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16"
+    if lora.is_quantized(model) or model.dtype == torch.bfloat16 or stored_in_bf16:
         share = PROBE_TOLERANCE_4_BITS if lora.is_quantized(model) else PROBE_TOLERANCE_BF16
         tolerance = max(tolerance, share * spread)
     differing = ((scores - stored).abs() > tolerance).nonzero()[:, 0].tolist()

@@ -20,7 +20,7 @@ from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import build, devices, load, lora, tokenizers
+from rlhf_cli.models import build, devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
@@ -178,7 +178,8 @@ def evaluate_saved_model(
     Raises RLHFError R01 if the loss is not finite.
     """
     model = load.load_causal_lm(config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code))
-    model.to(devices.device()).eval()
+    bf16 = devices.use_bf16(config.sft.bf16)
+    setup.place_frozen(model, bf16=bf16)
     width = config.sft.max_length
     windows = [
         (row["input_ids"][i : i + width], row["labels"][i : i + width])
@@ -188,7 +189,7 @@ def evaluate_saved_model(
     windows.sort(key=lambda window: len(window[0]))
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*windows[first : first + size], strict=True) for first in range(0, len(windows), size)]
-    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
+    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar, setup.autocast(bf16=bf16):
         rank_batches = track_progress("score: batch", process_group.shard(batches))
         rank_sums = [_batch_sums(model, ids, labels, pad_id) for ids, labels in rank_batches]
         bar.advance()
@@ -217,10 +218,13 @@ def _batch_sums(
     input_ids, mask = right_pad(ids, pad_id)
     labels_tensor = right_pad(labels, IGNORE_INDEX)[0][:, 1:]
     inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long().to(model.device)}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
     row, column = (labels_tensor != IGNORE_INDEX).nonzero(as_tuple=True)
     targets = labels_tensor[row, column].to(model.device)
-    logprobs = logits[row, column].float().log_softmax(-1)
-    loss = torch.nn.functional.nll_loss(logprobs, targets, reduction="sum")
-    entropy = -sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
-    return float(loss), entropy, int((logprobs.argmax(-1) == targets).sum()), len(targets)
+    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state[row, column]
+    loss, entropy, correct = 0.0, 0.0, 0
+    for part in forward.logit_chunks(model, len(targets)):
+        logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)
+        loss += float(torch.nn.functional.nll_loss(logprobs, targets[part], reduction="sum"))
+        entropy -= sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
+        correct += int((logprobs.argmax(-1) == targets[part]).sum())
+    return loss, entropy, correct, len(targets)

@@ -96,9 +96,9 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     longest = []
     plain = reward_stage.raw_scores
 
-    def spy(scorer: Any, ids: list[list[int]], *how: Any) -> list[float]:
+    def spy(scorer: Any, ids: list[list[int]], *how: Any, **options: Any) -> list[float]:
         longest.append(max(map(len, ids)))
-        return plain(scorer, ids, *how)
+        return plain(scorer, ids, *how, **options)
 
     monkeypatch.setattr(reward_stage, "raw_scores", spy)
     result, manifest = reward(world, tmp_path, kinder_is_better, n=512, steps=200)
