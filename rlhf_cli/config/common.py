@@ -37,6 +37,17 @@ class TrainingConfig(Config):
         rates = {key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}
         return {**keys, stage: {**rates, **settings}}
 
+    @model_validator(mode="after")
+    def _check_trained_dtype(self) -> Self:
+        """Refuse to train whole weights in bfloat16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1)."""
+        name = "models" if "models" in type(self).model_fields else "model"
+        section = getattr(self, name)
+        if section.dtype == "bfloat16" and not section.adapters:
+            text = f"{name}.dtype bfloat16 loses most updates of whole weights: they are smaller than its rounding"
+            hint = f"remove it ({self.stage}.bf16 computes in bfloat16 with float32 weights), or set {name}.adapters"
+            raise invalid(text, hint, f"{name}.dtype")
+        return self
+
 
 def _recipe_learning_rates(settings: dict[str, Any]) -> dict[str, float]:
     """Return the learning rates of the PPO recipe in `settings`."""

@@ -18,7 +18,7 @@ from without_packages import python
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import fast_paths, scale  # noqa: E402
+from benchmarks import fast_paths, placement, scale  # noqa: E402
 from benchmarks.learning import __main__ as learning  # noqa: E402
 from benchmarks.memory import __main__ as memory  # noqa: E402
 from benchmarks.speed import __main__ as speed  # noqa: E402
@@ -127,6 +127,12 @@ def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     assert rows["tiny generate_batch, 8 rows, full, float32 weights"]["failed"].startswith("ZeroDivisionError")
     assert rows["tiny hf, 8 rows, full, float32 weights"]["mean_length"] == 12
     assert rows["tiny policy and value model, gradient checkpointing"]["update_s"] > 0
+
+
+def test_a_row_of_the_table_of_gpus_is_current():
+    """Through `rlhf init preferences` and `rlhf plan`; the table asserts that each stage of each row fits."""
+    (row,) = placement.table(["Qwen3-0.6B"], [24])[2:]
+    assert row in (ROOT / "docs/results/placement.md").read_text(encoding="utf-8").splitlines()
 
 
 def test_fast_paths(monkeypatch, capsys):

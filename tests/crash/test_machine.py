@@ -54,7 +54,8 @@ def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch
     """bf16 where there is none: as a GPU without it answers."""
     monkeypatch.setattr(devices, "supports_dtype", lambda name: name == "float32")
     replace("ppo.yaml", "ppo:", "ppo:\n  bf16: true")
-    result = rlhf("ppo", "-s", "models.dtype=bfloat16")
+    adapters = ("-s", "models.adapters={kind: lora, r: 2}")
+    result = rlhf("ppo", "-s", "models.dtype=bfloat16", *adapters)
     assert warned(result, "E01", "--set models.dtype: ", "bfloat16 does not work on the CPU, float32 is used")
     assert warned(result, "E01", "ppo.yaml:5: ", "hint: leave ppo.bf16 out")
     assert load.load_causal_lm(three / "ppo/model").dtype == torch.float32

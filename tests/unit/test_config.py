@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bad_configs import MINIMAL, loaded, written
+from bad_configs import MINIMAL, loaded, messages, written
 
 from rlhf_cli import config, runs
 from rlhf_cli.config.fields import RENAMED, with_current_names
@@ -44,6 +44,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     return tmp_path
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_whole_weights_are_not_trained_in_bfloat16(stage: str, here: Path) -> None:
+    """Small updates would be lost without a word; under adapters the base is frozen, and may be bfloat16."""
+    section = "models" if stage == "ppo" else "model"
+    (message,) = messages(stage, MINIMAL[stage], f"{section}.dtype=bfloat16")
+    assert message.startswith(f"error[C17]: --set {section}.dtype: {section}.dtype bfloat16 loses most updates")
+    assert f"set {section}.adapters" in message
+    load(stage, f"{stage}.yaml", [f"{section}.dtype=bfloat16", f"{section}.adapters={{kind: lora}}"])
 
 
 @pytest.mark.parametrize("stage", CONFIGS)

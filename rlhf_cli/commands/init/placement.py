@@ -16,7 +16,7 @@ from rlhf_cli.stages.plan_models import Target, mode_of
 
 MEMORY_SHARE = 0.85  # of the memory that a stage may take by its plan; the rest is for kernels, their caches and errors
 MAX_ROWS = {"sft": 32, "reward": 16, "ppo": 32, "eval": 64}
-MIN_ROWS = {"sft": 2, "reward": 1, "ppo": 2, "eval": 4}  # fewer make a run slow: less memory is better first
+MIN_ROWS = {"sft": 2, "reward": 1, "ppo": 2, "eval": 2}  # fewer make a run slow: less memory is better first
 EPISODES_PER_UPDATE = 64
 BEST_OF = 4
 ADAPTERS = ("auto", "none", "lora", "qlora")
