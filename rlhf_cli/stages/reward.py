@@ -161,7 +161,11 @@ def raw_scores(
     for batch in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in batch], scorer.config.pad_token_id)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        with setup.autocast(bf16=bf16):
+        if bf16:  # the head computes in float32: rounding a score to bfloat16 would lose two digits
+            with setup.autocast(bf16=True):
+                states = scorer.base_model(**inputs, use_cache=False).last_hidden_state
+            logits = scorer.score(states[range(len(batch)), mask.sum(1) - 1].float())
+        else:
             logits = scorer(**inputs, use_cache=False).logits
         rank_scores |= zip(batch, logits[:, 0].float().tolist(), strict=True)
     scores: dict[int, float] = {}

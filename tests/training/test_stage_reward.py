@@ -20,7 +20,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward, training_setup
+from rlhf_cli.stages import reward, setup, training_setup
 from rlhf_cli.statistics import wilson
 
 pytestmark = pytest.mark.training
@@ -125,6 +125,19 @@ def test_probes_are_the_scores_that_ppo_finds(world: World, tmp_path: Path, sft_
     assert len(probes) == 8 and found.tolist() == pytest.approx([p["score"] for p in probes], abs=1e-4)
     assert all(probe["response_ids"][-1] == 1 for probe in probes)
     assert ("reward_mean" in manifest) == hasattr(scorer.config, "reward_std") == (normalize == "sft")
+
+
+def test_probes_in_bfloat16_are_marked_and_near_those_in_float32(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    """The model trains and is measured in bfloat16; PPO that computes in float32 finds nearly the same scores."""
+    config = config_of(world, tmp_path, sft_stage, reward={"bf16": True})
+    manifest = train(config)
+    assert manifest["probes_dtype"] == "bfloat16"
+    parent = runs.open_parent(str(config.folder), expect=("reward",), key="models.reward", where="")
+    scorer = load_reward_model(config.folder / "model").eval()
+    setup.check_probes(scorer, parent, where="")
+    scorer.score.weight.data *= -1
+    with pytest.raises(RLHFError, match="M09"):
+        setup.check_probes(scorer, parent, where="")
 
 
 @pytest.mark.parametrize(("coefficient", "margin"), [(0.0, None), (0.5, None), (0.0, 2.0), (0.5, 2.0)])

@@ -26,6 +26,7 @@ from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, 
 from rlhf_cli import data, jsonl, progress, runs
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft
 
@@ -103,6 +104,19 @@ def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, copie
     assert headline["eval_token_accuracy"] == pytest.approx(sum(correct) / count)
     assert headline["eval_perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
     assert metrics_of(config)[-1]["eval_loss"] == headline["eval_loss"]
+
+
+def test_the_headline_does_not_depend_on_the_logits_at_a_time(
+    world: World, copied: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_causal_lm(copied.folder / "model"), world.tokenizer()
+    encoded = [data.encode(tokenizer, row["prompt"], row["completion"]) for _, row in jsonl.read_jsonl(world.sft)][:8]
+    ids, labels = [p + r for p, r in encoded], [[-100] * len(p) + r for p, r in encoded]
+    whole = sft._batch_sums(model, ids, labels, 0)
+    monkeypatch.setattr(forward, "MAX_LOGITS", 1)
+    monkeypatch.setattr(forward, "MIN_CHUNK_TOKENS", 3)
+    assert len(forward.logit_chunks(model, whole[3])) > 10
+    assert sft._batch_sums(model, ids, labels, 0) == pytest.approx(whole, rel=1e-5)
 
 
 def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
