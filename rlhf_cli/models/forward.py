@@ -61,8 +61,8 @@ def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
     decoder = model.get_decoder()
     decoder.forward = lambda *_, **__: _StubOutput(hidden[None])  # overrides the class's method
     try:
-        no_ids = torch.empty(1, 0, dtype=torch.int64, device=hidden.device)
-        return model(input_ids=no_ids, use_cache=False).logits[0]
+        unread = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)  # some families look at the last id
+        return model(input_ids=unread, use_cache=False).logits[0]
     finally:
         del decoder.forward
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlhf_cli.errors import RLHFError, shown
@@ -39,11 +39,13 @@ def shard(model: Any, device: torch.device, *, trained: bool) -> None:
     """
     mesh = _mesh(device)
     layer: Any
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # Losses are divided by the tokens of all processes, so gradients are summed and not averaged.
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
+    share_comm_ctx(list(layers))  # each layer is a root: otherwise each keeps its unsharded gradients to the end
     model.to(device)
     for weight, modules in vocabulary_weights(model) if trained else ():
         local = _distribute(weight.data, mesh)

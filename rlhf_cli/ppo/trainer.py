@@ -106,6 +106,8 @@ class PPOTrainer:
         backbones = [policy] if self.model_runner.has_value_head else [policy, value]
         if settings.fsdp and process_group.world_size > 1:
             self.parallel = ShardedModels(process_group, backbones, [] if settings.offload else [ref])
+        if self.model_runner.has_value_head:
+            value.to(policy.device)  # to which sharding has moved the policy
         for model in backbones if settings.gradient_checkpointing else ():
             forward.enable_gradient_checkpointing(model)
         self.optimizer = optimizer or build_optimizer(self.trained_models, settings)

@@ -86,7 +86,8 @@ class PPORunner:
         self.state_folder, self.cost = config.folder / "state", runs.CheckpointTimer()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
-        state = runs.latest_state(self.state_folder) if resume else None
+        group = components.trainer.process_group  # on a network drive each rank might find another one
+        state = group.run_on_main(lambda: runs.latest_state(self.state_folder)) if resume else None
         log_positions: dict[str, Any] = {}
         if state:
             tree = save.load_tree(state)
