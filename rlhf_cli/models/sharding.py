@@ -38,14 +38,13 @@ def shard(model: Any, device: torch.device, *, trained: bool) -> None:
     Embeddings and head are sharded only if `trained`: frozen ones have no gradients or optimizer state.
     """
     mesh = _mesh(device)
-    layer: Any
-    layers = decoder_layers(model)
+    layers: list[Any] = list(decoder_layers(model))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # Losses are divided by the tokens of all processes, so gradients are summed and not averaged.
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
-    share_comm_ctx(list(layers))  # each layer is a root: otherwise each keeps its unsharded gradients to the end
+    share_comm_ctx(layers)  # each layer is a root: otherwise each keeps its unsharded gradients to the end
     model.to(device)
     for weight, modules in vocabulary_weights(model) if trained else ():
         local = _distribute(weight.data, mesh)

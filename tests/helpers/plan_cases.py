@@ -17,7 +17,7 @@ from rlhf_cli.models import load, save
 
 # Prints the peak of a process minus its memory after the same stage ran on almost nothing, with all libraries loaded.
 CHILD = """
-import os, resource, sys
+import os, sys
 from rlhf_cli.cli import app
 
 def run(config):
@@ -29,7 +29,8 @@ def run(config):
 run("{small}")
 before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 run("{config}")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))  # without the parent's
+print(int(peak) * 1024 - before)
 """
 
 
