@@ -16,5 +16,8 @@ class _CleanRecord(logging.LogRecord):
 # Set before transformers, trl and bitsandbytes are imported, to keep their start-up messages from the user.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Growing caches otherwise leave holes in a GPU's memory. torch reads it when it first allocates on the GPU.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.setLogRecordFactory(_CleanRecord)

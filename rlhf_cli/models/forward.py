@@ -5,9 +5,12 @@ Rows are padded on the right (MicroBatch), so a causal model needs no attention 
 `in_place_embedding_gradients` adds the gradients of embedding and head to `.grad` in place. Autograd would create each
 as a separate matrix, for the embedding per micro-batch and for the head per chunk of logits: 933 MB for a vocabulary of
 152,000 and width 1536. In place, only the embedding rows of the batch are touched.
+
+`float32_logits` keeps the logits of a bfloat16 head in float32: rounded to bfloat16, a logit of 16 makes an error of
+0.02 in a log-prob. MiniMax-M1 (arXiv 2506.13585, section 3.2) computes its head in float32 for the same reason.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,13 +59,14 @@ def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (N, V) of hidden states (N, H).
 
     Calls the model's forward() with the decoder stubbed to return `hidden`, so that model-specific logit scaling and
-    soft-capping still apply.
+    soft-capping still apply. The product with the head is in float32 or wider (`float32_logits`).
     """
     decoder = model.get_decoder()
     decoder.forward = lambda *_, **__: _StubOutput(hidden[None])  # overrides the class's method
     try:
         unread = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)  # some families look at the last id
-        return model(input_ids=unread, use_cache=False).logits[0]
+        with float32_logits(model):
+            return model(input_ids=unread, use_cache=False).logits[0]
     finally:
         del decoder.forward
 
@@ -175,10 +179,9 @@ def in_place_embedding_gradients(*models: Any) -> Iterator[None]:
     with ExitStack() as undo:
         for model in models:
             for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                function = IN_PLACE_FORWARD.get(type(layer))
-                if function and layer.weight.requires_grad and not layer.weight._backward_hooks:
-                    layer.forward = partial(function, layer)  # overrides the class's method
-                    undo.callback(delattr, layer, "forward")
+                weight = getattr(layer, "weight", None)
+                if weight is not None and weight.requires_grad and not weight._backward_hooks:
+                    _replace_forward(layer, IN_PLACE_FORWARD, undo)
         yield
 
 
@@ -205,22 +208,6 @@ def _add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
         total.index_put_((indices,), rows, accumulate=True)
 
 
-def _project(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    if not hidden.requires_grad or not torch.is_grad_enabled():
-        return nn.Linear.forward(layer, hidden)
-    logits = F.linear(hidden, layer.weight.detach(), layer.bias)
-
-    def accumulate(gradient: Tensor) -> None:
-        left, right = gradient.flatten(0, -2).t(), hidden.detach().flatten(0, -2)
-        if gradient.dtype == layer.weight.dtype:
-            _accumulate(layer.weight, lambda total: total.addmm_(left, right))
-        else:  # under autocast
-            _accumulate(layer.weight, lambda total: total.add_(left @ right.to(left.dtype)))
-
-    logits.register_hook(accumulate)
-    return logits
-
-
 def _accumulate(weight: Any, add: Callable[[Tensor], Any]) -> None:
     """Add to a weight's gradient, and call its post-accumulate hooks as autograd does."""
     if weight.grad is None:
@@ -230,4 +217,92 @@ def _accumulate(weight: Any, add: Callable[[Tensor], Any]) -> None:
         hook(weight)
 
 
-IN_PLACE_FORWARD: dict[type, Callable[..., Tensor]] = {nn.Embedding: _embed, nn.Linear: _project}
+@contextmanager
+def float32_logits(*models: Any) -> Iterator[None]:
+    """Context manager in which the models' heads give logits in float32 or wider, also for bfloat16 hidden states.
+
+    Under autocast on a GPU each frozen head is cast once. A context within another one changes nothing.
+    """
+    with ExitStack() as undo:
+        for model in models:
+            _replace_forward(model.get_output_embeddings(), {nn.Linear: _Head}, undo)
+        yield
+
+
+def _replace_forward(
+    layer: Any, forwards: Mapping[type, Callable[[Any], Callable[..., Tensor]]], undo: ExitStack
+) -> None:
+    """Override the class's method by the one for this class of layers, unless it has been overridden."""
+    if type(layer) in forwards and "forward" not in vars(layer):
+        layer.forward = forwards[type(layer)](layer)
+        undo.callback(delattr, layer, "forward")
+
+
+class _Head:
+    """Forward of an output head (V, H) with logits in float32 or wider; `in_place`: adds its gradient in place."""
+
+    def __init__(self, layer: nn.Linear, *, in_place: bool = False):
+        self.layer, self.in_place = layer, in_place
+        self.cast: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        in_place = self.in_place and hidden.requires_grad and torch.is_grad_enabled()
+        weight, bias = self._operand(detach=in_place or not torch.is_grad_enabled()), self.layer.bias
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(weight.dtype)
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                logits = _Float32Product.apply(hidden, weight)
+                logits = logits if bias is None else logits + bias.float()
+            else:
+                logits = F.linear(hidden, weight, bias)
+        if in_place:
+            logits.register_hook(partial(self._accumulate, hidden.detach()))
+        return logits
+
+    def _operand(self, *, detach: bool) -> Tensor:
+        """Return the weight for the product: in autocast's dtype on a GPU; on a CPU float32 is as fast."""
+        weight = self.layer.weight
+        kind = weight.device.type
+        if kind == "cpu" or not torch.is_autocast_enabled(kind):
+            return weight.detach() if detach else weight
+        if not detach:
+            return weight.to(torch.get_autocast_dtype(kind))
+        if self.cast is None:
+            self.cast = weight.detach().to(torch.get_autocast_dtype(kind))
+        return self.cast
+
+    def _accumulate(self, hidden: Tensor, gradient: Tensor) -> None:
+        left, right = gradient.flatten(0, -2).t().to(hidden.dtype), hidden.flatten(0, -2)
+        if hidden.dtype == self.layer.weight.dtype:
+            _accumulate(self.layer.weight, lambda total: total.addmm_(left, right))
+        else:
+            _accumulate(self.layer.weight, lambda total: total.add_(left @ right))
+
+
+class _Float32Product(torch.autograd.Function):
+    """Hidden states (..., H) times the transposed weight (V, H), both in half precision: (..., V) float32.
+
+    The gradients are products in half precision, as under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.device.type == "cpu":
+            return hidden.float() @ weight.float().t()
+        product = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        return product.unflatten(0, hidden.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(weight.dtype)
+        to_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
+        left = gradient.flatten(0, -2).t()
+        return to_hidden, left @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+
+
+IN_PLACE_FORWARD: dict[type, Callable[[Any], Callable[..., Tensor]]] = {
+    nn.Embedding: lambda layer: partial(_embed, layer),
+    nn.Linear: partial(_Head, in_place=True),
+}

@@ -4,13 +4,13 @@ In bytes of float32, for W weights of which T are trained, n rows of L tokens, N
 words in the vocabulary:
 
     weights      4 W
-    gradients    4 T
+    gradients    4 T, until the optimizer's step
     optimizer    8 T: AdamW's moments; with 8-bit AdamW 2 T, but 8 for embeddings and small weights
     activations  what autograd keeps for a backward pass, counted in a forward pass of tensors without content. Of a
                  Llama's layer 4 n L (8 H + 2 H K / A + 4 I), for A heads of which K are key-value heads and I
                  intermediate numbers. With gradient checkpointing: 4 n L H for each layer, and one layer.
     logits       4 N V for each copy
-    cache        8 H K / A for each token and layer: keys and values
+    cache        8 H K / A for each token and layer: keys and values; half of it under autocast
 
 The layer that is being computed needs working memory: a share of what it keeps, similar for all families. Adapters put
 r (in + out) numbers beside a matrix, and these are T. With qlora a matrix takes half a byte per number, and its scales.

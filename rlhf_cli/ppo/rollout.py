@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rlhf_cli.models import devices
+from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
@@ -53,7 +53,7 @@ class HFEngine:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
-        with self._autocast():  # around all tokens: it keeps its copies of the weights
+        with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
             starts = track_progress("batch", range(0, len(prompts), size))
             responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
@@ -122,6 +122,17 @@ class HFEngine:
         return decoder
 
 
+class _AutocastCache(DynamicCache):
+    """Cache in autocast's dtype: attention casts keys and values to it anyway, and most models give float32."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
 class _CachedDecoder:
     """Next-token logits (b, V) float32 of a batch, with a key-value cache."""
 
@@ -129,7 +140,7 @@ class _CachedDecoder:
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], torch.autocast]):
         self.model, self.mask, self.autocast = model, mask.long(), autocast
-        self.cache = DynamicCache(config=model.config)
+        self.cache = _AutocastCache(config=model.config)
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
 
@@ -147,7 +158,7 @@ class _CachedDecoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         extra = {"position_ids": positions} if self.accepts_position_ids else {}
         cached = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
-        with self.autocast():  # a streaming caller's own code runs between two tokens
+        with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
             self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
 
 

@@ -238,7 +238,7 @@ class PPOTrainer:
         """Return FORWARD_OUTPUTS, (B, R) each and 0 outside the response mask, from the update's own micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in FORWARD_OUTPUTS}
-        with self.parallel.minibatch_context():
+        with self.parallel.minibatch_context(), forward.float32_logits(self.policy, self.ref):
             assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
@@ -269,6 +269,7 @@ class PPOTrainer:
         monitor.check_finite(
             {f"a weight of the {name} model": norm for name, norm in weight_norms.items()}, self.updates + 1
         )
+        self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
         policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1

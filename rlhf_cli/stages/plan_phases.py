@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models import lora, memory, sharding
+from rlhf_cli.models import forward, lora, memory, sharding
 from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept
 from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 from rlhf_cli.ppo.optimizer import embedding_weights
@@ -108,7 +108,7 @@ class StageModel:
         self.hidden, self.heads_width = text.hidden_size, heads * head_size
         key_values = (getattr(text, "num_key_value_heads", None) or heads) * head_size
         self.softcaps = getattr(text, "final_logit_softcapping", None) is not None  # one more copy of the logits
-        self.cache = 2 * self.layers * key_values * self.model.dtype.itemsize  # bytes of a token
+        self.cache = 2 * self.layers * key_values * (2 if self.bf16 else self.model.dtype.itemsize)  # bytes of a token
 
     @property
     def trained(self) -> list[Tensor]:
@@ -295,7 +295,6 @@ class PPOPlan:
         self.answers = self.rows * lengths.response
         chunk = min(self.answers, logits_chunk_size(settings, self.policy.vocabulary, on_cpu=not gpu) or self.answers)
         self.logits = 4 * chunk * self.policy.vocabulary  # bytes of a copy
-        self.half = 0.5 if settings.bf16 else 0  # a copy that is in bfloat16
         self.shared = models.share_layers(settings.num_shared_layers or 0)
         bf16_reference = bool(settings.bf16) and not (settings.fsdp or settings.num_shared_layers)
         self.weights, self.trained = models.weights(bf16_reference=bf16_reference), models.trained
@@ -313,14 +312,22 @@ class PPOPlan:
         """Return what is in memory in the largest phase beside activations, logits and cache."""
         rewards = [(name,) for name in self.models.rewards]
         reads: dict[str, list[tuple[str, ...]]] = {"rollout": [()], "judge": [("reference",), *rewards], "update": [()]}
-        kinds = [self._shard(name, self._fixed(*read)) for name, each in reads.items() for read in each]
+        kinds = [
+            self._shard(name, self._fixed(*read, training=name == "update"))
+            for name, each in reads.items()
+            for read in each
+        ]
         return max(kinds, key=lambda each: sum(each.values()))
 
-    def _fixed(self, *read: str) -> Bytes:
-        """Return what is in memory: all models; with offload those that are trained, and those that are `read`."""
+    def _fixed(self, *read: str, training: bool = False) -> Bytes:
+        """Return what is in memory: all models; with offload those that are trained, and those that are `read`.
+
+        Gradients are there while `training`.
+        """
         names = {"policy", "value", *read} if self.settings.offload else self.weights
         reference_shares = self.shared if "reference" in names else 0
-        return {"weights": sum(self.weights[name] for name in names) - reference_shares, **self.learning}
+        learning = {**self.learning, "gradients": self.learning["gradients"] * training}
+        return {"weights": sum(self.weights[name] for name in names) - reference_shares, **learning}
 
     def _judge(self) -> Phase:
         """Score the episodes, then compare policy, reference and value model on micro-batches."""
@@ -332,7 +339,7 @@ class PPOPlan:
         for name, model in models.rewards.items():
             moments += _add(self._fixed(name), [{"activations": model.working(at_once, self.lengths.row)}])
             flops += model.forward_flops(self.episodes, self.lengths.row)
-        copies = JUDGE_COPIES - 2 * self.half + FULL_KL_COPIES * (settings.kl_estimator == "full")
+        copies = JUDGE_COPIES + FULL_KL_COPIES * (settings.kl_estimator == "full")
         states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
         cast = sum(model.kept(self.width).copies for model in models.learning)
         reading = {"activations": states + cast + policy.working(self.rows, self.width)}
@@ -344,7 +351,7 @@ class PPOPlan:
         """Train the value model, then the policy, on micro-batches, and step."""
         settings, policy, models = self.settings, self.policy, self.models
         compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
-        copies = UPDATE_COPIES - self.half + policy.softcaps + FULL_KL_COPIES * compares
+        copies = UPDATE_COPIES + policy.softcaps + FULL_KL_COPIES * compares
         moments = policy.training_moments(self.rows, self.width, copies * self.logits)
         flops = policy.training_flops(self.rows, self.width, self.answers)
         flops += policy.forward_flops(self.rows, self.width, self.answers) * compares
@@ -357,7 +364,7 @@ class PPOPlan:
         if settings.optim == "adamw_torch":
             moments.append(_step_bytes(policy.trained if self.gpu else self.trained, foreach=self.gpu))
         flops *= settings.num_ppo_epochs * self.episodes / self.rows
-        return Phase("update", self.rows, _add(self._fixed(*["reference"] * compares), moments), flops)
+        return Phase("update", self.rows, _add(self._fixed(*["reference"] * compares, training=True), moments), flops)
 
     def _shard(self, phase: str, moment: Bytes) -> Bytes:
         """Return a moment of a phase with FSDP-sharded policy, value model and reference (models/sharding.py), if set.
@@ -373,7 +380,7 @@ class PPOPlan:
         layer = max(memory.size_bytes(layer.parameters()) for layer in sharding.decoder_layers(policy))
         gathered = sum(map(memory.vocabulary_bytes, learning)) + layer
         added = memory.layer_bytes(policy) + memory.vocabulary_bytes(policy) if phase == "rollout" else gathered
-        gradients = (gathered if phase == "update" else 0) - gone * learnt
+        gradients = gathered - gone * learnt if phase == "update" else 0
         return {
             **moment,
             "weights": moment["weights"] + added - gone * (learnt + reference),
@@ -389,7 +396,8 @@ def evaluation_phases(
     rows = min(rows, total)
     fixed, answers = {"weights": weights}, rows * lengths.response
     reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
-    logits = {"logits": SAMPLE_COPIES * 4 * answers * policies[0].vocabulary}
+    chunk = min(answers, forward.logit_chunks(policies[0].model, 1)[0].stop)
+    logits = {"logits": SAMPLE_COPIES * 4 * chunk * policies[0].vocabulary}
     flops = sum(model.forward_flops(rows, lengths.row) for model in judges)
     flops += sum(model.forward_flops(rows, lengths.row - 1, answers) for model in policies)
     return [

@@ -93,7 +93,6 @@ def test_only_adapters_and_the_value_head_are_trained(adapters_copy: Path, value
     for role, model in models.items():
         for name, weight in model.named_parameters():
             is_trained = name in trainable(model)
-            assert (weight.grad is not None) == is_trained, name
             assert torch.equal(weight, before[role][name]) != is_trained, name
 
 
@@ -138,7 +137,7 @@ def test_four_models_take_little_more_memory_than_one(wide: Path, monkeypatch: p
     assert plan["mode"] == "lora"
     assert abs(memory["judge"]["weights"] - all_four) <= 2 * heads + buffers
     trained = sum(p.numel() for m in (models["policy"], models["value"]) for p in m.parameters() if p.requires_grad)
-    assert memory["judge"]["gradients"] == 4 * trained
+    assert memory["update"]["gradients"] == 4 * trained
 
 
 # The files of the stage

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from rlhf_cli.models import forward
+from rlhf_cli.ppo import rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
@@ -137,3 +138,21 @@ def test_responses_are_sampled_under_the_autocast_of_the_log_probs():
     trainer.policy.register_forward_pre_hook(lambda *_: enabled.append(torch.is_autocast_enabled("cpu")))
     trainer.generate(tiny.prompts())
     assert enabled and all(enabled)
+
+
+def test_the_cache_is_in_autocasts_dtype_and_changes_no_token(monkeypatch):
+    trainer, dtypes = tiny.trainer(bf16=True), set()
+    update = rollout._AutocastCache.update
+    monkeypatch.setattr(
+        rollout._AutocastCache, "update",
+        lambda *args, **kwargs: (both := update(*args, **kwargs), dtypes.update(each.dtype for each in both))[0],
+    )  # fmt: skip
+    half = trainer.generate(tiny.prompts())
+    assert dtypes == {torch.bfloat16}
+    monkeypatch.setattr(rollout, "_AutocastCache", rollout.DynamicCache)
+    assert torch.equal(trainer.generate(tiny.prompts()).ids, half.ids)
+
+
+def test_no_gradient_takes_memory_after_an_update():
+    trainer, _ = tiny.one_step()
+    assert all(weight.grad is None for model in (trainer.policy, trainer.value) for weight in model.parameters())

@@ -1,5 +1,7 @@
 """Logits, scores and values agree with the plain full forward, for every family."""
 
+from contextlib import nullcontext
+
 import pytest
 import tiny
 import torch
@@ -79,3 +81,31 @@ def test_gradient_checkpointing_is_on_only_inside_its_context():
         layers = model.model.layers
         assert [layer.training for layer in layers] == [True, True] and not layers[0].mlp.training
     assert not any(module.training for module in model.modules())
+
+
+# Logits in float32
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_logits_and_gradients_of_a_bfloat16_head(in_place):
+    model, hidden = tiny.causal().bfloat16(), 8 * torch.randn(3, tiny.causal().config.hidden_size).bfloat16()
+    weight = model.get_output_embeddings().weight
+    inputs = [hidden.double().requires_grad_(), weight.detach().double().requires_grad_()]
+    exact = inputs[0] @ inputs[1].t()
+    exact.square().sum().backward()
+    hidden.requires_grad_()
+    with forward.in_place_embedding_gradients(model) if in_place else nullcontext():
+        logits = forward.lm_head_logits(model, hidden)
+        logits.square().sum().backward()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    for half, wide in zip((hidden, weight), inputs, strict=True):
+        assert (half.grad.double() - wide.grad).norm() <= 2e-2 * wide.grad.norm()
+
+
+def test_autocast_leaves_the_head_of_float32_weights_in_float32():
+    model, hidden = tiny.causal(), 8 * torch.randn(3, tiny.causal().config.hidden_size)
+    plain = hidden @ model.get_output_embeddings().weight.t()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(forward.lm_head_logits(model, hidden), plain)
+    assert "forward" not in vars(model.get_output_embeddings())
