@@ -69,8 +69,8 @@ def run(*command: str) -> None:
 def plan(stage: str, config: Path) -> tensors.Bytes:
     """Return the estimates of `rlhf plan`: weights in training, peak, and memory that malloc does not return.
 
-    `learning`, gradients and optimizer state, is only defined for PPO, which keeps its gradients: the fullest moment of
-    another stage may be before its gradients exist.
+    `learning`, gradients and optimizer state, is only defined for PPO: another stage may be fullest before it has
+    gradients.
     """
     with redirect_stdout(io.StringIO()) as stdout:
         run("plan", str(config), "--json")
@@ -78,7 +78,7 @@ def plan(stage: str, config: Path) -> tensors.Bytes:
     training = [phase["bytes"] for phase in estimate["phases"] if phase["rows"]]
     plan = {"weights": max(phase["weights"] for phase in training), "holes": estimate["holes"]}
     if stage == "ppo":
-        plan["learning"] = max(phase["gradients"] + phase["optimizer"] for phase in training)
+        plan["learning"] = max(phase.get("gradients", 0) + phase["optimizer"] for phase in training)
     return {**plan, "peak": max(phase["total"] for phase in estimate["phases"])}
 
 

@@ -310,20 +310,12 @@ class PPOPlan:
 
     def fixed(self) -> Bytes:
         """Return what is in memory in the largest phase beside activations, logits and cache."""
-        rewards = [(name,) for name in self.models.rewards]
-        reads: dict[str, list[tuple[str, ...]]] = {"rollout": [()], "judge": [("reference",), *rewards], "update": [()]}
-        kinds = [
-            self._shard(name, self._fixed(*read, training=name == "update"))
-            for name, each in reads.items()
-            for read in each
-        ]
+        reads = [("rollout",), ("judge", "reference"), *(("judge", name) for name in self.models.rewards), ("update",)]
+        kinds = [self._shard(name, self._fixed(*read, training=name == "update")) for name, *read in reads]
         return max(kinds, key=lambda each: sum(each.values()))
 
     def _fixed(self, *read: str, training: bool = False) -> Bytes:
-        """Return what is in memory: all models; with offload those that are trained, and those that are `read`.
-
-        Gradients are there while `training`.
-        """
+        """Return what is in memory: all models, with offload the trained and `read` ones; gradients if `training`."""
         names = {"policy", "value", *read} if self.settings.offload else self.weights
         reference_shares = self.shared if "reference" in names else 0
         learning = {**self.learning, "gradients": self.learning["gradients"] * training}
