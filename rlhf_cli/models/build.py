@@ -187,6 +187,23 @@ def check_tied_embeddings(folder: Path | str, model: Any) -> None:
         raise RLHFError("M13", f"{shown(folder)}: {reason}", hint=hint)
 
 
+def backbone(model: Any) -> Any:
+    """Return a model without its head. `base_model` of Llama 4's text model is the whole model."""
+    base = model.base_model
+    return base.model if base is model and hasattr(base, "model") else base
+
+
+def decoder(model: Any) -> Any:
+    """Return a causal LM's text decoder, which its forward() calls."""
+    found = model.get_decoder()
+    return backbone(model) if found is model else found
+
+
+def pad_token_id(config: Any) -> int | None:
+    """Return a config's pad token id; a composite config has it in its text config."""
+    return getattr(config.get_text_config(), "pad_token_id", None)
+
+
 def is_classifier(config: Any) -> bool:
     """Return True if a config belongs to a trained sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])

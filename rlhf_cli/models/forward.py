@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rlhf_cli.models import packing
+from rlhf_cli.models import build, packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
@@ -44,7 +44,7 @@ class ValueHead(nn.Module):
 
 def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
     """Return the hidden states (N, H) from which a causal LM's head computes the logits of each response token."""
-    return _states_before_responses(model.get_decoder(), micro)
+    return _states_before_responses(build.decoder(model), micro)
 
 
 def _states_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
@@ -58,7 +58,7 @@ def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
     Calls the model's forward() with the decoder stubbed to return `hidden`, so that model-specific logit scaling and
     soft-capping still apply.
     """
-    decoder = model.get_decoder()
+    decoder = build.decoder(model)
     decoder.forward = lambda *_, **__: _StubOutput(hidden[None])  # overrides the class's method
     try:
         unread = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)  # some families look at the last id
@@ -114,8 +114,8 @@ def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
     """
     columns = torch.arange(micro.ids.shape[1], device=micro.ids.device)
     counts = columns < micro.lengths[:, None]
-    if model.config.pad_token_id is not None:
-        counts &= micro.ids != model.config.pad_token_id
+    if (pad_id := build.pad_token_id(model.config)) is not None:
+        counts &= micro.ids != pad_id
     last = torch.where(counts, columns, 0).amax(1)
     rows = torch.arange(len(micro.rows), device=micro.ids.device)
     return _head_scores(model, packing.hidden_states_at(model.base_model, micro.ids, micro.lengths, rows, last))

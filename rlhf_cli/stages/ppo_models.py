@@ -22,7 +22,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import at_location, collect_errors
-from rlhf_cli.models import devices, forward, load, lora, sharding
+from rlhf_cli.models import build, devices, forward, load, lora, sharding
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.runs.parents import Parent
@@ -179,7 +179,7 @@ class RewardModelCache:
 
 def warn_pad_is_stop_token(model_config: Any, stop_id: int | None, where: str) -> None:
     """Warn (T01) if an external reward model's pad token is also its stop token."""
-    if stop_id is not None and model_config.pad_token_id == stop_id:
+    if stop_id is not None and build.pad_token_id(model_config) == stop_id:
         text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
         terminal.warn("T01", text, where=where)
 
