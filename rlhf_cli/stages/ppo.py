@@ -13,7 +13,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
-from rlhf_cli.models import forward, load, save, tokenizers
+from rlhf_cli.models import build, forward, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience, Stats
 from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, Watchdog
@@ -230,11 +230,17 @@ def status_line(stats: Stats) -> str:
 
 
 def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
-    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base."""
+    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base.
+
+    A value head is saved as a sequence classifier, and not at all if the policy's family has none.
+    """
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
     if isinstance(value, forward.ValueHead):
+        if not build.has_classifier(lora.unwrap(policy).config):
+            terminal.say("ppo      value/ is not written: transformers has no classifier of the policy's family")
+            return
         head, base = value.score, components.base
         value = base.value_from_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
     save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 from tokenizers.processors import TemplateProcessing
 
@@ -126,6 +127,16 @@ def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
     assert refused(
         rlhf(stage), "M10", f"{stage}.yaml:1: ", "an encoder-decoder model (t5)", "hint: start from a decoder"
     )
+
+
+@pytest.mark.parametrize("command", ["reward", "check"])
+def test_m10_a_family_without_sequence_classifier(folder: Path, command: str) -> None:
+    model = tiny.causal("granite", vocab_size=len(tokenizers.load_tokenizer(folder / "model")))
+    model.save_pretrained(folder / "model")
+    result = rlhf("reward") if command == "reward" else check("reward.yaml")
+    says = "reward.yaml:1: transformers has no sequence classifier for granite"
+    assert result.exit_code == 2 and f"error[M10]: {says}" in result.stderr, result.output
+    assert "hint: use a reward model of another family" in result.stderr
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
