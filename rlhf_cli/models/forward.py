@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
 from rlhf_cli.progress import track_progress
@@ -123,7 +124,14 @@ def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
-    """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths."""
+    """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths.
+
+    Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
+    """
+    largest, size = max(rollout.ids[rollout.mask].tolist(), default=0), model.get_input_embeddings().weight.shape[0]
+    if largest >= size:
+        text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
+        raise RLHFError("M06", text, hint="train the reward model from the SFT model")
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
     split = split_into_micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)

@@ -42,7 +42,7 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
         return add_adapters(
             model,
             settings,
-            vocab_size=len(tokenizer),
+            vocab_size=tokenizers.vocabulary_size(tokenizer, model.get_input_embeddings().weight.shape[0]),
             base=parent.hub or parent.model,
             revision=parent.revision,
             device=devices.device(),

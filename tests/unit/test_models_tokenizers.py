@@ -70,28 +70,57 @@ def test_bad_training_data_of_a_tokenizer(
 # --- pad token, chat template and hash
 
 
-def test_the_hash_covers_special_tokens_but_not_padding(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("reserved", "pad"), [(tokenizers.RESERVED, "<pad>"), ((), "[PAD]")])
+def test_the_hash_covers_special_tokens_but_not_padding(
+    world: World, tmp_path: Path, reserved: tuple[str, ...], pad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "RESERVED", reserved)
     tokenizer = world.tokenizer()
     before = tokenizer_sha256(tokenizer)
     tokenizer.padding_side, tokenizer.model_max_length = "right", 7
     assert tokenizer_sha256(reloaded(tokenizer, tmp_path / "a")) == before
     tokenizer.eos_token = "sun"
     assert tokenizer_sha256(tokenizer) != before
-    for pad in (None, "<eos>"):  # a base without a pad token reads text like the SFT model with one
+    for declared in (None, "<eos>"):  # a base without a pad token reads text like the SFT model with one
         tokenizer = world.tokenizer()
-        tokenizer.pad_token = pad
+        tokenizer.pad_token = declared
         before = tokenizer_sha256(tokenizer)
-        assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
+        assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == pad
         assert tokenizer_sha256(reloaded(tokenizer, tmp_path / "b")) == before
 
 
 @pytest.mark.parametrize(("pad", "code"), [(None, "T02"), ("<eos>", "T01"), ("<|im_end|>", "T01"), ("<pad>", None)])
-def test_a_pad_token_is_added_if_it_is_missing_or_ends_a_text(chat: Any, pad: str | None, code: str | None) -> None:
+def test_a_pad_token_is_added_if_it_is_missing_or_ends_a_text(
+    chat: Any, pad: str | None, code: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "RESERVED", ())
     chat.pad_token, size, stop = pad, len(chat), data.stop_token_id(chat)
     assert tokenizers.ensure_pad_token(chat, stop_token_id=stop) == ("[PAD]" if code else None)
     assert chat.pad_token == ("[PAD]" if code else pad) and chat.pad_token_id not in (stop, chat.eos_token_id)
     assert len(chat) == size + bool(code)
     assert [line.partition(":")[0] for line in terminal.emitted_warnings()] == ([f"warning[{code}]"] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("special", "template", "pad"),
+    [
+        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "", "<|finetune_right_pad_id|>"),
+        (["<|reserved_special_token_0|>"], "", "<|reserved_special_token_0|>"),
+        (["<|reserved_special_token_0|>"], "<|reserved_special_token_0|>", "[PAD]"),
+        (["<|eot_id|>"], "", "[PAD]"),
+    ],
+)
+def test_a_reserved_token_pads_a_tokenizer_without_pad_token(
+    special: list[str], template: str, pad: str, world: World
+) -> None:
+    """As Llama 3's: its number of embeddings stays a multiple of 64. A token of the template is not reserved."""
+    tokenizer = tokenizers.train_tokenizer(world.text, 300)
+    tokenizer.pad_token, tokenizer.bos_token = None, "<pad>"
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.chat_template, size = template, len(tokenizer)
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=1) == pad == tokenizer.pad_token
+    assert len(tokenizer) == size + (pad == "[PAD]")
+    assert ("is added" if pad == "[PAD]" else "is used") in terminal.emitted_warnings()[0]
 
 
 def test_a_chat_template_is_a_file_a_text_or_chatml(tokenizer: Any, tmp_path: Path) -> None:
@@ -140,8 +169,7 @@ def added_token(tokenizer: Any) -> None:
 
 
 def own_pad_token(tokenizer: Any) -> None:
-    tokenizer.pad_token = None
-    tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
 
 
 CHANGED_IDS: dict[str, Callable[[Any], object]] = {
