@@ -237,6 +237,19 @@ def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokeni
     assert (model.config.vocab_size, model.config.pad_token_id, model.config.eos_token_id) == (len(tokenizer), 0, 1)
 
 
+def test_eager_attention_is_logged_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.causal("gemma2").save_pretrained(tmp_path)
+    load_causal_lm(tmp_path)
+    monkeypatch.setattr(devices, "device", lambda: torch.device("cuda"))
+    load_causal_lm(tmp_path, attn_implementation="eager")
+    assert "eager" not in capsys.readouterr().err, "chosen, or on a CPU"
+    load_causal_lm(tmp_path)
+    load_causal_lm(tmp_path)
+    assert capsys.readouterr().err.count("the attention of gemma2 by `eager`: (rows, heads, length, length)") == 1
+
+
 @pytest.mark.parametrize(("rows", "grown"), [(336, 337), (320, 384), (384, 384)])
 def test_a_multiple_of_64_rows_stays_one(world: World, rows: int, grown: int) -> None:
     tokenizer, model = world.tokenizer(), tiny.causal("llama", vocab_size=rows)
