@@ -128,8 +128,8 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
 
     Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
     """
-    largest, size = max(rollout.ids[rollout.mask].tolist(), default=0), model.get_input_embeddings().weight.shape[0]
-    if largest >= size:
+    size = model.get_input_embeddings().weight.shape[0]
+    if len(rollout) and (largest := int((rollout.ids * rollout.mask).max())) >= size:
         text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
         raise RLHFError("M06", text, hint="train the reward model from the SFT model")
     scores = torch.empty(len(rollout), device=rollout.ids.device)

@@ -113,7 +113,9 @@ class PPORunner:
         config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
         terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
         if config.ppo.packing and not trainer.model_runner.packed:
-            terminal.say("ppo      rows are padded, not packed: the models' layers are not all transformers' sdpa attention")
+            terminal.say(
+                "ppo      rows are padded, not packed: the models' layers are not all transformers' sdpa attention"
+            )
         if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
             text = f"kl_estimator {config.ppo.kl_estimator} in the reward does not have the KL's policy gradient"
             where = config.where("ppo.kl_estimator")

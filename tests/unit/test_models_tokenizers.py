@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 from bad_inputs import check, foreign_scorer, refused, rlhf
 from conftest import World
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -13,10 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rlhf_cli import data, jsonl, terminal
+from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
+from rlhf_cli.stages.ppo_models import SharedBaseModels
 
 
 def reloaded(tokenizer: Any, folder: Path) -> Any:
@@ -143,6 +146,17 @@ def test_a_tokenizer_of_digits_without_an_unknown_token_loads(tmp_path: Path) ->
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
     first, other = (tokenizers.load_tokenizer(tmp_path) for _ in range(2))
     assert first("7").input_ids == [7] and tokenizers.first_difference(first, other) is None
+
+
+@pytest.mark.parametrize(("special", "reason"), [(True, None), (False, "an adapter with additional tokens")])
+def test_an_adapter_shares_weights_without_an_embedding_for_an_unused_special_token(
+    world: World, special: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = world.tokenizer()
+    shared: Any = SharedBaseModels(*[None] * 3, tiny.causal("llama", vocab_size=len(tokenizer)))
+    tokenizer.add_tokens([AddedToken("<image>", special=special)], special_tokens=special)
+    monkeypatch.setattr(runs, "is_adapter_of", lambda *_: True)
+    assert shared.own_weights_reason(SimpleNamespace(base="base"), tokenizer) == reason
 
 
 # --- comparison by token ids
