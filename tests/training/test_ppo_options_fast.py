@@ -129,8 +129,12 @@ def test_a_model_with_convolutions_or_recurrences_is_padded(family, sizes, monke
     """With initial weights so small that a trial at 2% of the norm finds no leak from row to row."""
     model = tiny.causal(family, num_key_value_heads=2, initializer_range=0.02, **sizes)
     assert not packing.enable([model]) and model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(packing, "_attends_only", lambda model: True)
-    assert not packing.enable([model]) or family == "lfm2", "its leak is below the tolerance of the trial, too"
+    assert not packing._attends_only(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_attends_only", lambda model: True)
+        assert not packing.enable([model]) or family == "lfm2", "its leak is below the tolerance of the trial, too"
+    monkeypatch.setattr(packing, "ATTENTION_LAYERS", {"full_attention", "linear_attention", "conv", "hybrid"})
+    assert packing._attends_only(model) is (family == "minimax"), "the others have convolutions"
 
 
 def test_a_causal_lm_that_is_its_own_base_model_is_packed():

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.models import build
 
 Quantities = dict[str, Any]  # quantity -> values, by row and token, by row, or by optimizer step
 Scorer = Callable[[list[list[int]], list[list[int]]], list[float]]  # prompts and responses -> one raw score per row
@@ -146,7 +145,8 @@ def response_values(state: ReferenceState, row: int) -> Tensor:
 
     The gradient of a value head reaches the policy if the policy is trained.
     """
-    body = build.backbone(state.policy if state.value_is_head else state.value)
+    body = (state.policy if state.value_is_head else state.value).base_model
+    body = getattr(body, "model", body)  # of Llama 4 the base model has a head
     ids = row_ids(state.prompts[row], state.responses[row], body)
     with_grad = torch.is_grad_enabled() and (state.policy_is_trained or not state.value_is_head)
     with torch.set_grad_enabled(with_grad):
@@ -180,7 +180,8 @@ def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]
     scores = []
     for prompt, response in zip(prompts, responses, strict=True):
         row = prompt + response
-        last = max((i for i, token in enumerate(row) if token != build.pad_token_id(model.config)), default=0)
+        pad = model.config.get_text_config().pad_token_id
+        last = max((i for i, token in enumerate(row) if token != pad), default=0)
         hidden = model.base_model(input_ids=row_ids(prompt, response, model), use_cache=False).last_hidden_state
         scores.append(float(classifier_score(model, hidden[0, last])))
     return scores
