@@ -27,6 +27,17 @@ MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
 CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
 _END_MARK = "assistant-text-ends-here"
+_WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer
+
+
+def set_ids_without_embedding(tokenizer: Any, ids: Iterable[int]) -> None:
+    """Set the ids of special tokens that the tokenizer's model cannot read; `tokenize` raises M06 for such a text."""
+    setattr(tokenizer, _WITHOUT_EMBEDDING, frozenset(ids))
+
+
+def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
+    """Return the ids set by `set_ids_without_embedding`, None before it."""
+    return getattr(tokenizer, _WITHOUT_EMBEDDING, None)
 
 
 def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> Encoded:
@@ -144,12 +155,20 @@ def _trailing_special_ids(tokenizer: Any) -> list[int]:
 
 
 def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
-    """Return the token ids of texts, with or without the `special` tokens that the tokenizer adds. Raises M01."""
+    """Return the token ids of texts, with or without the `special` tokens that the tokenizer adds.
+
+    Raises RLHFError M01, M06 for an id without embedding.
+    """
     if not texts:
         return []
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
     with translate_rust_panics("M01", "the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+    if unreadable := ids_without_embedding(tokenizer):
+        for ids in batch["input_ids"]:
+            for token in unreadable.intersection(ids):
+                text = f"a text contains {tokenizer.convert_ids_to_tokens(token)}, for which the model has no embedding"
+                raise RLHFError("M06", text, hint="remove the token from the texts and the chat template")
     return [intern_ids(ids) for ids in batch["input_ids"]]
 
 
@@ -179,7 +198,9 @@ def encode_cached(
 
 
 def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
-    special = (tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens)
+    special: tuple[Any, ...] = (tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens)
+    if unreadable := ids_without_embedding(tokenizer):
+        special = (*special, sorted(unreadable))
     digest = sha256(repr((CACHE_VERSION, *special, _render_probe(tokenizer))).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt, response in zip(prompts, responses, strict=True):

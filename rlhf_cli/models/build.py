@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
@@ -92,7 +98,16 @@ def _from_config(
     attn_implementation: str | None = None,
     device: torch.device = META,
 ) -> Any:
-    """Return an auto class's model, with the dtype that `load` uses. Raises RLHFError M01 for a bad config."""
+    """Return an auto class's model, with the dtype that `load` uses.
+
+    Raises RLHFError M01 for a bad config, M10 for a classifier of a family that has none.
+    """
+    if auto_class is AutoModelForSequenceClassification and not has_classifier(config):
+        text = (
+            f"transformers has no sequence classifier for {config.model_type}, so no reward or value model can be one"
+        )
+        hint = "use a reward model of another family, and models.value: policy_head in ppo.yaml"
+        raise RLHFError("M10", text, hint=hint)
     resolved = devices.resolve_dtype(dtype)
     try:
         with device:
@@ -185,6 +200,29 @@ def check_tied_embeddings(folder: Path | str, model: Any) -> None:
         reason = "config.json has tie_word_embeddings, but the head differs from the embeddings"
         hint = "set tie_word_embeddings to false in config.json"
         raise RLHFError("M13", f"{shown(folder)}: {reason}", hint=hint)
+
+
+def backbone(model: Any) -> Any:
+    """Return a model without its head. `base_model` of Llama 4's text model is the whole model."""
+    base = model.base_model
+    return base.model if base is model and hasattr(base, "model") else base
+
+
+def decoder(model: Any) -> Any:
+    """Return a causal LM's text decoder, which its forward() calls."""
+    found = model.get_decoder()
+    return backbone(model) if found is model else found
+
+
+def pad_token_id(config: Any) -> int | None:
+    """Return a config's pad token id; a composite config has it in its text config."""
+    return getattr(config.get_text_config(), "pad_token_id", None)
+
+
+def has_classifier(config: Any) -> bool:
+    """Return True if transformers has a sequence classifier of a config's family, or its folder has one as code."""
+    own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    return own_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
 def is_classifier(config: Any) -> bool:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rlhf_cli.models import packing
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import build, packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, split_into_micro_batches
 from rlhf_cli.progress import track_progress
 
@@ -47,7 +48,7 @@ class ValueHead(nn.Module):
 
 def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
     """Return the hidden states (N, H) from which a causal LM's head computes the logits of each response token."""
-    return _states_before_responses(model.get_decoder(), micro)
+    return _states_before_responses(build.decoder(model), micro)
 
 
 def _states_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
@@ -61,7 +62,7 @@ def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
     Calls the model's forward() with the decoder stubbed to return `hidden`, so that model-specific logit scaling and
     soft-capping still apply. The product with the head is in float32 or wider (`float32_logits`).
     """
-    decoder = model.get_decoder()
+    decoder = build.decoder(model)
     decoder.forward = lambda *_, **__: _StubOutput(hidden[None])  # overrides the class's method
     try:
         unread = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)  # some families look at the last id
@@ -118,8 +119,8 @@ def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
     """
     columns = torch.arange(micro.ids.shape[1], device=micro.ids.device)
     counts = columns < micro.lengths[:, None]
-    if model.config.pad_token_id is not None:
-        counts &= micro.ids != model.config.pad_token_id
+    if (pad_id := build.pad_token_id(model.config)) is not None:
+        counts &= micro.ids != pad_id
     last = torch.where(counts, columns, 0).amax(1)
     rows = torch.arange(len(micro.rows), device=micro.ids.device)
     return _head_scores(model, packing.hidden_states_at(model.base_model, micro.ids, micro.lengths, rows, last))
@@ -127,7 +128,14 @@ def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
-    """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths."""
+    """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths.
+
+    Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    if len(rollout) and (largest := int((rollout.ids * rollout.mask).max())) >= size:
+        text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
+        raise RLHFError("M06", text, hint="train the reward model from the SFT model")
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
     split = split_into_micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from rlhf_cli import runs, system
+from rlhf_cli import runs, system, terminal
 from rlhf_cli.config.common import RewardModel, SFTModel
 from rlhf_cli.config.eval import EvalModels
 from rlhf_cli.config.ppo import PPOModels
@@ -256,7 +256,17 @@ def _load(
     missing = build.require_fit(folder, model, report, auto_class, config)
     build.check_tied_embeddings(folder, model)
     devices.set_num_threads(model.num_parameters())
+    if options.get("attn_implementation") is None:
+        _log_eager_attention(model)
     return model, missing
+
+
+def _log_eager_attention(model: Any) -> None:
+    """Log on a GPU that transformers chose attention whose memory is quadratic (soft-capping, sinks)."""
+    if devices.device().type == "cuda" and model.config._attn_implementation == "eager":
+        text = f"transformers computes the attention of {model.config.model_type} by `eager`"
+        hint = "attn_implementation: flex_attention may need less"
+        terminal.log_once(f"models   {text}: (rows, heads, length, length) numbers a layer; {hint}")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ TRAINABLE = (".lora_", ".modules_to_save.")  # in the names of an adapter's para
 # on a CPU, by a fifth to a half of their size, without an error.
 BLOCK_SIZE = 64
 # Fields that training adds to the base model's config.
-TRAINED_CONFIG_FIELDS = ("pad_token_id", "reward_mean", "reward_std")
+TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std")
 
 
 def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
@@ -42,7 +42,7 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
         return add_adapters(
             model,
             settings,
-            vocab_size=len(tokenizer),
+            vocab_size=tokenizers.vocabulary_size(tokenizer, model.get_input_embeddings().weight.shape[0]),
             base=parent.hub or parent.model,
             revision=parent.revision,
             device=devices.device(),
@@ -145,7 +145,7 @@ def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> l
 
 def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield (parent module, attribute name, layer) of each linear layer or Conv1D in a model's backbone."""
-    for module in list(model.base_model.modules()):
+    for module in list(build.backbone(model).modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear | Conv1D):
                 yield module, name, layer
@@ -291,5 +291,6 @@ def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
     for name in TRAINED_CONFIG_FIELDS:
         if hasattr(config, name):
             setattr(model.config, name, getattr(config, name))
+    model.config.get_text_config().pad_token_id = build.pad_token_id(config)
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)

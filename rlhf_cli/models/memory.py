@@ -201,5 +201,5 @@ def _count_kept(model: Any, rows: int, length: int, *, bf16: bool) -> int:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16),
     ):
-        _output = model.base_model(input_ids=ids, use_cache=False)
+        _output = build.backbone(model)(input_ids=ids, use_cache=False)
     return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)

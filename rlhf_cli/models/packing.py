@@ -14,12 +14,16 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_cli.models import build
+
 ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # that `_attend` computes
+TOLERANCE, TOLERANCE_BF16 = 1e-4, 0.02  # of the trial, as a share of the norm
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,21 @@ class PaddedBatch:
 
     lengths: Sequence[int]  # of its n consecutive rows
     width: int  # L, the longest of them
-    source_index: Tensor | None = None  # (n L,) int64: token of each cell, any for padding; None without padding
+    source_index: Tensor | None = None  # (n L,) int64: token of each cell; None without padding
     cell_index: Tensor | None = None  # (T,) int64: cell of each token; None without padding
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> "PaddedBatch":
-        """Return the batch of rows of these lengths."""
+        """Return the batch of rows of these lengths, none of them 0. A row's padding repeats its own tokens.
+
+        With one token for all padding, the backward pass would add the zeros of all these cells at one address.
+        """
         width, counts = max(lengths), torch.tensor(lengths)
         if min(lengths) == width:
             return cls(lengths, width)
         columns = torch.arange(width)
         real = columns < counts[:, None]
-        source_index = torch.where(real, (counts.cumsum(0) - counts)[:, None] + columns, 0).flatten()
+        source_index = ((counts.cumsum(0) - counts)[:, None] + columns % counts[:, None]).flatten()
         return cls(lengths, width, source_index.to(device), real.flatten().nonzero()[:, 0].to(device))
 
     def pad(self, x: Tensor) -> Tensor:
@@ -116,22 +123,30 @@ def is_enabled(model: Any) -> bool:
 def enable(models: Sequence[Any]) -> bool:
     """Make all models pack their rows; if one of them cannot, change nothing and return False.
 
-    A model cannot if its attention is not transformers' `sdpa`, or if packing changes its hidden states in a trial.
+    A model cannot if its attention is not transformers' `sdpa`, if it has convolutions or recurrent layers, or if
+    packing changes its hidden states in a trial.
     """
     unpacked = [model for model in models if not is_enabled(model)]
     for model in unpacked:
-        accepts_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-        if model.config._attn_implementation != "sdpa" or not accepts_positions:
+        accepts_positions = "position_ids" in inspect.signature(build.backbone(model).forward).parameters
+        if model.config._attn_implementation != "sdpa" or not accepts_positions or not _attends_only(model):
             return False
     expected = [_trial(model) for model in unpacked]
     for model in unpacked:
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
     pairs = zip(unpacked, expected, strict=True)
-    if all(is_enabled(model) and _is_close(_trial(model), states) for model, states in pairs):
+    if all(is_enabled(model) and _is_close(model, _trial(model), states) for model, states in pairs):
         return True
     for model in filter(is_enabled, unpacked):
         model.set_attn_implementation("sdpa")
     return False
+
+
+def _attends_only(model: Any) -> bool:
+    """Return True if only attention reads other tokens. Convolutions and recurrences would read the previous row."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    convolves = any(isinstance(module, nn.Conv1d) for module in build.backbone(model).modules())
+    return ATTENTION_LAYERS.issuperset(layer_types) and not convolves
 
 
 @torch.no_grad()
@@ -142,12 +157,14 @@ def _trial(model: Any) -> Tensor:
     ids = (torch.arange(15, device=model.device) % model.config.get_text_config().vocab_size).reshape(3, 5)
     stored_for_autocast = any(weight.dtype == torch.bfloat16 for weight in model.parameters())  # lora.autocast_matrices
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=stored_for_autocast):
-        return hidden_states_at(model.base_model, ids, lengths, row, column)
+        return hidden_states_at(build.backbone(model), ids, lengths, row, column)
 
 
-def _is_close(states: Tensor, expected: Tensor) -> bool:
+def _is_close(model: Any, states: Tensor, expected: Tensor) -> bool:
     """Return True if states differ by rounding only. A token that attends to another row would differ far more."""
-    return bool((states - expected).float().norm() <= 0.02 * expected.float().norm())
+    exact = all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())  # none of 4 bits
+    tolerance = TOLERANCE if exact else TOLERANCE_BF16
+    return bool((states - expected).float().norm() <= tolerance * expected.float().norm())
 
 
 def hidden_states_at(backbone: Any, ids: Tensor, lengths: Tensor, row: Tensor, column: Tensor) -> Tensor:

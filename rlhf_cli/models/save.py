@@ -46,7 +46,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
     """Set the pad token id in the config, and a language model's BOS, stop and pad ids in its generation config."""
     model = lora.unwrap(model)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         model.generation_config = GenerationConfig(
             bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id

@@ -15,12 +15,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data.tokens import tokenize
-from rlhf_cli.errors import Problem, RLHFError, short_reason, shown, translate_rust_panics
+from rlhf_cli.data.tokens import ids_without_embedding, set_ids_without_embedding, tokenize
+from rlhf_cli.errors import Problem, RLHFError, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
+# Special tokens of common families, for padding or for nothing, that become the pad token of a tokenizer without one.
+RESERVED = ("<|finetune_right_pad_id|>", "<pad>", "<|padding|>", "<|reserved_special_token_0|>")
+ALIGNMENT = 64  # embedding rows; products with a matrix of an odd number of rows are slower on a GPU
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -97,37 +100,75 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
 
 
 def ensure_pad_token(tokenizer: Any, *, stop_token_id: int) -> str | None:
-    """Add `[PAD]` and return it if the pad token is missing, or is also the EOS or stop token.
+    """Set and return a pad token if it is missing, or is also the EOS or stop token: a reserved one, or a new `[PAD]`.
 
     Warns T02 or T01. The model's embeddings must be resized afterwards (`resize_to_tokenizer`).
     """
-    if tokenizer.pad_token_id is None:
-        terminal.warn("T02", f"the tokenizer has no pad token: {PAD} is added, and saved with the model")
-    elif tokenizer.pad_token_id in (tokenizer.eos_token_id, stop_token_id):
-        text = f"the pad token {tokenizer.pad_token!r} also ends a text: {PAD} is added for padding"
-        terminal.warn("T01", f"{text}, so that the end stays trained")
-    else:
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id, stop_token_id):
         return None
-    tokenizer.add_special_tokens({"pad_token": PAD})
-    return PAD
+    unused = _special_ids_without_role(tokenizer) - {stop_token_id} - (ids_without_embedding(tokenizer) or set())
+    names = tokenizer.convert_ids_to_tokens(sorted(unused))
+    pad = next((name for name in RESERVED if name in names and name not in str(tokenizer.chat_template)), PAD)
+    change = "is added" if pad == PAD else "is used"
+    if tokenizer.pad_token_id is None:
+        terminal.warn("T02", f"the tokenizer has no pad token: {pad} {change}, and saved with the model")
+    else:
+        text = f"the pad token {tokenizer.pad_token!r} also ends a text: {pad} {change} for padding"
+        terminal.warn("T01", f"{text}, so that the end stays trained")
+    if pad == PAD:
+        tokenizer.add_special_tokens({"pad_token": PAD})
+    tokenizer.pad_token = pad
+    return pad
 
 
-def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> None:
-    """Raise RLHFError M06 if the tokenizer has ids for which the model has no embedding."""
-    check_vocabulary_size(model.get_input_embeddings().weight.shape[0], tokenizer, where)
+def _special_ids_without_role(tokenizer: Any) -> set[int]:
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special - {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "pad")}
 
 
-def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None) -> None:
-    """Raise RLHFError M06 if the tokenizer has ids beyond `num_embeddings`."""
-    if (largest := max(tokenizer.get_vocab().values())) >= num_embeddings:
-        text = f"the tokenizer has ids up to {largest}, the model {num_embeddings} embeddings"
+def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None, *, guarded: bool = True) -> None:
+    """Raise as `check_vocabulary_size` does for the embeddings of a model."""
+    check_vocabulary_size(model.get_input_embeddings().weight.shape[0], tokenizer, where, guarded=guarded)
+
+
+def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None, *, guarded: bool = True) -> None:
+    """Raise RLHFError M06 if the tokenizer has ids beyond `num_embeddings` that can occur.
+
+    Special tokens without a role, such as Gemma's <image_soft_token>, do not occur if `data.tokens` is the only one to
+    use the tokenizer (`guarded`): from now on it raises M06 for a text that contains one. Warns M06 of them. Any model
+    checked later with the same tokenizer needs an embedding for all other ids: its policy may generate them.
+    """
+    beyond = {i for i in tokenizer.get_vocab().values() if i >= num_embeddings}
+    excepted = ids_without_embedding(tokenizer) if guarded else frozenset()
+    if beyond - (_special_ids_without_role(tokenizer) if excepted is None else excepted):
+        text = f"the tokenizer has ids up to {max(beyond)}, the model {num_embeddings} embeddings"
         raise RLHFError("M06", text, where=where, hint="use the tokenizer that belongs to the model")
+    if excepted is None:
+        set_ids_without_embedding(tokenizer, beyond)
+        if beyond:
+            names = first_names(tokenizer.convert_ids_to_tokens(sorted(beyond)))
+            text = f"the model has no embedding for special tokens of its tokenizer ({names})"
+            terminal.warn(
+                "M06", text, where=where, hint="no action is needed unless a text contains one: an error then"
+            )
+
+
+def vocabulary_size(tokenizer: Any, num_embeddings: int) -> int:
+    """Return the number of embeddings for the tokenizer's ids, at least the present one.
+
+    An aligned number stays aligned. Ids without embedding get none.
+    """
+    size = 1 + max(set(tokenizer.get_vocab().values()) - (ids_without_embedding(tokenizer) or set()))
+    if size <= num_embeddings:
+        return num_embeddings
+    return -(-size // ALIGNMENT) * ALIGNMENT if num_embeddings % ALIGNMENT == 0 else size
 
 
 def resize_to_tokenizer(model: Any, tokenizer: Any) -> None:
     """Grow the embeddings to added tokens; new rows start near the mean row, so that no new logit stands out."""
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
+    before = model.get_input_embeddings().weight.shape[0]
+    if (size := vocabulary_size(tokenizer, before)) > before:
+        model.resize_token_embeddings(size)
 
 
 def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:

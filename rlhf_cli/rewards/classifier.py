@@ -50,7 +50,7 @@ def make(section: RewardSection, context: RewardContext) -> RewardFn:
     with at_location(context.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
         model = load.load_classifier(context.model, trust_remote_code=trust)
-        tokenizers.check_vocabulary(model, tokenizer)
+        tokenizers.check_vocabulary(model, tokenizer, guarded=False)
     tokenizer.padding_side = "right"  # encoders count positions from the left
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
     return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size)

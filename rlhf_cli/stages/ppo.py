@@ -13,7 +13,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
-from rlhf_cli.models import forward, load, save, tokenizers
+from rlhf_cli.models import build, forward, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience, Stats
 from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, Watchdog
@@ -113,7 +113,9 @@ class PPORunner:
         config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
         terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
         if config.ppo.packing and not trainer.model_runner.packed:
-            terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
+            terminal.say(
+                "ppo      rows are padded, not packed: the models' layers are not all transformers' sdpa attention"
+            )
         if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
             text = f"kl_estimator {config.ppo.kl_estimator} in the reward does not have the KL's policy gradient"
             where = config.where("ppo.kl_estimator")
@@ -230,11 +232,17 @@ def status_line(stats: Stats) -> str:
 
 
 def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
-    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base."""
+    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base.
+
+    A value head is saved as a sequence classifier, and not at all if the policy's family has none.
+    """
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
     if isinstance(value, forward.ValueHead):
+        if not build.has_classifier(lora.unwrap(policy).config):
+            terminal.say("ppo      value/ is not written: transformers has no classifier of the policy's family")
+            return
         head, base = value.score, components.base
         value = base.value_from_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
     save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")

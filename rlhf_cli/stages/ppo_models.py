@@ -21,8 +21,8 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import at_location, collect_errors
-from rlhf_cli.models import devices, forward, load, lora, sharding
+from rlhf_cli.errors import RLHFError, at_location, collect_errors
+from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.runs.parents import Parent
@@ -50,8 +50,11 @@ class SharedBaseModels:
             return "a full model"
         if not runs.is_adapter_of(parent, self.sft):
             return "an adapter of other weights than models.sft's"
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        return "an adapter with additional tokens" if max(tokenizer.get_vocab().values()) >= rows else None
+        try:
+            tokenizers.check_vocabulary(self.model, tokenizer)
+        except RLHFError:
+            return "an adapter with additional tokens"
+        return None
 
     def load_reward_model(self, parent: Parent, tokenizer: Any) -> Any:
         """Load a reward model, on the shared weights if it is an adapter of them, else with its own weights.
@@ -179,7 +182,7 @@ class RewardModelCache:
 
 def warn_pad_is_stop_token(model_config: Any, stop_id: int | None, where: str) -> None:
     """Warn (T01) if an external reward model's pad token is also its stop token."""
-    if stop_id is not None and model_config.pad_token_id == stop_id:
+    if stop_id is not None and build.pad_token_id(model_config) == stop_id:
         text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
         terminal.warn("T01", text, where=where)
 

@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
-from rlhf_cli.models import devices, load, lora, save, tokenizers
+from rlhf_cli.models import build, devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -159,7 +159,7 @@ def raw_scores(
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
     for batch in track_progress("score: batch", process_group.shard(batches)):
-        ids, mask = right_pad([rows[i] for i in batch], scorer.config.pad_token_id)
+        ids, mask = right_pad([rows[i] for i in batch], build.pad_token_id(scorer.config) or 0)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
         if bf16:  # the head computes in float32: rounding a score to bfloat16 would lose two digits
             with setup.autocast(bf16=True):

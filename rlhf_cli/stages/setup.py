@@ -126,7 +126,7 @@ def load_model(loader: Callable[..., Any], config: Config, options: Options, par
         kwargs = {"trust_remote_code": options.trust_remote_code}
     with at_location(config.where(parent.key)):
         model = loader(parent.model, **kwargs)
-        tokenizers.check_vocabulary(model, tokenizer)
+        tokenizers.check_vocabulary(model, tokenizer, guarded=loader is not load.load_classifier)
     return model
 
 

@@ -220,7 +220,7 @@ def _batch_sums(
     inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long().to(model.device)}
     row, column = (labels_tensor != IGNORE_INDEX).nonzero(as_tuple=True)
     targets = labels_tensor[row, column].to(model.device)
-    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state[row, column]
+    hidden = build.decoder(model)(**inputs, use_cache=False).last_hidden_state[row, column]
     loss, entropy, correct = 0.0, 0.0, 0
     for part in forward.logit_chunks(model, len(targets)):
         logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)

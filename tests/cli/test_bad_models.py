@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from safetensors.torch import load_file
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_cli import jsonl
-from rlhf_cli.models import tokenizers
+from rlhf_cli import data, jsonl
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import forward, tokenizers
+from rlhf_cli.models.batch import Rollout
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 
@@ -24,10 +29,10 @@ def edit_tokenizer(change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.training
 def test_t01_pad_is_eos(folder: Path) -> None:
-    """SFT adds a pad token, and says so; a foreign reward model is read where it was trained, and PPO says so."""
+    """SFT takes another pad token; a foreign reward model is read where it was trained. Both say so."""
     edit_tokenizer(lambda settings: settings.update(pad_token=settings["eos_token"]))
-    assert warned(rlhf("sft"), "T01", "", "[PAD]")
-    assert json.loads((folder / "sft/manifest.json").read_text())["special_tokens"]["pad"] > 1
+    assert warned(rlhf("sft"), "T01", "", "<pad> is used for padding")
+    assert json.loads((folder / "sft/manifest.json").read_text())["special_tokens"]["pad"] == 0
     foreign_scorer(folder, pad_token_id=1)
     small = ["total_episodes=8", "per_device_train_batch_size=8", "gradient_accumulation_steps=1", "response_length=8"]
     scored = rlhf("ppo", *(f"ppo.{setting}" for setting in small))
@@ -38,7 +43,7 @@ def test_t01_pad_is_eos(folder: Path) -> None:
 def test_t02_no_pad_token(folder: Path) -> None:
     edit_tokenizer(lambda settings: settings.pop("pad_token"))
     assert warned(rlhf("sft"), "T02", "")
-    assert json.loads((folder / "sft/model/tokenizer_config.json").read_text())["pad_token"] == "[PAD]"
+    assert json.loads((folder / "sft/model/tokenizer_config.json").read_text())["pad_token"] == "<pad>"
 
 
 def test_t03_two_start_tokens(folder: Path) -> None:
@@ -128,6 +133,16 @@ def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["reward", "check"])
+def test_m10_a_family_without_sequence_classifier(folder: Path, command: str) -> None:
+    model = tiny.causal("granite", vocab_size=len(tokenizers.load_tokenizer(folder / "model")))
+    model.save_pretrained(folder / "model")
+    result = rlhf("reward") if command == "reward" else check("reward.yaml")
+    says = "reward.yaml:1: transformers has no sequence classifier for granite"
+    assert result.exit_code == 2 and f"error[M10]: {says}" in result.stderr, result.output
+    assert "hint: use a reward model of another family" in result.stderr
+
+
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_m06_token_ids_beyond_the_embedding(folder: Path, stage: str) -> None:
     tokenizer = tokenizers.load_tokenizer(folder / "model")
@@ -137,6 +152,58 @@ def test_m06_token_ids_beyond_the_embedding(folder: Path, stage: str) -> None:
     size = len(tokenizer) - 1
     says = (f"the tokenizer has ids up to {size}, the model {size} embeddings", "hint: use the tokenizer that belongs")
     assert refused(rlhf(stage), "M06", f"{stage}.yaml:1: ", *says)
+
+
+def add_image_token(folder: Path) -> None:
+    """A special token without a role and without an embedding, as <image_soft_token> of Gemma 3's text models."""
+    tokenizer = tokenizers.load_tokenizer(folder / "model")
+    tokenizer.add_tokens([AddedToken("<image>", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(folder / "model")
+
+
+@pytest.mark.training
+def test_m06_a_special_token_beyond_the_embedding_that_no_text_contains(folder: Path) -> None:
+    add_image_token(folder)
+    foreign_scorer(folder)
+    says = "the model has no embedding for special tokens of its tokenizer (<image>)"
+    for stage, size in (("sft", ()), ("ppo", ("ppo.total_episodes=64", "ppo.response_length=4"))):
+        result = rlhf(stage, *size)
+        assert warned(result, "M06", "", says) and result.stderr.count(says) == 1
+        rows = load_file(f"{stage}/model/model.safetensors")["model.embed_tokens.weight"].shape[0]
+        assert rows == len(tokenizers.load_tokenizer(folder / "model")) - 1
+    assert check(".").exit_code == 0
+
+
+def test_m06_a_special_token_beyond_the_embedding_in_the_rows_or_in_the_template(folder: Path) -> None:
+    add_image_token(folder)
+    foreign_scorer(folder)
+    says = "a text contains <image>, for which the model has no embedding"
+    for stage, name in (("sft", "rows.jsonl"), ("ppo", "prompts.jsonl")):
+        rows = [row for _, row in jsonl.read_jsonl(folder / name)]
+        key = "text" if "text" in rows[0] else "prompt"
+        rows[2][key] = f"An <image>{rows[2][key]}"
+        jsonl.write_jsonl(folder / name, rows)
+        result = rlhf(stage)
+        assert f"error[M06]: {name}:3: {says}" in result.stderr and result.exit_code == 2, result.output
+    tokenizer = tokenizers.load_tokenizer(folder / "model")
+    tokenizer.chat_template = "{% for m in messages %}<image>{{ m.content }}<eos>{% endfor %}"
+    tokenizers.check_vocabulary_size(len(tokenizer) - 1, tokenizer, None)
+    with pytest.raises(RLHFError, match=says):
+        data.encode(tokenizer, TURNS[:1], None)
+
+
+def test_m06_a_token_that_the_policy_generates_beyond_a_scorers_embedding(folder: Path) -> None:
+    """The token is not in a text, but the policy has an embedding and a logit for it."""
+    add_image_token(folder)
+    tokenizer = tokenizers.load_tokenizer(folder / "model")
+    tiny.causal("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    foreign_scorer(folder)
+    size = len(tokenizer) - 1
+    tiny.scorer("llama", vocab_size=size).save_pretrained(folder / "scorer")
+    assert refused(rlhf("ppo"), "M06", "ppo.yaml:1: ", f"ids up to {size}, the model {size} embeddings")
+    rollout = Rollout.from_lists([[3]], [[size]])
+    with pytest.raises(RLHFError, match=f"M06.*contains the token {size}"):
+        forward.rollout_scores(tiny.scorer("llama", vocab_size=size), rollout, max_rows=1)
 
 
 @pytest.mark.training

@@ -33,7 +33,7 @@ def config(family: str = "llama", **extra):
     if family == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     # A larger spread than the usual 0.02: distributions that differ from token to token.
-    changes = {"vocab_size": VOCABULARY, "initializer_range": 0.3, **FAMILIES[family], **extra}
+    changes = {"vocab_size": VOCABULARY, "initializer_range": 0.3, **FAMILIES.get(family, {}), **extra}
     return AutoConfig.for_model(family, **{**sizes, **special, **changes})
 
 

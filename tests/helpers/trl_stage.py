@@ -72,9 +72,16 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
 
 
 def base_padded_with_eos(world: World, folder: Path) -> Path:
-    """A copy of the base model whose pad token is its stop token."""
+    """A copy of the base model whose pad token is its stop token, without a reserved one."""
     base = shutil.copytree(world.base, folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(base)
+    rename_pad_token(base)
     return base
+
+
+def rename_pad_token(folder: Path) -> None:
+    """Give a tokenizer's <pad> a name that means nothing."""
+    for path in folder.glob("tokenizer*.json"):
+        path.write_text(path.read_text().replace("<pad>", "<nil>"))

@@ -183,6 +183,7 @@ def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
     settings = json.loads(Path("model/tokenizer_config.json").read_text())
     settings.pop("pad_token")
     Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    trl_stage.rename_pad_token(Path("model"))
     run(tmp_path / "run", "sft")
     one, two = (load_causal_lm("sft/model").get_input_embeddings().weight for _ in range(2))
     known = len(world.tokenizer())

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.models import forward, packing
+from rlhf_cli.models import forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import rollout
 from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
@@ -81,6 +81,13 @@ def test_a_cpu_attends_to_no_padding():
     assert in_one_batch([4, 4], CPU).batches[0].source_index is None, "no padding, no copy"
 
 
+def test_padding_repeats_the_tokens_of_its_row():
+    """No token is read by many cells: on a GPU their gradients would be added at one address, one after the other."""
+    batch = in_one_batch([5, 2, 4], CPU).batches[0]
+    assert batch.source_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 5, 7, 8, 9, 10, 7]
+    assert batch.source_index[batch.cell_index].tolist() == list(range(11))
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_padding_goes_through_the_models(packed, monkeypatch):
     trainer = tiny.trainer(packing=packed)
@@ -108,6 +115,40 @@ def test_a_model_without_sdpa_attention_is_padded():
     trainer = tiny.trainer(family="gemma2", policy_seed=3)
     assert not trainer.model_runner.packed and trainer.policy.config._attn_implementation == "eager"
     assert trainer.step(tiny.prompts())["policy/first_ratio_error"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}),
+    ],
+)
+def test_a_model_with_convolutions_or_recurrences_is_padded(family, sizes, monkeypatch):
+    """With initial weights so small that a trial at 2% of the norm finds no leak from row to row."""
+    model = tiny.causal(family, num_key_value_heads=2, initializer_range=0.02, **sizes)
+    assert not packing.enable([model]) and model.config._attn_implementation == "sdpa"
+    assert not packing._attends_only(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_attends_only", lambda model: True)
+        assert not packing.enable([model]) or family == "lfm2", "its leak is below the tolerance of the trial, too"
+    monkeypatch.setattr(packing, "ATTENTION_LAYERS", {"full_attention", "linear_attention", "conv", "hybrid"})
+    assert packing._attends_only(model) is (family == "minimax"), "the others have convolutions"
+
+
+def test_a_causal_lm_that_is_its_own_base_model_is_packed():
+    """Llama 4's text model has no attribute of the name of its base model prefix."""
+    model = tiny.causal("llama4_text", num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=4)
+    micro = tiny.rollout().micro_batch(torch.arange(4))
+    assert model.base_model is model
+    rows = zip(tiny.QUERIES, tiny.RESPONSES, strict=True)
+    whole = [model(torch.tensor([query + answer])).logits[0, len(query) - 1 : -1] for query, answer in rows]
+    for _ in range(2):
+        torch.testing.assert_close(forward.response_logits(model, micro), torch.cat(whole), atol=1e-5, rtol=1e-5)
+        assert packing.enable([model])
+    names = {name for _, name, _ in lora.linear_layers(model)}
+    assert "q_proj" in names and "lm_head" not in names
 
 
 def test_a_model_that_mixes_rows_is_detected_and_padded(monkeypatch):

@@ -33,6 +33,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.eval import sequence_kl
@@ -126,6 +127,17 @@ BY_FUNCTION = {
     "models": {"sft": "sft_model", "value": "policy_head"},
     "rewards": {"short": {"function": "judges:short"}},
 }
+
+
+def test_a_policy_whose_family_has_no_classifier_is_trained_with_a_value_head(run_folder):
+    tokenizer = tokenizers.load_tokenizer(run_folder / "sft_model")
+    model = tiny.causal("granite", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    save.save_model(model, tokenizer, run_folder / "sft_model", "A tiny model.")
+    write(run_folder, "ppo", BY_FUNCTION)
+    result = ppo(run_folder, ONE)
+    assert result.exit_code == 0 and "value/ is not written" in result.stderr, result.output
+    assert manifest(run_folder)["step"] == 1 and not (run_folder / "ppo/value").exists()
+    assert AutoModelForCausalLM.from_pretrained(run_folder / "ppo/model").config.model_type == "granite"
 
 
 def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):

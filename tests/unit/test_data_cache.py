@@ -11,6 +11,7 @@ from conftest import World
 
 from rlhf_cli import data, jsonl
 from rlhf_cli.data import tokens
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 
 CONTENTS = [
@@ -137,3 +138,14 @@ def test_the_least_recently_used_files_are_deleted(
 def test_equal_ids_are_one_object(tokenizer: Any) -> None:
     (_, first), (_, second) = data.encode_many(tokenizer, [None, None], ["Tell 😀 me", "Tell 😀 me"])
     assert max(first) > 256 and all(one is other for one, other in zip(first, second, strict=True))
+
+
+def test_rows_of_a_model_with_more_embeddings_are_not_read_for_one_with_fewer(
+    tokenizer: Any, tmp_path: Path, folder: Path
+) -> None:
+    contents = [{**CONTENTS[0], "chosen": "<pad> yes"}, *CONTENTS[1:]]
+    assert pairs(tokenizer, tmp_path, contents)
+    tokens.set_ids_without_embedding(tokenizer, [tokenizer.pad_token_id])
+    for _ in range(2):
+        with pytest.raises(RLHFError, match=r"M06.*pairs.jsonl:1: a text contains <pad>"):
+            pairs(tokenizer, tmp_path, contents)

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 from bad_inputs import check, foreign_scorer, refused, rlhf
 from conftest import World
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -13,10 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rlhf_cli import data, jsonl, terminal
+from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
+from rlhf_cli.stages.ppo_models import SharedBaseModels
 
 
 def reloaded(tokenizer: Any, folder: Path) -> Any:
@@ -70,28 +73,57 @@ def test_bad_training_data_of_a_tokenizer(
 # --- pad token, chat template and hash
 
 
-def test_the_hash_covers_special_tokens_but_not_padding(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("reserved", "pad"), [(tokenizers.RESERVED, "<pad>"), ((), "[PAD]")])
+def test_the_hash_covers_special_tokens_but_not_padding(
+    world: World, tmp_path: Path, reserved: tuple[str, ...], pad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "RESERVED", reserved)
     tokenizer = world.tokenizer()
     before = tokenizer_sha256(tokenizer)
     tokenizer.padding_side, tokenizer.model_max_length = "right", 7
     assert tokenizer_sha256(reloaded(tokenizer, tmp_path / "a")) == before
     tokenizer.eos_token = "sun"
     assert tokenizer_sha256(tokenizer) != before
-    for pad in (None, "<eos>"):  # a base without a pad token reads text like the SFT model with one
+    for declared in (None, "<eos>"):  # a base without a pad token reads text like the SFT model with one
         tokenizer = world.tokenizer()
-        tokenizer.pad_token = pad
+        tokenizer.pad_token = declared
         before = tokenizer_sha256(tokenizer)
-        assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
+        assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == pad
         assert tokenizer_sha256(reloaded(tokenizer, tmp_path / "b")) == before
 
 
 @pytest.mark.parametrize(("pad", "code"), [(None, "T02"), ("<eos>", "T01"), ("<|im_end|>", "T01"), ("<pad>", None)])
-def test_a_pad_token_is_added_if_it_is_missing_or_ends_a_text(chat: Any, pad: str | None, code: str | None) -> None:
+def test_a_pad_token_is_added_if_it_is_missing_or_ends_a_text(
+    chat: Any, pad: str | None, code: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizers, "RESERVED", ())
     chat.pad_token, size, stop = pad, len(chat), data.stop_token_id(chat)
     assert tokenizers.ensure_pad_token(chat, stop_token_id=stop) == ("[PAD]" if code else None)
     assert chat.pad_token == ("[PAD]" if code else pad) and chat.pad_token_id not in (stop, chat.eos_token_id)
     assert len(chat) == size + bool(code)
     assert [line.partition(":")[0] for line in terminal.emitted_warnings()] == ([f"warning[{code}]"] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("special", "template", "pad"),
+    [
+        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "", "<|finetune_right_pad_id|>"),
+        (["<|reserved_special_token_0|>"], "", "<|reserved_special_token_0|>"),
+        (["<|reserved_special_token_0|>"], "<|reserved_special_token_0|>", "[PAD]"),
+        (["<|eot_id|>"], "", "[PAD]"),
+    ],
+)
+def test_a_reserved_token_pads_a_tokenizer_without_pad_token(
+    special: list[str], template: str, pad: str, world: World
+) -> None:
+    """As Llama 3's: its number of embeddings stays a multiple of 64. A token of the template is not reserved."""
+    tokenizer = tokenizers.train_tokenizer(world.text, 300)
+    tokenizer.pad_token, tokenizer.bos_token = None, "<pad>"
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.chat_template, size = template, len(tokenizer)
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=1) == pad == tokenizer.pad_token
+    assert len(tokenizer) == size + (pad == "[PAD]")
+    assert ("is added" if pad == "[PAD]" else "is used") in terminal.emitted_warnings()[0]
 
 
 def test_a_chat_template_is_a_file_a_text_or_chatml(tokenizer: Any, tmp_path: Path) -> None:
@@ -114,6 +146,17 @@ def test_a_tokenizer_of_digits_without_an_unknown_token_loads(tmp_path: Path) ->
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
     first, other = (tokenizers.load_tokenizer(tmp_path) for _ in range(2))
     assert first("7").input_ids == [7] and tokenizers.first_difference(first, other) is None
+
+
+@pytest.mark.parametrize(("special", "reason"), [(True, None), (False, "an adapter with additional tokens")])
+def test_an_adapter_shares_weights_without_an_embedding_for_an_unused_special_token(
+    world: World, special: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = world.tokenizer()
+    shared: Any = SharedBaseModels(*[None] * 3, tiny.causal("llama", vocab_size=len(tokenizer)))
+    tokenizer.add_tokens([AddedToken("<image>", special=special)], special_tokens=special)
+    monkeypatch.setattr(runs, "is_adapter_of", lambda *_: True)
+    assert shared.own_weights_reason(SimpleNamespace(base="base"), tokenizer) == reason
 
 
 # --- comparison by token ids
@@ -140,8 +183,7 @@ def added_token(tokenizer: Any) -> None:
 
 
 def own_pad_token(tokenizer: Any) -> None:
-    tokenizer.pad_token = None
-    tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
 
 
 CHANGED_IDS: dict[str, Callable[[Any], object]] = {

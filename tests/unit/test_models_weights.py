@@ -237,6 +237,28 @@ def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokeni
     assert (model.config.vocab_size, model.config.pad_token_id, model.config.eos_token_id) == (len(tokenizer), 0, 1)
 
 
+def test_eager_attention_is_logged_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.causal("gemma2").save_pretrained(tmp_path)
+    load_causal_lm(tmp_path)
+    monkeypatch.setattr(devices, "device", lambda: torch.device("cuda"))
+    load_causal_lm(tmp_path, attn_implementation="eager")
+    assert "eager" not in capsys.readouterr().err, "chosen, or on a CPU"
+    load_causal_lm(tmp_path)
+    load_causal_lm(tmp_path)
+    assert capsys.readouterr().err.count("the attention of gemma2 by `eager`: (rows, heads, length, length)") == 1
+
+
+@pytest.mark.parametrize(("rows", "grown"), [(336, 337), (320, 384), (384, 384)])
+def test_a_multiple_of_64_rows_stays_one(world: World, rows: int, grown: int) -> None:
+    tokenizer, model = world.tokenizer(), tiny.causal("llama", vocab_size=rows)
+    tokenizer.add_special_tokens({"pad_token": tokenizers.PAD})
+    assert len(tokenizer) == 337 and tokenizers.vocabulary_size(tokenizer, rows) == grown
+    tokenizers.resize_to_tokenizer(model, tokenizer)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == grown
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "hint"),
     [
@@ -255,8 +277,7 @@ def test_an_added_token_changes_no_other_logit_and_has_no_large_one(world: World
     tokenizer, model = world.tokenizer(), load_causal_lm(world.base).eval()
     ids = torch.arange(2, 20)[None]
     before = model(ids).logits
-    tokenizer.pad_token = None
-    tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id)
+    tokenizer.add_special_tokens({"pad_token": tokenizers.PAD})
     tokenizers.resize_to_tokenizer(model, tokenizer)
     after = model(ids).logits
     assert after.shape[-1] == before.shape[-1] + 1 == model.config.vocab_size

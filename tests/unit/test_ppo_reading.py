@@ -1,13 +1,18 @@
 """Logits, scores and values agree with the plain full forward, for every family."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from rlhf_cli.models import forward
+from rlhf_cli import terminal
+from rlhf_cli.models import build, forward, save
 from rlhf_cli.models.batch import Rollout
+from rlhf_cli.stages import reward
+from rlhf_cli.stages.ppo_models import warn_pad_is_stop_token
 
 QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
 ROLLOUT = Rollout.from_lists(QUERIES, RESPONSES)
@@ -45,6 +50,28 @@ def test_a_foreign_scorer_whose_pad_is_its_eos_is_read_as_transformers_pools_it(
     pooled = torch.cat(full_logits(model))
     close(forward.rollout_scores(model, ROLLOUT, max_rows=3), pooled)
     assert (forward.rollout_scores(tiny.scorer(), ROLLOUT, max_rows=3) - pooled).abs().min() > 1e-3
+
+
+def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):
+    """Gemma 3 of 4B parameters and more: a vision tower, and no pad_token_id in the outer config."""
+    text = tiny.config("gemma3_text", num_key_value_heads=2, head_dim=8).to_dict()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(build.one_label(config)).eval()
+    assert not hasattr(model.config, "pad_token_id")
+    padded = Rollout.from_lists(QUERIES, [[*row, 7] for row in RESPONSES])
+    save.set_special_token_ids(model, SimpleNamespace(pad_token_id=7), 2)
+    save.save_config(model, tmp_path)
+    model.config = AutoConfig.from_pretrained(tmp_path)
+    assert build.pad_token_id(model.config) == 7
+    pooled, rows = torch.cat(full_logits(model)), [q + r for q, r in zip(QUERIES, RESPONSES, strict=True)]
+    for rollout in (ROLLOUT, padded):
+        close(forward.rollout_scores(model, rollout, max_rows=2), pooled)
+    close(torch.tensor(reward.raw_scores(model, rows, 2)), pooled)
+    warn_pad_is_stop_token(model.config, 7, "reward")
+    assert "T01" in terminal.emitted_warnings()[0]
 
 
 def test_values_end_where_the_score_begins():

@@ -111,7 +111,7 @@ def measure_passes(model: Any, rows: int, prompt: int, response: int, new_tokens
     ids = torch.arange(rows * (prompt + response), device=model.device).remainder(vocabulary).reshape(rows, -1)
 
     def forward() -> torch.Tensor:
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
         return states if head is None else head(states[:, -response:]).float().log_softmax(-1)[..., 0]
 
     def train() -> None:

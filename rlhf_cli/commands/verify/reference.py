@@ -146,6 +146,7 @@ def response_values(state: ReferenceState, row: int) -> Tensor:
     The gradient of a value head reaches the policy if the policy is trained.
     """
     body = (state.policy if state.value_is_head else state.value).base_model
+    body = getattr(body, "model", body)  # of Llama 4 the base model has a head
     ids = row_ids(state.prompts[row], state.responses[row], body)
     with_grad = torch.is_grad_enabled() and (state.policy_is_trained or not state.value_is_head)
     with torch.set_grad_enabled(with_grad):
@@ -179,7 +180,8 @@ def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]
     scores = []
     for prompt, response in zip(prompts, responses, strict=True):
         row = prompt + response
-        last = max((i for i, token in enumerate(row) if token != model.config.pad_token_id), default=0)
+        pad = model.config.get_text_config().pad_token_id
+        last = max((i for i, token in enumerate(row) if token != pad), default=0)
         hidden = model.base_model(input_ids=row_ids(prompt, response, model), use_cache=False).last_hidden_state
         scores.append(float(classifier_score(model, hidden[0, last])))
     return scores
