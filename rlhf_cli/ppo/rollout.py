@@ -152,7 +152,7 @@ class _CachedDecoder:
     def select_rows(self, rows: Tensor) -> None:
         """Replace the batch by these of its rows (n,), which may repeat."""
         self.logits = self.logits[rows]
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # batch_select_indices would leave out convolutions and recurrences
         self.mask = self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:

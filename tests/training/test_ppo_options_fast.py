@@ -22,6 +22,13 @@ from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_k
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
 SDPA = [family for family in tiny.FAMILIES if family != "gemma2"]  # gemma2 caps its attention's scores: eager
 EXACT = {"dtype": torch.float64, "max_grad_norm": 1e9}
+HYBRIDS = {
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {
+        "num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+    },
+    "minimax": {"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
 
 
 def gradients(**changes) -> torch.Tensor:
@@ -117,17 +124,10 @@ def test_a_model_without_sdpa_attention_is_padded():
     assert trainer.step(tiny.prompts())["policy/first_ratio_error"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}),
-        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}),
-    ],
-)
-def test_a_model_with_convolutions_or_recurrences_is_padded(family, sizes, monkeypatch):
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_model_with_convolutions_or_recurrences_is_padded(family, monkeypatch):
     """With initial weights so small that a trial at 2% of the norm finds no leak from row to row."""
-    model = tiny.causal(family, num_key_value_heads=2, initializer_range=0.02, **sizes)
+    model = tiny.causal(family, initializer_range=0.02, **HYBRIDS[family])
     assert not packing.enable([model]) and model.config._attn_implementation == "sdpa"
     assert not packing._attends_only(model)
     with monkeypatch.context() as patch:
@@ -281,14 +281,15 @@ def test_both_optimizers_make_the_same_steps():
 
 
 def engine(family: str = "llama", *, compact_batch: bool) -> HFEngine:
-    return HFEngine(tiny.causal(family), tiny.EOS, tiny.PAD, compact_batch=compact_batch)
+    model = tiny.causal(family, **HYBRIDS.get(family, {}))
+    return HFEngine(model, tiny.EOS, tiny.PAD, compact_batch=compact_batch)
 
 
 def prompts(queries: list[list[int]], length: int = 12) -> Prompts:
     return replace(Prompts.from_lists(queries), seeds=tuple(seeds_of(len(queries))), response_length=length)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "lfm2", "falcon_h1"])
 def test_a_compact_batch_engine_samples_what_the_plain_one_samples(family):
     queries = [[5, 6]] * 3 + [[7]] * 2 + [[8, 9, 4]] + [[5, 6]] * 2 + [[7, 7, 7, 7]] * 4
     one, other = (engine(family, compact_batch=compact).generate(prompts(queries)) for compact in (True, False))
