@@ -182,6 +182,8 @@ class Config(Section):
                 del container[name]
         for key in ("subset", "revision", "max_dropped"):  # max_dropped can stop a run but not change its result
             tree["data"].pop(key)
+        if tree["data"]["chat_template_kwargs"] is None:  # as in runs that were made before the key
+            del tree["data"]["chat_template_kwargs"]
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
         return {**tree, "output": {"snapshots": self.output.snapshots}}

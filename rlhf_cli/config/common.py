@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Config, DataPath, ModelPath, Range, Section, invalid
 from rlhf_cli.config.fields import PathField, fields_of
@@ -136,6 +137,17 @@ class RewardModel(_ModelKeys):
     path: ModelPath = "RUN/sft"
 
 
+RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        date.fromisoformat(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class _Data(Section):
     """Options for reading rows; the stages add the keys that name the data."""
 
@@ -151,6 +163,19 @@ class _Data(Section):
     split_seed: int | None = Field(None, ge=0)
     on_bad: Literal["error", "drop"] = "error"
     max_dropped: float = Field(MAX_DROPPED, ge=0, le=1)
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_chat_template_kwargs(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name, value in (values or {}).items():
+            if not name.isidentifier() or name in RESERVED_TEMPLATE_NAMES:
+                raise invalid(
+                    f"`{name}` is not a variable that a chat template's user sets", key="chat_template_kwargs"
+                )
+            if name == "date" and not _is_date(value):
+                raise invalid(f"date `{value}` is not a date as 2024-07-26", key="chat_template_kwargs")
+        return values
 
     @model_validator(mode="after")
     def _check_holdout(self) -> Self:

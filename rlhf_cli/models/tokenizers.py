@@ -18,6 +18,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.tokens import ids_without_embedding, set_ids_without_embedding, tokenize
 from rlhf_cli.errors import Problem, RLHFError, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
+from rlhf_cli.models import chat_templates
 from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
@@ -216,14 +217,22 @@ def template_sha256(tokenizer: Any) -> str | None:
 
 
 def check_same_tokenization(
-    parents: Mapping[str, Parent], where: Callable[[str], str], *, trust_remote_code: bool
+    parents: Mapping[str, Parent],
+    where: Callable[[str], str],
+    *,
+    trust_remote_code: bool,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise RLHFError T04 or T05 at `where(key)` if a parent's token ids differ from those of `models.sft`."""
-    foreign = {
-        key: manifest_fields(load_tokenizer(parent.model, trust_remote_code=trust_remote_code), None)
-        for key, parent in parents.items()
-        if parent.stage == runs.FOREIGN
-    }
+    """Raise RLHFError T04 or T05 at `where(key)` if a parent's token ids differ from those of `models.sft`.
+
+    `template_variables` are written into the templates of models that were not trained here.
+    """
+    foreign = {}
+    for key, parent in parents.items():
+        if parent.stage == runs.FOREIGN:
+            tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
+            chat_templates.set_template_variables(tokenizer, template_variables, where=where(key))
+            foreign[key] = manifest_fields(tokenizer, None)
     sft = parents["models.sft"]
     problems: list[Problem] = []
 

@@ -16,7 +16,7 @@ from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import devices, forward, load, lora, tokenizers
+from rlhf_cli.models import chat_templates, devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
@@ -98,9 +98,30 @@ def run_stage(
 
 
 def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
-    """Load the tokenizer of an input model. Raises RLHFError M01, M08."""
+    """Load the tokenizer of an input model. Raises RLHFError M01, M08.
+
+    Policies of PPO and evaluation get data.chat_template_kwargs: C17, T05 as `set_template_variables`.
+    """
     with at_location(config.where(parent.key)):
-        return tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
+        tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
+    if config.stage in ("ppo", "eval") and parent.key in POLICY_KEYS:
+        set_template_variables(config, tokenizer, parent.stage)
+    return tokenizer
+
+
+def set_template_variables(config: Any, tokenizer: Any, parent_stage: str) -> None:
+    """Write data.chat_template_kwargs into the chat template. Raises RLHFError C17 if one has no effect.
+
+    A later stage must keep the template of its parent if that was trained here: T05.
+    """
+    template, where = tokenizer.chat_template, config.where("data.chat_template_kwargs")
+    trained_here = parent_stage not in ("", runs.FOREIGN) and config.stage != "sft"
+    if trained_here and config.data.chat_template_kwargs is None:
+        return
+    chat_templates.set_template_variables(tokenizer, config.data.chat_template_kwargs, where=where)
+    if trained_here and tokenizer.chat_template != template:
+        text = "data.chat_template_kwargs is not that of the stage which trained the model"
+        raise RLHFError("T05", text, where=where, hint="remove it: the values come with the model")
 
 
 def load_own_tokenizer(config: Config, options: Options, sft: Parent, parent: Parent) -> Any:
@@ -138,7 +159,10 @@ def check_same_tokenization(config: Config, options: Options, parents: Mapping[s
     """
     keys = (*POLICY_KEYS, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
     must_match = {key: parent for key, parent in parents.items() if key in keys}
-    tokenizers.check_same_tokenization(must_match, config.where, trust_remote_code=options.trust_remote_code)
+    tokenizers.check_same_tokenization(
+        must_match, config.where, trust_remote_code=options.trust_remote_code,
+        template_variables=config.data.chat_template_kwargs,
+    )  # fmt: skip
     for key, parent in parents.items() if config.stage == "eval" else ():
         if key not in must_match:
             with at_location(config.where(key)):

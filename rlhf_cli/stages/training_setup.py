@@ -42,6 +42,7 @@ def prepare_tokenizer(config: TRLConfig, tokenizer: Any, parent_stage: str = "")
             hint = "remove it: the template comes with the SFT model"
             raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
     lora.refuse_new_tokens(config, tokenizer, original_size)
+    setup.set_template_variables(config, tokenizer, parent_stage)
     tokenizers.ensure_pad_token(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
     return tokenizer
 

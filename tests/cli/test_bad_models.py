@@ -86,6 +86,17 @@ def test_t06_a_template_that_never_trains_the_stop_token(folder: Path) -> None:
     )
 
 
+def test_t07_a_template_that_writes_todays_date(folder: Path) -> None:
+    text = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    (folder / "dated.jinja").write_text(text)
+    replace("sft.yaml", "path: model", "path: model, chat_template: dated.jinja")
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
+    assert warned(check("sft.yaml"), "T07", "", "2024-07-26", "hint: set data.chat_template_kwargs: {date: ...}")
+    says = ("the chat template has no variable `enable_thinking`", "hint: remove it")
+    result = rlhf("sft", "-s", "data.chat_template_kwargs={enable_thinking: false}")
+    assert refused(result, "C17", "--set data.chat_template_kwargs", *says)
+
+
 def test_m01_model_path_wrong(folder: Path) -> None:
     replace("sft.yaml", "path: model", "path: ./modle")
     assert refused(rlhf("sft"), "M01", "sft.yaml:1: ", "modle", "hint: did you mean model?")

@@ -112,8 +112,24 @@ def test_with_a_chat_template_prompts_are_conversations(data: dict[str, Path], w
         assert isinstance(rows(tmp_path / f"chat {form}", "prompts")[0]["prompt"], list)
         model = config.load("sft", tmp_path / f"chat {form}/sft.yaml").model
         assert model.chat_template is None and model.path == str(base)
+        assert "chat_template_kwargs" not in (tmp_path / f"chat {form}/sft.yaml").read_text()
     assert init(tmp_path / "plain", data["columns"], base, "--plain").exit_code == 0
     assert isinstance(rows(tmp_path / "plain", "prompts")[0]["prompt"], str)
+
+
+def test_a_template_with_thoughts_and_dates_gets_neither(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    base, tokenizer = tmp_path / "base", world.tokenizer()
+    template = (
+        "{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% if enable_thinking is false %}<none>{% endif %}{% endif %}"
+    )
+    tokenizers.set_chat_template(tokenizer, template)
+    shutil.copytree(world.base, base)
+    tokenizer.save_pretrained(base)
+    result = init(tmp_path / "run", data["columns"], base)
+    assert result.exit_code == 0 and "T07" not in result.output
+    values = {"enable_thinking": False, "date": "2024-07-26"}
+    assert config.load("sft", tmp_path / "run/sft.yaml").data.chat_template_kwargs == values
 
 
 def test_bad_rows_are_dropped_and_counted(world: World, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
 {%- endif -%}"""
 GEMMA = """
 {{- bos_token -}}
@@ -38,6 +39,8 @@ GEMMA = """
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
 LLAMA3 = """
 {{- bos_token -}}
+{%- if date_string is not defined -%}{%- set date_string = strftime_now('%d %b %Y') -%}{%- endif -%}
+{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '<|eot_id|>' }}
 {%- for message in messages -%}
 {{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
 {%- endfor -%}

@@ -205,9 +205,17 @@ def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> Non
 @pytest.mark.training
 # The slow ones differ from these in their templates alone.
 @pytest.mark.parametrize(
-    "family", ["qwen3", "llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma"))]
+    ("family", "variables", "prompts_hold"),
+    [
+        ("qwen3", "{enable_thinking: false}", "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ("llama3", "{date: 2025-01-31}", "Today Date: 31 Jan 2025"),
+        pytest.param("qwen2", None, "You are Qwen", marks=pytest.mark.slow),
+        pytest.param("gemma", None, "<start_of_turn>model", marks=pytest.mark.slow),
+    ],
 )
-def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
+def test_instruct_on_chat_models(
+    family: str, variables: str | None, prompts_hold: str, hub: Hub, tmp_path: Path
+) -> None:
     def pair(thing: str, number: int) -> dict[str, Any]:
         turns = [{"role": "user", "content": f"What is a {thing}, {number}?"}]
         if number == 1:
@@ -219,13 +227,17 @@ def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
     texts = [turn["content"] for row in rows for turn in row["chosen"]]
     hub.model("Qwen/Qwen2.5-0.5B-Instruct", families.write_causal, family, texts)
     run, kind = tmp_path / "run", families.FAMILIES[family]
-    manifests, _ = run_all("instruct", run, SHORT)
+    sets = [f"data.chat_template_kwargs={variables}"] if variables else []
+    more = {"reward": sets, "ppo": [*SHORT["ppo"], *sets], "eval": sets}
+    manifests, _ = run_all("instruct", run, more)
     tokenizer = AutoTokenizer.from_pretrained(run / "ppo/model")
-    assert tokenizer.chat_template == kind.template
+    assert tokenizer.chat_template.endswith(kind.template)
+    assert (tokenizer.chat_template == kind.template) == (variables is None)
     stop = tokenizer.convert_tokens_to_ids(kind.stop)
     assert all(manifests[stage]["special_tokens"]["stop"] == stop for stage in ("reward", "ppo"))
     for probe in manifests["reward"]["probes"]:
         assert probe["response_ids"][-1] == stop and probe["response_ids"].count(stop) == 1
+        assert prompts_hold in tokenizer.decode(probe["prompt_ids"])
         if kind.prefix:
             prefix = tokenizer.convert_tokens_to_ids(kind.prefix)
             assert probe["prompt_ids"][0] == prefix and probe["prompt_ids"].count(prefix) == 1

@@ -129,6 +129,16 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(here: Path) -> None:
         assert loaded(here, "sft", text).model.chat_template == expected
 
 
+@pytest.mark.parametrize("bad", ["{date: tomorrow}", "{date: 20250131}", "{messages: x}", "{'a b': 1}", "{a: [1]}"])
+def test_the_variables_of_a_chat_template_are_in_the_identity(bad: str, here: Path) -> None:
+    plain = loaded(here, "sft").identity()
+    named = loaded(here, "sft", "", "data.chat_template_kwargs={enable_thinking: false, date: 2025-01-31}").identity()
+    assert "chat_template_kwargs" not in plain["data"]  # as in the runs that were made before the key
+    assert named["data"]["chat_template_kwargs"] == {"enable_thinking": False, "date": "2025-01-31"}
+    with pytest.raises(RLHFError, match="chat_template_kwargs"):
+        loaded(here, "sft", "", f"data.chat_template_kwargs={bad}")
+
+
 def test_new_weights_keep_every_field_of_the_transformers_config(here: Path) -> None:
     new = loaded(here, "sft", FULL["sft"].replace("chat.jinja", "chatml")).model.new
     assert new.config_fields() == {"model_type": "llama", "hidden_size": 32}

@@ -30,7 +30,7 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.models import load, tokenizers
+from rlhf_cli.models import chat_templates, load, tokenizers
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
@@ -73,8 +73,7 @@ def init(
     parent = runs.open_parent(model if os.path.exists(model) else base, expect=("sft", "ppo"), key="--base", where="")
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
-    if formatted.chat_template:
-        tokenizers.set_chat_template(tokenizer, formatted.chat_template)
+    variables = _set_chat_template(tokenizer, formatted)
     context = load.context_length(load.read_config(parent.model))
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
@@ -89,6 +88,7 @@ def init(
         "data": DataSource.of(named).shown(),
         "seed": seed,
         "style": formatted,
+        "template_variables": to_yaml(variables) if variables else None,
         "answers": MAX_ANSWERS,
         "known": inputs,
         "s": sizes,
@@ -97,6 +97,15 @@ def init(
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes)
+
+
+def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:
+    """Set the chat template as the SFT stage will, and return the values of its variables."""
+    if formatted.chat_template:
+        tokenizers.set_chat_template(tokenizer, formatted.chat_template)
+    variables = chat_templates.variables_for_answers(tokenizer)
+    chat_templates.set_template_variables(tokenizer, variables, where="--base")
+    return variables
 
 
 def _missing_options_error(data: str | None, base: str | None, folder: Path) -> RLHFError:

@@ -1,0 +1,69 @@
+"""Defaults of a chat template's variables, written into the template, so that every later use of the model has them."""
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import date
+from typing import Any
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError
+
+# A template that writes today's date gets this one, Llama 3.1's own default, so that all stages have equal prompts.
+DEFAULT_DATE = "2024-07-26"
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# Ends the line of defaults. Its newline keeps trim_blocks from removing one of the template.
+MARK = "{# data.chat_template_kwargs #}"
+
+
+def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, *, where: str) -> None:
+    """Write the variables' values into the chat template as defaults, in place of those that were written before.
+
+    `date` is what the template's `strftime_now` returns. Without it a template that calls `strftime_now` gets
+    DEFAULT_DATE, with warning T07. Raises RLHFError C17 at `where` if the template does not use a variable.
+    """
+    template, given = tokenizer.chat_template, dict(variables or {})
+    if not isinstance(template, str):
+        if given:
+            text = "data.chat_template_kwargs is set, but the tokenizer has no chat template"
+            raise RLHFError("C17", text, where=where, hint="remove it, or set model.chat_template")
+        return
+    defaults, _, rest = template.partition("\n")
+    if defaults.endswith(MARK):
+        if not given:
+            return
+        template = rest
+    formats = {match[2] for match in DATE_CALL.finditer(template)}
+    for name in given:
+        if not (formats if name == "date" else re.search(rf"\b{re.escape(name)}\b", template)):
+            text = f"data.chat_template_kwargs: the chat template has no variable `{name}`"
+            raise RLHFError("C17", text, where=where, hint="remove it: it would have no effect")
+    day = given.pop("date", None)
+    lines = [_default(name, value) for name, value in given.items()]
+    if formats:
+        if day is None and "date_string" not in given:
+            text = f"the chat template writes today's date: {DEFAULT_DATE} stands there in all stages"
+            terminal.warn("T07", text, where=where, hint="set data.chat_template_kwargs: {date: ...} to another one")
+        lines.append(_date_macro(formats, date.fromisoformat(day or DEFAULT_DATE)))
+    if lines:
+        tokenizer.chat_template = "".join((*lines, MARK, "\n", template))
+
+
+def variables_for_answers(tokenizer: Any) -> dict[str, str | bool]:
+    """Return the variables to set for training on plain answers: no thoughts, and a date that stays."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or template.partition("\n")[0].endswith(MARK):
+        return {}
+    thinking: dict[str, str | bool] = {"enable_thinking": False} if "enable_thinking" in template else {}
+    return thinking | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
+
+
+def _default(name: str, value: Any) -> str:
+    """Return Jinja that sets a variable, unless who renders the template passes it."""
+    return f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+
+
+def _date_macro(formats: set[str], day: date) -> str:
+    """Return a Jinja macro that takes the place of transformers' function of the same name."""
+    texts = json.dumps({each: day.strftime(each) for each in sorted(formats)})
+    return f"{{% macro strftime_now(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}"
