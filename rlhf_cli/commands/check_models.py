@@ -131,12 +131,12 @@ class StageValidator:
                 lora.check_target_modules(config, model_config)
         scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
         with self.report.collecting():
-            if tokenizer is not None and model_config is not None:
+            if start is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
-                stop = ppo_setup.stop_token_id(config, tokenizer, vocabulary)
+                stop = ppo_setup.stop_token_id(config, tokenizer, start.parent, vocabulary)
                 for key, scorer in scorers.items():
-                    stops = data.stop_token_id(own_tokenizers[key]) if key in own_tokenizers else stop
-                    ppo_models.warn_pad_is_stop_token(scorer, stops, config.where(key))
+                    own_stop = data.stop_token_id(own_tokenizers[key]) if key in own_tokenizers else stop
+                    ppo_models.warn_pad_is_stop_token(scorer, own_stop, config.where(key))
         read, length = partial(setup.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
             self._read_rows(stage, key, partial(read, key, tokenizer, model_config, length))

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import Range, Settings, invalid
 from rlhf_cli.config.ppo_algorithm import ObjectiveSettings, TrainingSettings, WatchdogSettings
 
+TokenId = Annotated[int, Field(ge=0)]
+
 
 class LengthRange(Range):
     """Response length, sampled uniformly from min..max (inclusive) for each update."""
@@ -42,7 +44,7 @@ class RolloutSettings(Settings):
     response_length: Annotated[int, Field(ge=1)] | LengthRange = 53
     temperature: float = Field(0.7, gt=0)
     stop_token: Literal["eos", "none"] = "eos"
-    stop_token_id: int | None = Field(None, ge=0)
+    stop_token_id: TokenId | Annotated[list[TokenId], Field(min_length=1)] | None = None
     missing_eos_penalty: float | None = Field(1.0, ge=0)
     overlong_penalty: OverlongPenalty | None = None
 

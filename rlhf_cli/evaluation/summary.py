@@ -10,6 +10,7 @@ from rlhf_cli import runs, statistics, terminal
 from rlhf_cli.config.eval import EvalConfig, Select
 from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.reward_card import missing_card_reason
+from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.runs.parents import Parent
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
@@ -25,7 +26,7 @@ class SamplingParams:
 
     temperature: float
     response_length: int  # maximum, in tokens
-    stop_token_id: int | None
+    stop_token_id: StopTokenId
 
 
 @dataclass(frozen=True)

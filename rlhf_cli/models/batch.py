@@ -14,6 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+StopTokenId = int | Sequence[int] | None  # several end a response as transformers' eos_token_id does; None: none
+
+
+def stop_ids(stop_token_id: StopTokenId) -> tuple[int, ...]:
+    """Return the stop tokens as a tuple, empty without one."""
+    return (stop_token_id,) if isinstance(stop_token_id, int) else tuple(stop_token_id or ())
+
+
+def is_stop(ids: Tensor, stop_token_id: StopTokenId) -> Tensor:
+    """Return the mask (...) of the stop tokens in ids (...)."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for stop in stop_ids(stop_token_id):
+        found |= ids == stop
+    return found
+
 
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the left; return ids (B, W) int64 and mask (B, W) bool."""
@@ -83,7 +98,7 @@ class Rollout:
     ids: Tensor  # (B, P+R) int64: prompts left-padded, responses right-padded
     mask: Tensor  # (B, P+R) bool: real tokens, contiguous in each row
     response_mask: Tensor  # (B, R) bool: response tokens that count, through the first stop token
-    ended: Tensor  # (B,) bool: the response ended with the stop token
+    ended: Tensor  # (B,) bool: the response ended with a stop token
     row_offset: int = 0  # of a slice of a batch: the batch's row number of the first row
 
     @classmethod
@@ -93,13 +108,13 @@ class Rollout:
         responses: Sequence[Sequence[int]],
         response_masks: Sequence[Sequence[bool]] | None = None,
         *,
-        stop_token_id: int | None = None,
+        stop_token_id: StopTokenId = None,
         pad: int = 0,
     ) -> "Rollout":
         """Build a rollout from token lists, for responses generated elsewhere.
 
         `response_masks` marks the response tokens that count (default: all). A response has ended if its last token is
-        `stop_token_id`, or if that is None. Raises ValueError if the lists differ in length or one is empty.
+        a stop token, or if there is none. Raises ValueError if the lists differ in length or one is empty.
         """
         queries, responses = ([[int(token) for token in row] for row in rows] for rows in (queries, responses))
         if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
@@ -113,7 +128,7 @@ class Rollout:
             if not all(any(mask) for mask in response_masks):
                 raise ValueError("each response needs a token that counts")
             response_mask = real & right_pad([[int(x) for x in mask] for mask in response_masks])[0].bool()
-        ended = torch.tensor([stop_token_id is None or row[-1] == stop_token_id for row in responses])
+        ended = torch.tensor([stop_token_id is None or row[-1] in stop_ids(stop_token_id) for row in responses])
         ids, mask = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, real], 1)
         return cls(ids, mask, response_mask, ended)
 

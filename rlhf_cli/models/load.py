@@ -168,6 +168,14 @@ def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
         raise RLHFError("M01", f"{shown(folder)}: not a model's config.json: {short_reason(error)}") from error
 
 
+def read_eos_token_ids(folder: Path | str) -> list[int]:
+    """Return the tokens that end a text by the generation config of a folder's model, or else by its config."""
+    place = config_folder(Path(folder))
+    read = [read_json_object(place / name) or {} for name in ("generation_config.json", "config.json")]
+    known: Any = next((each["eos_token_id"] for each in read if each.get("eos_token_id") is not None), [])
+    return [each for each in (known if isinstance(known, list) else [known]) if isinstance(each, int) and each >= 0]
+
+
 def config_folder(folder: Path) -> Path:
     """Return the folder of the config.json of the model in `folder`; an adapter's merged config has a subfolder."""
     return folder / runs.MERGED if read_adapter(folder) else folder

@@ -44,13 +44,19 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 
 
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
-    """Set the pad token id in the config, and a language model's BOS, stop and pad ids in its generation config."""
+    """Set the pad token id in the config, and a language model's BOS, stop and pad ids in its generation config.
+
+    Tokens that ended the model's texts before still do: Llama 3 has three of them.
+    """
     model = lora.unwrap(model)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
+        known = model.generation_config.eos_token_id
+        stops = dict.fromkeys([stop_token_id, *([known] if isinstance(known, int) else known or [])])
         model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
-        )
+            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=list(stops) if len(stops) > 1 else stop_token_id,
+        )  # fmt: skip
 
 
 def save_config(model: Any, folder: Path) -> None:

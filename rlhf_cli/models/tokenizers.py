@@ -19,6 +19,7 @@ from rlhf_cli.data.tokens import ids_without_embedding, set_ids_without_embeddin
 from rlhf_cli.errors import Problem, RLHFError, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import chat_templates
+from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
@@ -269,7 +270,7 @@ def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool)
     return True
 
 
-def manifest_fields(tokenizer: Any, stop_token_id: int | None) -> dict[str, Any]:
+def manifest_fields(tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
     """Return the manifest's fields about the tokenizer; the id of a missing special token is None."""
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     return {

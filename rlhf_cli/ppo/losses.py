@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlhf_cli.models.batch import StopTokenId, is_stop
 
-def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
-    """Return the mask (B, R) of ids (B, R): True through the first stop token; all True if `stop_token_id` is None."""
-    if stop_token_id is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    stops = (ids == stop_token_id).int()
+
+def response_mask(ids: Tensor, stop_token_id: StopTokenId) -> Tensor:
+    """Return the mask (B, R) of ids (B, R): True through the first stop token; all True without stop tokens."""
+    stops = is_stop(ids, stop_token_id).int()
     return stops.cumsum(1) - stops == 0
 
 

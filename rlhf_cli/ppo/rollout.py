@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rlhf_cli.models import devices, forward
-from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
 
@@ -38,7 +38,7 @@ class HFEngine:
     """
 
     model: Any
-    stop_token_id: int | None
+    stop_token_id: StopTokenId
     pad_token_id: int
     temperature: float = 1.0
     batch_size: int | None = None  # rows per batch; None: all
@@ -57,8 +57,7 @@ class HFEngine:
             starts = track_progress("batch", range(0, len(prompts), size))
             responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
-        stop = -1 if self.stop_token_id is None else self.stop_token_id  # no token has id -1
-        ended, width = (responses == stop).any(1), int(response_mask.sum(1).max())
+        ended, width = is_stop(responses, self.stop_token_id).any(1), int(response_mask.sum(1).max())
         responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
         response_mask = response_mask[:, :width]
         ids = torch.cat([prompts.ids.to(responses.device), responses], 1)
@@ -67,7 +66,7 @@ class HFEngine:
 
     @torch.no_grad()
     def stream(self, prompt: Prompts) -> Iterator[int]:
-        """Yield the response to a single prompt token by token, through the stop token.
+        """Yield the response to a single prompt token by token, through the first stop token.
 
         The tokens are those of `generate`.
         """
@@ -101,7 +100,7 @@ class HFEngine:
                 tokens = decoder.logits.argmax(-1)
             yield batch_rows[unfinished], tokens[unfinished]
             if self.stop_token_id is not None:
-                unfinished = unfinished & (tokens != self.stop_token_id)
+                unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == prompts.response_length:
                 break
             if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, lora, packing, sharding
-from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId, stop_ids
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
 PromptText = str | list[dict[str, Any]] | None
@@ -52,8 +52,8 @@ class ModelReward:
 class RetokenizingReward(ModelReward):
     """A reward model with its own tokenizer or chat template, applied by `encode`.
 
-    Responses are decoded by the policy's `tokenizer` without special tokens and encoded again, with the stop token if
-    they ended with `stop_token_id`. `prompts` maps a prompt's ids to the model's tokens of its original text or
+    Responses are decoded by the policy's `tokenizer` without special tokens and encoded again, with its stop token if
+    they ended with one of `stop_token_id`. `prompts` maps a prompt's ids to the model's tokens of its original text or
     conversation; a prompt that is missing there is decoded and encoded too.
     Raises RLHFError R05 for a row that exceeds `context` tokens, has an empty prompt, or cannot be encoded.
     """
@@ -61,7 +61,7 @@ class RetokenizingReward(ModelReward):
     name: str
     tokenizer: Any
     encode: Encode
-    stop_token_id: int | None
+    stop_token_id: StopTokenId
     context: int | None = None
     prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class RetokenizingReward(ModelReward):
         new_prompts: list[list[int]] = []
         new_responses: list[list[int]] = []
         for row, (prompt, response) in enumerate(encoded):
-            tokens, ended = known[row], responses[row][-1] == self.stop_token_id
+            tokens, ended = known[row], responses[row][-1] in stop_ids(self.stop_token_id)
             new_prompts.append(prompt if tokens is None else tokens)
             new_responses.append(response if ended or len(response) == 1 else response[:-1])
             self._check_length(row_offset + row, len(new_prompts[-1]), len(new_responses[-1]))

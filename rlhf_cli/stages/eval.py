@@ -27,7 +27,7 @@ from rlhf_cli.evaluation.summary import (
     select_best_of_n,
 )
 from rlhf_cli.models import devices, forward, load
-from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
+from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, StopTokenId, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
@@ -57,8 +57,9 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
     setup.check_same_tokenization(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = setup.load_tokenizer(config, options, sft)
-    sampling = sampling_params(config, ppo_settings(ppo), ppo.path, data.stop_token_id(tokenizer))
     model_config = load.read_config(sft.model, options.trust_remote_code)
+    stop_id = setup.stop_token_id(tokenizer, sft, model_config.get_text_config().vocab_size)
+    sampling = sampling_params(config, ppo_settings(ppo), ppo.path, stop_id)
     with stage.process_group.main_process_first():
         usable = setup.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
     if usable.num_dropped or len(usable) < config.eval.n:
@@ -89,7 +90,7 @@ def ppo_settings(ppo: Parent) -> PPOSettings | None:
 
 
 def sampling_params(
-    config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: int | None
+    config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: StopTokenId
 ) -> SamplingParams:
     """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
     temperature, length = config.eval.temperature, config.eval.response_length

@@ -23,6 +23,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
+from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.runs.parents import Parent
@@ -180,9 +181,9 @@ class RewardModelCache:
                     setup.check_probes(model, parent, where=self.config.where(key))
 
 
-def warn_pad_is_stop_token(model_config: Any, stop_id: int | None, where: str) -> None:
-    """Warn (T01) if an external reward model's pad token is also its stop token."""
-    if stop_id is not None and build.pad_token_id(model_config) == stop_id:
+def warn_pad_is_stop_token(model_config: Any, stop_token_id: StopTokenId, where: str) -> None:
+    """Warn (T01) if an external reward model's pad token is also its (first) stop token."""
+    if (build.pad_token_id(model_config),) == stop_ids(stop_token_id)[:1]:
         text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
         terminal.warn("T01", text, where=where)
 

@@ -15,6 +15,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import devices, hub, load, lora
+from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -28,7 +29,7 @@ class PPOComponents:
     """A loaded PPO run. `policy` and `value` are as they are saved: with adapters, the peft models."""
 
     tokenizer: Any
-    stop_token_id: int | None
+    stop_token_id: StopTokenId
     prompts: list[data.Prompt]
     eval_prompts: list[data.Prompt]
     trainer: PPOTrainer
@@ -62,7 +63,7 @@ def load_components(
     saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
-    stop_id = stop_token_id(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
+    stop_id = stop_token_id(config, tokenizer, sft, policy.get_input_embeddings().weight.shape[0])
     read_prompts = partial(setup.read_prompts, response_length=settings.max_response_length)
     prompts, eval_prompts = read_prompts(config, "data.prompts", tokenizer, policy.config), None
     if "data.eval_prompts" in config.sources():
@@ -131,14 +132,15 @@ def scale_to_world_size(config: PPOConfig, world_size: int) -> PPOConfig:
         raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
 
 
-def stop_token_id(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None:
-    """Return the id that ends a response, None without one. Raises RLHFError C06 if it exceeds the vocabulary."""
+def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: int) -> StopTokenId:
+    """Return the ids that end a response. Raises RLHFError C06 if one exceeds the vocabulary."""
     settings = config.ppo
     if settings.stop_token_id is None:
-        return data.stop_token_id(tokenizer) if settings.stop_token != "none" else None
-    if settings.stop_token_id >= vocab_size:
-        text = f"ppo.stop_token_id {settings.stop_token_id} is not a token of the model"
-        raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint="see the tokenizer's eos_token_id")
+        return None if settings.stop_token == "none" else setup.stop_token_id(tokenizer, sft, vocab_size)
+    for stop in stop_ids(settings.stop_token_id):
+        if stop >= vocab_size:
+            text, hint = f"ppo.stop_token_id {stop} is not a token of the model", "see the tokenizer's eos_token_id"
+            raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint=hint)
     return settings.stop_token_id
 
 

@@ -208,7 +208,8 @@ def sample_answers(
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
     if (context := load.context_length(model.config)) is not None:
         length = max(1, min(length, context - max(map(len, selected))))
-    stop_id, pad_id = data.stop_token_id(tokenizer), tokenizer.pad_token_id
+    stop_id = setup.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
+    pad_id = tokenizer.pad_token_id
     engine = HFEngine(model, stop_id, pad_id, 1.0, SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)

@@ -17,7 +17,7 @@ from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import chat_templates, devices, forward, load, lora, tokenizers
-from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models.batch import Rollout, StopTokenId
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
@@ -172,13 +172,23 @@ def check_same_tokenization(config: Config, options: Options, parents: Mapping[s
 # Reward models
 
 
+def stop_token_id(tokenizer: Any, parent: Parent, vocab_size: int) -> StopTokenId:
+    """Return the tokens that end a response: the chat template's, and those of the model's generation config.
+
+    Llama 3 has <|eot_id|>, <|end_of_text|> and <|eom_id|>, Qwen <|im_end|> and <|endoftext|>.
+    """
+    known = [stop for stop in load.read_eos_token_ids(parent.model) if stop < vocab_size]
+    stops = dict.fromkeys([data.stop_token_id(tokenizer), *known])
+    return tuple(stops) if len(stops) > 1 else next(iter(stops))
+
+
 @dataclass(frozen=True)
 class PolicyText:
-    """The policy's tokenizer, stop token and prompts, from which reward models with another tokenizer get text."""
+    """The policy's tokenizer, stop tokens and prompts, from which reward models with another tokenizer get text."""
 
     sft: Parent
     tokenizer: Any
-    stop_token_id: int | None
+    stop_token_id: StopTokenId
     prompts: Sequence[data.Prompt]
 
 

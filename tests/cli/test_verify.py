@@ -105,6 +105,7 @@ scores normed, clipped: {use_score_scaling: true, use_score_norm: true, score_cl
 penalties: {missing_eos_penalty: 2.5, overlong_penalty: {tokens: 3, factor: 0.7}, response_length: 6}
 lengths: {response_length: {min: 3, max: 9}, overlong_penalty: {tokens: 2, factor: 1.0}}
 no stop token: {stop_token: none, response_length: 4}
+two stop tokens: {stop_token_id: [5, 9], missing_eos_penalty: 2.5}
 another stop token: {stop_token_id: 5, temperature: 1.3, missing_eos_penalty: null}
 k2 in the reward: {kl_estimator: k2, kl_coef: 0.2}
 k3 in the reward: {kl_estimator: k3, kl_coef: 0.2}

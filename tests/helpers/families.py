@@ -85,6 +85,7 @@ FAMILIES = {
         prefix="<|begin_of_text|>",
     ),
 }
+STOPS = {"qwen2": [IM[2], ENDS], "qwen3": [IM[2], ENDS], "llama3": ["<|end_of_text|>", "<|eot_id|>"]}  # Llama 3's order
 
 
 def tokenizer(family: Family, texts: Sequence[str]) -> Any:
@@ -104,7 +105,10 @@ def write_causal(folder: Path, name: str, texts: Sequence[str]) -> None:
     size = "n_positions" if name == "gpt2" else "max_position_embeddings"
     ids = {f"{role}_token_id": getattr(trained, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     rows = len(trained) + (7 if name == "pythia" else 0)  # its embeddings have unused rows, for the added pad token
-    tiny.causal(family.architecture, vocab_size=rows, **{size: 512}, **ids).save_pretrained(folder)
+    model = tiny.causal(family.architecture, vocab_size=rows, **{size: 512}, **ids)
+    if name in STOPS:
+        model.generation_config.eos_token_id = trained.convert_tokens_to_ids(STOPS[name])
+    model.save_pretrained(folder)
     trained.save_pretrained(folder)
 
 

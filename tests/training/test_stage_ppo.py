@@ -189,12 +189,16 @@ def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
     batches.clear()
     assert ppo(run_folder, *settings(ONE, "stop_token_id=40", "num_shared_layers=1"), "--fresh").exit_code == 0
     assert {stop for _, _, stop in batches} == {40}
+    assert ppo(run_folder, *settings(ONE, "stop_token_id=[40, 3]"), "--fresh").exit_code == 0
+    manifest = json.loads((run_folder / "ppo/manifest.json").read_text())
+    assert batches[-1][2] == [40, 3] == manifest["special_tokens"]["stop"]
 
 
 @pytest.mark.parametrize(
     "change,code,says",
     [
         ("stop_token_id=99999", "C06", "ppo.stop_token_id 99999 is not a token of the model"),
+        ("stop_token_id=[3, 99999]", "C06", "ppo.stop_token_id 99999 is not a token of the model"),
         ("num_shared_layers=2", "C06", "--set ppo.num_shared_layers: ppo.num_shared_layers 2 of 2 layers"),
         ("response_length=64", "C13", "lower it by at least 1"),
         ("models.sft={}/reward_model", "M10", "not a language model"),

@@ -212,7 +212,7 @@ def test_messages_with_chatml_are_trained_to_stop_with_its_token(world: World, t
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert manifest["special_tokens"]["stop"] == stop and manifest["template_sha256"]
     generation = json.loads((config.folder / "model" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == stop and tokenizer.chat_template
+    assert generation["eos_token_id"] == [stop, tokenizer.eos_token_id] and tokenizer.chat_template
     assert manifest["metrics"]["eval_rows"] == 2 * 96  # an example for each turn of the assistant
 
 

@@ -31,6 +31,7 @@ def test_response_mask_table():
     expected = [[True, True, False, False], [True, False, False, False], [True] * 4]
     assert losses.response_mask(ids, 2).tolist() == expected
     assert losses.response_mask(ids, None).all()
+    assert losses.response_mask(ids, [7, 2]).tolist() == [*expected[:2], [True, True, True, False]]
 
 
 def test_score_lands_on_the_last_real_token():

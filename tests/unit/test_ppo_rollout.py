@@ -92,6 +92,17 @@ def test_nothing_follows_the_stop_token():
     assert endless.response_mask.all() and endless.response_mask.shape == (8, 12) and not endless.ended.any()
 
 
+def test_several_stop_tokens_cut_what_none_leaves():
+    prompts, stops = seeded(tiny.prompts(32), length=20), [tiny.EOS, 5, 9]
+    rollout, endless = (engine(stop=stop).generate(prompts) for stop in (stops, None))
+    assert {5, 9, tiny.EOS} == {response[-1] for response in responses(rollout)} & set(stops)
+    for row, (response, whole) in enumerate(zip(responses(rollout), responses(endless), strict=True)):
+        cut = next((step for step, token in enumerate(whole) if token in stops), None)
+        assert response == (whole if cut is None else whole[: cut + 1]) and bool(rollout.ended[row]) == (
+            cut is not None
+        )
+
+
 def test_pad_equal_to_eos_changes_nothing():
     prompts = seeded(tiny.prompts(8))
     one, other = (engine(pad=pad).generate(prompts) for pad in (tiny.PAD, tiny.EOS))

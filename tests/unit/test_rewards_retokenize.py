@@ -150,6 +150,7 @@ def test_retokenizing_by_hand():
     assert retokenizing().retokenize(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), "no stop token"
     assert retokenizing(prompts={(4, 5): [11, 12]}).retokenize(prompts, responses)[0] == [[1, 3], [11, 12]]
     assert retokenizing(stop_token_id=None).retokenize(prompts, responses)[1] == [[6, 9], [6]]
+    assert retokenizing(stop_token_id=[99, 8]).retokenize(prompts, responses)[1] == [[6, 9, 7], [6, 7]]
     assert retokenizing().retokenize([[1]], [[99]]) == ([[1]], [[7]])
     plain = ModelReward(tiny.scorer(), 4)
     rollout = Rollout.from_lists(prompts, responses, stop_token_id=99)

@@ -16,7 +16,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import file_sha256
 from rlhf_cli.models import devices, load, tokenizers
-from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
 from rlhf_cli.ppo.experience import weighted_sum
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RewardFn, RewardSource
@@ -185,7 +185,8 @@ def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatMod
         sft = weights[chat_models.sft.model] if chat_models.sft else None
         loaded = [replace(info, weights=weights[info.parent.model]) for info in chat_models.models]
         vocab_size = loaded[0].weights.get_input_embeddings().weight.shape[0]
-        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, vocab_size)
+        policy = chat_models.models[0].parent
+        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, policy, vocab_size)
         scorer = ReplyScorer(chat_models, options, tokenizer, stop, sft)
         bar.advance(len(chat_models.rewards), note="rewards")
     return loaded, scorer
@@ -207,7 +208,7 @@ class ReplyScorer:
     """
 
     def __init__(
-        self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: int | None, sft: Any
+        self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: StopTokenId, sft: Any
     ) -> None:
         self.config, self.tokenizer, self.sft, self.stop_token_id = chat_models.config, tokenizer, sft, stop_token_id
         self.missing = [*chat_models.missing]

@@ -12,7 +12,7 @@ from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.data.tokens import Conversation, render
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load
-from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages import setup
 
@@ -119,7 +119,7 @@ class StreamingReply:
 
     def __init__(
         self, model: ChatModel, tokenizer: Any, prompt: str | Conversation, prompt_ids: list[int],
-        stop_token_id: int | None, sampling: SamplingParams,
+        stop_token_id: StopTokenId, sampling: SamplingParams,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.prompt, self.prompt_ids = model, tokenizer, prompt, prompt_ids
         self.stop_token_id, self.sampling = stop_token_id, sampling
@@ -152,7 +152,7 @@ class StreamingReply:
 
     def finish(self, *, stopped: bool) -> Reply:
         """Return the reply so far, without special tokens; `stopped`: Ctrl-C ended it."""
-        ended = self.ids[-1:] == [self.stop_token_id]
+        ended = bool(self.ids) and self.ids[-1] in stop_ids(self.stop_token_id)
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         return Reply(text, len(self.ids), ended, stopped and not ended, self.seconds, self.sampling)
 

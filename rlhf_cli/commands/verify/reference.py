@@ -64,7 +64,7 @@ class ReferenceState:
     ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
     prompts: list[list[int]]
     responses: list[list[int]]
-    stop_token_id: int | None
+    stop_token_ids: frozenset[int]
     near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
 
     @property
@@ -99,7 +99,7 @@ def check_sampling(state: ReferenceState, tick: Callable[[], None]) -> Quantitie
             perturbed = z / state.settings.temperature - exponential(seed, step, len(z)).log()
             best.append(int(perturbed.argmax()))
             unexplained += bool(perturbed.max() - perturbed[response[step]] > state.near_tie)
-        continues = state.stop_token_id in response[:-1]
+        continues = not state.stop_token_ids.isdisjoint(response[:-1])
         ends_early = not ended(state, response) and len(response) != length_limit(state)
         unexplained += continues or ends_early
         tick()
@@ -237,7 +237,7 @@ def final_scores(state: ReferenceState, summed: list[float], moments: tuple[int,
             score = (score - mean if settings.use_score_norm else score) / deviation
         if settings.score_clip is not None:
             score = min(max(score, -settings.score_clip), settings.score_clip)
-        if settings.missing_eos_penalty is not None and state.stop_token_id is not None and not ended(state, response):
+        if settings.missing_eos_penalty is not None and state.stop_token_ids and not ended(state, response):
             score -= settings.missing_eos_penalty
         if (overlong := settings.overlong_penalty) is not None:
             over = max(0, len(response) - (length_limit(state) - overlong.tokens))
@@ -247,7 +247,7 @@ def final_scores(state: ReferenceState, summed: list[float], moments: tuple[int,
 
 
 def ended(state: ReferenceState, response: list[int]) -> bool:
-    return state.stop_token_id is not None and response[-1] == state.stop_token_id
+    return response[-1] in state.stop_token_ids
 
 
 # 4. Rewards, advantages, returns

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rlhf_cli.commands.verify import reference, reference_update
-from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models.batch import Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward, RewardFn, call_reward_fn
@@ -123,7 +123,7 @@ def weight_changes(before: Weights, after: Weights) -> Quantities:
 
 
 def reference_state_of(
-    trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
+    trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: StopTokenId, near_tie: float = 1e-3
 ) -> reference.ReferenceState:
     """Return a copy of the trainer's state before its next update, of `updates` in total."""
     # One deepcopy, so that weights shared between models stay shared.
@@ -145,7 +145,7 @@ def reference_state_of(
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
-        stop_token_id=stop_token_id,
+        stop_token_ids=frozenset(stop_ids(stop_token_id)),
         near_tie=near_tie,
     )
 
@@ -227,7 +227,7 @@ def run_in_float64(
     rollout: Rollout,
     *,
     updates: int,
-    stop_token_id: int | None,
+    stop_token_id: StopTokenId,
     near_tie: float = 1e-3,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Quantities, Quantities]:
