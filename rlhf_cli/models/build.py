@@ -102,12 +102,8 @@ def _from_config(
 
     Raises RLHFError M01 for a bad config, M10 for a classifier of a family that has none.
     """
-    if auto_class is AutoModelForSequenceClassification and not has_classifier(config):
-        text = (
-            f"transformers has no sequence classifier for {config.model_type}, so no reward or value model can be one"
-        )
-        hint = "use a reward model of another family, and models.value: policy_head in ppo.yaml"
-        raise RLHFError("M10", text, hint=hint)
+    if auto_class is AutoModelForSequenceClassification:
+        require_classifier(config)
     resolved = devices.resolve_dtype(dtype)
     try:
         with device:
@@ -214,6 +210,13 @@ def decoder(model: Any) -> Any:
     return backbone(model) if found is model else found
 
 
+def disable_router_logits(model: Any) -> None:
+    """Turn off the balancing loss of a mixture of experts, which TRL turns on: with a key-value cache it fails."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+
+
 def pad_token_id(config: Any) -> int | None:
     """Return a config's pad token id; a composite config has it in its text config."""
     return getattr(config.get_text_config(), "pad_token_id", None)
@@ -223,6 +226,14 @@ def has_classifier(config: Any) -> bool:
     """Return True if transformers has a sequence classifier of a config's family, or its folder has one as code."""
     own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     return own_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+
+def require_classifier(config: Any) -> None:
+    """Raise RLHFError M10 if transformers has no sequence classifier of a config's family."""
+    if not has_classifier(config):
+        kind = f"transformers has no sequence classifier for {config.model_type}"
+        hint = "use a reward model of another family, and models.value: policy_head in ppo.yaml"
+        raise RLHFError("M10", f"{kind}, so no reward or value model can be one", hint=hint)
 
 
 def is_classifier(config: Any) -> bool:

@@ -263,6 +263,7 @@ def _load(
         )
     missing = build.require_fit(folder, model, report, auto_class, config)
     build.check_tied_embeddings(folder, model)
+    build.disable_router_logits(model)
     devices.set_num_threads(model.num_parameters())
     if options.get("attn_implementation") is None:
         _log_eager_attention(model)

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, data, runs, terminal
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import devices, save, sharding
+from rlhf_cli.models import build, devices, save, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
@@ -190,6 +190,7 @@ def train(
 def save_trained_model(trainer: Any, config: TRLConfig, tokenizer: Any, stop_token_id: int, card: str) -> None:
     """Save the trained model to RUN/STAGE/model, with the model card `card`."""
     save.set_special_token_ids(trainer.model, tokenizer, stop_token_id)
+    build.disable_router_logits(trainer.model)
     write = partial(save.save_model, trainer.model, tokenizer, config.folder / "model", card)
     trainer.process_group.gather_results(write)
 

@@ -234,7 +234,7 @@ def test_instruct_on_chat_models(
     assert tokenizer.chat_template.endswith(kind.template)
     assert (tokenizer.chat_template == kind.template) == (variables is None)
     stop = tokenizer.convert_tokens_to_ids(kind.stop)
-    known = tokenizer.convert_tokens_to_ids(families.STOPS.get(family, []))
+    known = tokenizer.convert_tokens_to_ids(list(kind.stops))
     assert manifests["reward"]["special_tokens"]["stop"] == stop
     stops = manifests["ppo"]["special_tokens"]["stop"]
     assert stops == ([stop, *(each for each in known if each != stop)] if known else stop)

@@ -28,9 +28,9 @@ from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
-from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.models import chat_templates, load, tokenizers
+from rlhf_cli.models import build, chat_templates, load, tokenizers
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
@@ -56,8 +56,8 @@ def init(
     the texts without the model's chat template; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
     GPU); `adapters` is one of ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
-    if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08 for the base model,
-    E03 if the run fits in no way, C15 if the folder holds any of the files already.
+    if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
+    model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
         raise _missing_options_error(data, base, folder)
@@ -74,7 +74,7 @@ def init(
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
-    context = load.context_length(load.read_config(parent.model))
+    context = _context_length(parent.model)
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts)
@@ -97,6 +97,14 @@ def init(
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes)
+
+
+def _context_length(base: Path) -> int | None:
+    """Return the base model's context, None without a limit. Raises RLHFError M10 if it cannot be a reward model."""
+    model_config = load.read_config(base)
+    with at_location("--base"):
+        build.require_classifier(model_config)
+    return load.context_length(model_config)
 
 
 def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:

@@ -1,0 +1,99 @@
+"""Chat models of real families from `rlhf init` to the evaluation: tiny ones, with the quirks of their tokenizers."""
+
+import json
+from pathlib import Path
+
+import families
+import pytest
+from report_run import draws_nothing
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from rlhf_cli import jsonl
+from rlhf_cli.cli import app
+
+THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish", "wind", "rain"]
+PAIRS = [
+    {"prompt": f"What is a {thing}, {number}?", "chosen": f"A {thing} shines.", "rejected": "No."}
+    for number in range(4)
+    for thing in THINGS
+]
+SHORT = {
+    "sft": ["sft.max_steps=2"],
+    "reward": ["reward.max_steps=2", "reward.normalize_samples=4"],
+    "ppo": [
+        "ppo.total_episodes=8", "ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=1",
+        "ppo.num_samples_per_prompt=1", "ppo.response_length=8", "output.snapshots=0",
+    ],
+    "eval": ["eval.n=4", "eval.best_of=[2]", "eval.response_length=8"],
+}  # fmt: skip
+CHAT = [name for name in (families.FAMILIES | families.NEWER) if name not in ("gpt2", "pythia")]
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws_nothing(monkeypatch)
+
+
+def rlhf(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+def run_stages(run: Path, stages: list[str], changes: dict[str, list[str]]) -> None:
+    """Run the stages; the policy starts at the reference, and every stop token of the family ends a response."""
+    for stage in stages:
+        options = [part for line in SHORT[stage] + changes.get(stage, []) for part in ("-s", line)]
+        rlhf(stage, "-c", run / f"{stage}.yaml", *options)
+    first = next(row for _, row in jsonl.read_jsonl(run / "ppo/metrics.jsonl"))
+    assert first["policy/first_ratio_error"] < 1e-5 and abs(first["objective/kl"]) < 1e-5
+    assert {"sft", "ppo"} <= json.loads((run / "eval/report.json").read_text())["models"].keys()
+
+
+def check_stops(run: Path, name: str) -> None:
+    kind = (families.FAMILIES | families.NEWER)[name]
+    stops = json.loads((run / "ppo/manifest.json").read_text())["special_tokens"]["stop"]
+    tokenizer = AutoTokenizer.from_pretrained(run / "ppo/model")
+    generation = json.loads((run / "ppo/model/generation_config.json").read_text())
+    known = {kind.stop, *kind.stops}
+    assert set(tokenizer.convert_ids_to_tokens([stops] if isinstance(stops, int) else stops)) >= known
+    assert generation["eos_token_id"] == stops and tokenizer.pad_token not in (None, kind.stop)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "gpt_oss" else pytest.param(name, marks=pytest.mark.slow) for name in CHAT if name != "gemma4"],
+)
+def test_a_chat_model_from_pairs_to_the_evaluation(name: str, tmp_path: Path) -> None:
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    families.write_causal(tmp_path / "base", name, [row["prompt"] + row["chosen"] for row in PAIRS])
+    run, kind = tmp_path / "run", (families.FAMILIES | families.NEWER)[name]
+    options = ("--data", tmp_path / "pairs.jsonl", "--base", tmp_path / "base", "--minutes", "1")
+    rlhf("init", "preferences", run, *options)
+    assert ("enable_thinking: false" in (run / "sft.yaml").read_text()) == ("enable_thinking" in kind.template)
+    assert ("2024-07-26" in (run / "sft.yaml").read_text()) == ("strftime_now" in kind.template)
+    run_stages(run, ["sft", "reward", "ppo", "eval"], {})
+    check_stops(run, name)
+
+
+@pytest.mark.slow
+def test_a_family_without_a_classifier_takes_functions_and_a_value_head(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": row["prompt"]}] for row in PAIRS]
+    answers = [[{"role": "assistant", "content": row["chosen"]}] for row in PAIRS]
+    pairs = zip(turns, answers, strict=True)
+    jsonl.write_jsonl(tmp_path / "sft.jsonl", [{"prompt": turn, "completion": answer} for turn, answer in pairs])
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    families.write_causal(tmp_path / "base", "gemma4", [row["prompt"] + row["chosen"] for row in PAIRS])
+    run = tmp_path / "run"
+    options = ("--data", tmp_path / "pairs.jsonl", "--base", tmp_path / "base")
+    refused = rlhf("init", "preferences", run, *options, code=2)
+    assert "error[M10]: --base: transformers has no sequence classifier for gemma4_text" in refused
+    assert "models.value: policy_head" in refused and not run.exists()
+    rlhf("init", "functions", run)
+    train, prompts = f"data.train={tmp_path / 'sft.jsonl'}", f"data.prompts={tmp_path / 'sft.jsonl'}"
+    sft = ["model.new=null", f"model.path={tmp_path / 'base'}", train, "data.eval=null"]
+    run_stages(run, ["sft", "ppo", "eval"], {"sft": sft, "ppo": [prompts], "eval": [prompts]})
+    check_stops(run, "gemma4")
