@@ -95,5 +95,6 @@ def test_a_family_without_a_classifier_takes_functions_and_a_value_head(tmp_path
     rlhf("init", "functions", run)
     train, prompts = f"data.train={tmp_path / 'sft.jsonl'}", f"data.prompts={tmp_path / 'sft.jsonl'}"
     sft = ["model.new=null", f"model.path={tmp_path / 'base'}", train, "data.eval=null"]
-    run_stages(run, ["sft", "ppo", "eval"], {"sft": sft, "ppo": [prompts], "eval": [prompts]})
+    judge = "judges.gold=reward:score"  # the demo's knows only the demo's prompts
+    run_stages(run, ["sft", "ppo", "eval"], {"sft": sft, "ppo": [prompts], "eval": [prompts, judge]})
     check_stops(run, "gemma4")
