@@ -75,14 +75,17 @@ def cells(folder: Path, model: str, gib: float) -> list[str]:
     return [memory.removeprefix("memory: ").partition(": ")[0], ", ".join(map(str, rows)), sizes]
 
 
-def write_inputs(folder: Path, sizes: dict[str, Any]) -> None:
-    """Write pairs.jsonl, and base/ without weights."""
+def write_inputs(folder: Path, sizes: dict[str, Any], prompt: int = 160, answer: int = 300) -> None:
+    """Write pairs.jsonl with prompts and answers of at most as many words, and base/ without weights."""
     draw, words = random.Random(0), [f"w{number}" for number in range(100)]
 
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(most // 4, most)))
 
-    rows = [{"prompt": text(160), "chosen": f" {text(300)}", "rejected": f" {text(300)}"} for _ in range(200)]
+    def answered() -> str:
+        return f" {text(answer)}"
+
+    rows = [{"prompt": text(prompt), "chosen": answered(), "rejected": answered()} for _ in range(200)]
     write_jsonl(folder / "pairs.jsonl", rows)
     write_jsonl(folder / "texts.jsonl", [{"text": " ".join(words)}] * 20)
     tokenizers.train_tokenizer(folder / "texts.jsonl", 600).save_pretrained(folder / "base")

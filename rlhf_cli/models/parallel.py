@@ -6,7 +6,7 @@ redundantly on each rank from the same numbers. A single process communicates no
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from rlhf_cli.models import sharding
 T = TypeVar("T")
 BUCKET_ELEMENTS = 2**24  # per all_reduce
 RENDEZVOUS_TIMEOUT_S = 120.0  # for all processes to start
+REPLICA_TOLERANCE = 1e-6  # relative, of weight norms: equal processes on equal machines have equal bits
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # rank 0 may be writing a large checkpoint while the others wait
 
 
@@ -234,6 +235,16 @@ class ReplicatedModels:
         """Return the norm of a model's trainable weights."""
         trainable = (weight for weight in model.parameters() if weight.requires_grad)
         return sharding.total_norm(trainable, self.process_group.all_reduce)
+
+    def check_replicas(self, norms: Mapping[str, Tensor]) -> None:
+        """Raise RLHFError R18 if the norms of the models' weights differ between ranks by more than rounding."""
+        ranks = self.process_group.all_gather_object({name: float(norm) for name, norm in norms.items()})
+        for name, norm in ranks[0].items():
+            for rank, others in enumerate(ranks):
+                if abs(others[name] - norm) > REPLICA_TOLERANCE * abs(norm):
+                    text = f"the weights of the {name} model are no longer those of process 0: norms {others[name]:.9g}"
+                    hint = "the same command resumes from the last checkpoint; if it happens again, test the hardware"
+                    raise RLHFError("R18", f"process {rank}: {text} and {norm:.9g}", hint=hint)
 
 
 class ShardedModels(ReplicatedModels):

@@ -269,6 +269,7 @@ class PPOTrainer:
         monitor.check_finite(
             {f"a weight of the {name} model": norm for name, norm in weight_norms.items()}, self.updates + 1
         )
+        self.parallel.check_replicas(weight_norms)
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
         policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,8 +77,10 @@ def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
 
 def _write_manifest(state: Path, name: str) -> None:
     names = [name for name in list_files(state) if name != MANIFEST]
-    manifest = {"schema": SCHEMA, "name": name, "files": hash_files(state, names)}
-    sync_files(state, names)
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(sync_files, state, names)  # the disk writes while processors hash
+        manifest = {"schema": SCHEMA, "name": name, "files": hash_files(state, names)}
+        synced.result()
     write_checked_json(state / MANIFEST, manifest)
 
 

@@ -10,7 +10,7 @@ import group_cases
 import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
-from group import HELPERS, TORCHRUN, child, command, stop_and_resume
+from group import ENVIRONMENT, HELPERS, TORCHRUN, child, command, stop_and_resume
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
 
@@ -139,6 +139,33 @@ def test_stopped_or_killed_all_end_and_resume_to_the_same_bytes(
     write(group_folder, "ppo", LONG)
     stop_and_resume(group_folder / "ppo.yaml", "step_000005", number, rank)
     assert differences(fingerprint(group_folder / "ppo"), fingerprint(straight)) == []
+
+
+CORRUPTED = """
+import os
+
+if os.environ.get("RANK") == "1":
+    from rlhf_cli.ppo.trainer import PPOTrainer
+
+    step = PPOTrainer._train_minibatch
+
+    def corrupted(self, *arguments, **options):
+        if self.updates:
+            next(self.value.parameters()).data.view(-1)[0] += 1
+        return step(self, *arguments, **options)
+
+    PPOTrainer._train_minibatch = corrupted
+"""
+
+
+def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path) -> None:
+    (group_folder / "site").mkdir()
+    (group_folder / "site/sitecustomize.py").write_text(CORRUPTED)  # which Python imports when it starts
+    paths = f"{group_folder / 'site'}:{ENVIRONMENT['PYTHONPATH']}"
+    result = child(*command(group_folder / "ppo.yaml"), PYTHONPATH=paths)
+    assert result.returncode == 1 and result.stderr.count("error[") == 1, result.stderr
+    assert "error[R18]: process 1: the weights of the value model are no longer those of process 0" in result.stderr
+    assert [row["step"] for row in lines(group_folder / "ppo/metrics.jsonl")] == [1]
 
 
 def test_a_wrong_config_is_reported_once_and_starts_no_process(group_folder: Path) -> None:

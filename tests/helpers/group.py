@@ -15,8 +15,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])]), "OMP_NUM_THREADS": "1"}
 
 
-def child(*command: object) -> subprocess.CompletedProcess[str]:
-    words, environment = [str(word) for word in command], {**os.environ, **ENVIRONMENT}
+def child(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    words, environment = [str(word) for word in command], {**os.environ, **ENVIRONMENT, **variables}
     return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
 

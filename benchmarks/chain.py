@@ -1,0 +1,216 @@
+"""The four stages on random weights in the shape of a real model: what each takes, beside what `rlhf plan` says.
+
+    python -m benchmarks.chain --model Qwen3-0.6B --out runs/chain [--adapters lora] [--json chain.json]
+
+`rlhf init preferences` writes the run; then a few steps of each stage run in a process each. Recorded for each stage:
+its peak memory (VmHWM; on a GPU torch.cuda.max_memory_allocated), its time, and how often each file of weights is read.
+Then the seconds for a GB of hashing, saving and loading a model of a quarter, a half and all of the layers.
+"""
+
+import argparse
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import safetensors
+import safetensors.torch
+import torch
+import yaml
+
+from benchmarks.placement import MODELS, STAGES, write_inputs
+from benchmarks.speed.processes import child_environment, fail
+
+STEPS = {"max_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+FEW: dict[str, dict[str, Any]] = {
+    "sft": {**STEPS, "gradient_accumulation_steps": 2},
+    "reward": {**STEPS, "gradient_accumulation_steps": 2, "normalize_samples": 8},
+    "ppo": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_samples_per_prompt": 2,
+        "total_episodes": 16, "num_ppo_epochs": 1, "num_sample_generations": 0,
+    },
+    "eval": {"n": 8, "best_of": [2], "per_device_batch_size": 8},
+}  # fmt: skip
+WORDS = {"prompt": 24, "answer": 48}
+
+
+# In the process of a stage
+
+
+def run_stage(stage: str, config: str) -> dict[str, Any]:
+    """Run a stage's command; return its exit code, its peak memory in bytes and the reads of each file of weights."""
+    reads: Counter[str] = Counter()
+    with counting_reads(reads):
+        from rlhf_cli.cli import app
+
+        try:
+            app([stage, "--config", config])
+            code: Any = 0
+        except SystemExit as stop:
+            code = stop.code
+    return {"exit_code": code or 0, "peak": peak_bytes(), "reads": dict(reads)}
+
+
+def peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+
+@contextmanager
+def counting_reads(reads: Counter[str]) -> Iterator[None]:
+    """Context manager that counts how often each .safetensors file is read: opened by Python, or tensors taken."""
+    real = safetensors.safe_open
+
+    class CountedFile:
+        """safe_open that counts itself when the first tensor is taken."""
+
+        def __init__(self, path: Any, *arguments: Any, **options: Any) -> None:
+            self.path, self.file, self.counted = str(path), real(path, *arguments, **options), False
+
+        def __enter__(self) -> "CountedFile":
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("get_tensor", "get_slice") and not self.counted:
+                self.counted = True
+                reads[self.path] += 1
+            return getattr(self.file, name)
+
+    def count_open(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(".safetensors") and arguments[1] == "rb":
+            reads[str(arguments[0])] += 1
+
+    sys.addaudithook(count_open)
+    with patch.object(safetensors, "safe_open", CountedFile), patch("safetensors.torch.safe_open", CountedFile):
+        yield
+
+
+# In the benchmark's own process
+
+
+def prepare(folder: Path, model: str, adapters: str) -> Path:
+    """Write the data, a base model of random bfloat16 weights and the run's folder, with few steps a stage."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run = folder / "run"
+    if run.exists():
+        return run
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(folder, MODELS[model], **WORDS)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "base")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "base")
+    options = ["--data", folder / "pairs.jsonl", "--base", folder / "base", "--adapters", adapters, "--minutes", "60"]
+    rlhf("init", "preferences", run, *options)
+    for stage, changes in FEW.items():
+        path = run / f"{stage}.yaml"
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key in ("num_train_epochs", "local_rollout_forward_batch_size"):
+            content[stage].pop(key, None)
+        content[stage] |= changes
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return run
+
+
+def rlhf(*arguments: Any) -> str:
+    command = [sys.executable, "-m", "rlhf_cli", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def measure(run: Path, threads: int) -> Iterator[dict[str, Any]]:
+    """Run the stages one after the other, each planned first; yield a row for each."""
+    for stage in STAGES:
+        shutil.rmtree(run / stage, ignore_errors=True)
+        plan = json.loads(rlhf("plan", run, "--json"))["stages"][stage]
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks.chain", "--stage", stage, str(run / f"{stage}.yaml")]
+        child = subprocess.run(command, env=child_environment(threads), stdout=subprocess.PIPE, text=True)
+        result = json.loads(child.stdout.splitlines()[-1])
+        if result["exit_code"]:
+            raise RuntimeError(f"{stage} exited with {result['exit_code']}")
+        on_gpu = torch.cuda.is_available()
+        planned = max(phase["total"] for phase in plan["phases"]) if on_gpu else plan["memory_bytes"]
+        yield {
+            "stage": stage,
+            "peak_gb": round(result["peak"] / 1e9, 2),
+            "plan_gb": round(planned / 1e9, 2),
+            "plan_over_peak": round(planned / result["peak"], 2),
+            "seconds": round(time.perf_counter() - start, 1),
+            "most_reads_of_a_file": max(result["reads"].values(), default=0),
+            "reads": {str(Path(path).relative_to(run.parent)): count for path, count in result["reads"].items()},
+        }
+
+
+def seconds_per_gb(folder: Path, model: str) -> Iterator[dict[str, Any]]:
+    """Yield the seconds for a GB of hashing, saving and loading the model with some of its layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlhf_cli.files import file_sha256
+    from rlhf_cli.models import load
+
+    layers = MODELS[model]["num_hidden_layers"]
+    for count in (layers // 4, layers // 2, layers):
+        sizes = copy.deepcopy(MODELS[model]) | {"num_hidden_layers": count}
+        some, path = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)), folder / "some"
+        shutil.rmtree(path, ignore_errors=True)
+        saving = seconds(lambda some=some, path=path: some.save_pretrained(path))
+        del some
+        files = sorted(path.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files) / 1e9
+        hashing = seconds(lambda files=files: [file_sha256(file) for file in files])
+        loading = seconds(lambda path=path: load.load_causal_lm(path))
+        rates = {"hash": hashing, "save": saving, "load": loading}
+        rounded = {f"{name}_s_per_gb": round(took / size, 2) for name, took in rates.items()}
+        yield {"layers": count, "gb": round(size, 2), **rounded}
+    shutil.rmtree(folder / "some")
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
+    parser.add_argument("--adapters", choices=("none", "lora", "qlora"), default="lora")
+    parser.add_argument("--out", type=Path, default=Path("runs/chain"))
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--stage", nargs=2, metavar=("STAGE", "CONFIG"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stage:
+        print(json.dumps(run_stage(*args.stage)))
+        return 0
+    rows: dict[str, list[dict[str, Any]]] = {"stages": [], "files": []}
+    try:
+        run = prepare(args.out.resolve(), args.model, args.adapters)
+        for part, measured in (("stages", measure(run, args.threads)), ("files", seconds_per_gb(args.out, args.model))):
+            for row in measured:
+                rows[part].append(row)
+                print("  ".join(f"{name} {value}" for name, value in row.items() if name != "reads"), flush=True)
+                if args.json:
+                    about = {"model": args.model, "adapters": args.adapters, "torch": torch.__version__}
+                    args.json.write_text(json.dumps({**about, **rows}, indent=1) + "\n", encoding="utf-8")
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        return fail(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
