@@ -296,7 +296,8 @@ class PPOPlan:
         chunk = min(self.answers, logits_chunk_size(settings, self.policy.vocabulary, on_cpu=not gpu) or self.answers)
         self.logits = 4 * chunk * self.policy.vocabulary  # bytes of a copy
         self.shared = models.share_layers(settings.num_shared_layers or 0)
-        bf16_reference = bool(settings.bf16) and not (settings.fsdp or settings.num_shared_layers)
+        whole_reference = settings.offload or not settings.fsdp
+        bf16_reference = bool(settings.bf16) and whole_reference and not settings.num_shared_layers
         self.weights, self.trained = models.weights(bf16_reference=bf16_reference), models.trained
         learning = [model.model for model in models.learning]
         self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")

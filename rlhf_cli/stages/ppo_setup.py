@@ -14,7 +14,7 @@ from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import devices, hub, load, lora
+from rlhf_cli.models import devices, hub, load, lora, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -51,8 +51,10 @@ def load_components(
     setup.check_same_tokenization(config, options, parents)
     reward_fns = build_reward_fns(config, options, parents)
     tokenizer = setup.load_tokenizer(config, options, sft)
-    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer)
-    ref = start if config.models.adapters else copy.deepcopy(start)  # copied on the CPU: offload keeps it off the GPU
+    loading = process_group if settings.fsdp else SINGLE_PROCESS
+    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer, loading)
+    copied = sharding.clone_sharing_storage if settings.fsdp else copy.deepcopy  # on the CPU: offload keeps it there
+    ref = start if config.models.adapters else copied(start)
     if not settings.fsdp:
         start.to(devices.device())
     if hardware.adapter_kind(config) == "qlora":
@@ -69,7 +71,7 @@ def load_components(
         eval_prompts = read_prompts(config, "data.eval_prompts", tokenizer, policy.config)
     check_prompt_counts(config, prompts, eval_prompts)
     policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
-    placement = settings.offload, settings.fsdp, bool(settings.bf16)
+    placement = settings.offload, bool(settings.bf16), loading
     cache = RewardModelCache(config, options, parents, policy_text, base, *placement)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
@@ -102,8 +104,9 @@ def restore_policy(config: PPOConfig, options: Options, components: PPOComponent
     if components.base:
         lora.load_adapter_weights(components.policy, folder)
     else:
-        saved = load.load_causal_lm(folder, **load.load_kwargs(config.models, options.trust_remote_code))
-        components.trainer.parallel.load_full_state_dict(components.trainer.policy, saved.state_dict())
+        kwargs, parallel = load.load_kwargs(config.models, options.trust_remote_code), components.trainer.parallel
+        saved = parallel.loading.load_on_main(lambda empty: load.load_causal_lm(folder, **kwargs, empty=empty))
+        parallel.load_full_state_dict(components.trainer.policy, saved.state_dict())
 
 
 # Config
