@@ -31,9 +31,9 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
         return adamw_8bit(groups, models.values(), **options)
     weights = [weight for group in groups for weight in group["params"]]
     on_cpu, fused = weights[0].device.type == "cpu", settings.optim == "adamw_torch_fused"
-    kernel = {"fused": fused} if fused or on_cpu else {"foreach": True}
+    kernel: dict[str, Any] = {"fused": fused} if fused or on_cpu else {"foreach": True}
     if any(map(is_sharded_tensor, weights)):
-        return ShardedAdamW(groups, **options, **({"foreach": False} if on_cpu else kernel))
+        return ShardedAdamW(groups, **options, **(kernel if not on_cpu else {"foreach": False}))
     return torch.optim.AdamW(groups, **options, **kernel)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data
+from rlhf_cli import data, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
@@ -20,6 +20,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup
+from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.stages.ppo_models import RewardModelCache, SharedBaseModels, build_reward_fns, build_reward_sources
 
 
@@ -97,6 +98,26 @@ def load_components(
         tokenizer, stop_id, prompts, eval_prompts or [], trainer, ref_engine, num_updates, saved_policy, saved_value,
         base,
     )  # fmt: skip
+
+
+def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], components: PPOComponents) -> None:
+    """Choose how many responses are generated at a time on a GPU; no token depends on it. Logs the choice.
+
+    By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
+    """
+    engine, world_size = components.trainer.engine, components.trainer.process_group.world_size
+    target = Target.of(None, world_size)
+    if config.ppo.local_rollout_forward_batch_size or not target.gpu:
+        return
+    assert isinstance(engine, HFEngine)
+    target, longest = (
+        replace(target, memory=devices.available_bytes()),
+        max(len(each.ids) for each in components.prompts),
+    )
+    episodes = -(-config.ppo.episodes_per_update // world_size)
+    engine.batch_size = hardware.rollout_rows(config, parents, longest, episodes, target)
+    rows, size = engine.batch_size or episodes, system.format_bytes(target.memory)
+    terminal.say(f"ppo      {rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
