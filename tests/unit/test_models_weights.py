@@ -75,16 +75,8 @@ def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> N
     assert torch.equal(load_reward_model(tmp_path / "reward").score.weight, model.score.weight)
     for load, folder in ((load_causal_lm, tmp_path), (load_reward_model, tmp_path / "reward")):
         full, empty = load(folder), load(folder, empty=True)
-        assert description(full) == description(empty)
+        assert tiny.description(full) == tiny.description(empty)
         assert {tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers())} == {True}
-
-
-def description(model: Any) -> list[Any]:
-    """All that two processes must have in common to exchange a model's weights, and its mode."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [type(model), model.training, model.config._attn_implementation] + [
-        (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors
-    ]
 
 
 def prefixed(tensors: Tensors) -> Tensors:
