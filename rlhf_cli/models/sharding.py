@@ -285,7 +285,7 @@ def zero3_disabled() -> Iterator[None]:
 
 
 def clone_sharing_storage(model: Any) -> Any:
-    """Return a copy with parameters of its own over the same memory, until `broadcast_weights` replaces them."""
+    """Return a copy whose parameters are new, over the same memory until `broadcast_weights` replaces them."""
     memo: dict[int, Any] = {id(buffer): buffer.detach() for buffer in model.buffers()}
     memo |= {id(w): nn.Parameter(w.detach(), requires_grad=w.requires_grad) for w in model.parameters()}
     return copy.deepcopy(model, memo=memo)

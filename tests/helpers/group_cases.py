@@ -84,7 +84,9 @@ def adamw(process_group: ProcessGroup, **more: Any) -> dict[str, torch.Tensor]:
                 sharded = sharding.is_sharded_tensor(weight)
                 weight.grad = sharding._distribute(gradient, weight.device_mesh) if sharded else gradient.clone()
             optimizer.step()
-        assert optimizer.param_groups == groups or name == "resumed"
+        assert [(len(group["params"]), group[kernel]) for group in optimizer.param_groups] == [
+            (len(group["params"]), name != "loop") for group in groups
+        ]
         after[name] = weights(ours.policy)
     return after
 
