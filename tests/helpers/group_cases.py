@@ -71,11 +71,14 @@ def adamw(process_group: ProcessGroup, **more: Any) -> dict[str, torch.Tensor]:
         ours = trainer(process_group, torch.float32, **more)
         torch.manual_seed(0)
         gradients = [torch.randn(w.shape) for w in ours.policy.parameters()]
-        groups = build_optimizer({"policy": ours.policy}, ours.settings).param_groups
+        groups = [
+            {key: group[key] for key in ("params", "weight_decay", "name")}
+            for group in build_optimizer({"policy": ours.policy}, ours.settings).param_groups
+        ]
         options: dict[str, Any] = {"lr": 0.01, kernel: name != "loop"}
-        ours.optimizer = optimizer = ShardedAdamW(groups, **options)
+        ours.optimizer = optimizer = ShardedAdamW([{**group} for group in groups], **options)
         if name == "resumed":  # from a state of a version that had one kind of optimizer
-            optimizer = torch.optim.AdamW(groups, lr=0.01, foreach=False)
+            optimizer = torch.optim.AdamW([{**group} for group in groups], lr=0.01, foreach=False)
         for step in range(3):
             if name == "resumed" and step == 1:
                 ours.optimizer.load_state_dict(optimizer.state_dict())
