@@ -83,6 +83,11 @@ def reward_model_from_config(config: Any, **options: Any) -> Any:
     return _from_config(AutoModelForSequenceClassification, one_label(config), **options)
 
 
+def empty_model(auto_class: Any, config: Any, **options: Any) -> Any:
+    """Return an auto class's model on the meta device, in the state in which transformers loads one."""
+    return _from_config(auto_class, config, **options).eval()
+
+
 def one_label(config: Any) -> Any:
     """Return a copy of a config for a classifier with one label."""
     config = copy.deepcopy(config)
@@ -96,6 +101,7 @@ def _from_config(
     *,
     dtype: str = "auto",
     attn_implementation: str | None = None,
+    trust_remote_code: bool | None = None,
     device: torch.device = META,
 ) -> Any:
     """Return an auto class's model, with the dtype that `load` uses.
@@ -107,7 +113,9 @@ def _from_config(
     resolved = devices.resolve_dtype(dtype)
     try:
         with device:
-            return auto_class.from_config(config, dtype=resolved, attn_implementation=attn_implementation)
+            return auto_class.from_config(
+                config, dtype=resolved, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # each model family validates its config with different exceptions
         if isinstance(error, RLHFError) or system.is_out_of_memory(error):
             raise

@@ -52,6 +52,11 @@ def memory_bytes() -> int:
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else system.total_memory()
 
 
+def available_bytes() -> int:
+    """Return the bytes of the GPU that this process has, or can take beside other processes."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     """Return the dtype to load weights in: float32 for "auto" (autocast computes in bf16) and if unsupported (E01)."""
     return getattr(torch, name) if name != "auto" and supports_dtype(name) else torch.float32

@@ -37,6 +37,7 @@ class LoadOptions(TypedDict, total=False):
     dtype: str  # default: "auto", which is float32
     attn_implementation: str | None
     trust_remote_code: bool
+    empty: bool  # without weights, on the meta device: for `sharding.broadcast_weights`
 
 
 def load_kwargs(section: ModelSection, trust_remote_code: bool) -> dict[str, Any]:
@@ -240,8 +241,8 @@ def _load(
     """Return the model, with adapters merged or as a peft model, and the weights that a classifier's head lacks."""
     trust_remote_code = options.get("trust_remote_code", False)
     config = read_config(folder, trust_remote_code)
-    base = runs.find_base(Path(folder))
-    if base is not None:
+    base, empty = runs.find_base(Path(folder)), options.get("empty", False)
+    if base is not None and not empty:
         num_labels = config.num_labels if build.is_classifier(config) else num_labels
         model, missing = _load(auto_class, base, options, num_labels=num_labels)
         lora.grow_embeddings(model, config.get_text_config().vocab_size)
@@ -250,22 +251,21 @@ def _load(
         else:
             model = lora.load_adapter(model, Path(folder), config, base)
         return model, tuple(sorted(set(missing) - lora.head_weights(Path(folder))))
+    dtype, attention = options.get("dtype", "auto"), options.get("attn_implementation")
+    settings = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     with _translate_load_errors(folder):
-        model, report = auto_class.from_pretrained(
-            folder,
-            dtype=devices.resolve_dtype(options.get("dtype", "auto")),
-            attn_implementation=options.get("attn_implementation"),
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **({} if num_labels is None else {"num_labels": num_labels}),
-        )
-    missing = build.require_fit(folder, model, report, auto_class, config)
-    build.check_tied_embeddings(folder, model)
+        if empty:
+            model, missing = build.empty_model(auto_class, config, dtype=dtype, **settings), ()
+        else:
+            model, report = auto_class.from_pretrained(
+                folder, dtype=devices.resolve_dtype(dtype), use_safetensors=True, local_files_only=True,
+                output_loading_info=True, **settings, **({} if num_labels is None else {"num_labels": num_labels}),
+            )  # fmt: skip
+            missing = build.require_fit(folder, model, report, auto_class, config)
+            build.check_tied_embeddings(folder, model)
     build.disable_router_logits(model)
     devices.set_num_threads(model.num_parameters())
-    if options.get("attn_implementation") is None:
+    if attention is None:
         _log_eager_attention(model)
     return model, missing
 

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_cli.models import build
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
 ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # that `_attend` computes
@@ -120,12 +121,21 @@ def is_enabled(model: Any) -> bool:
     return model.config._attn_implementation == ATTN_IMPLEMENTATION
 
 
-def enable(models: Sequence[Any]) -> bool:
+def enable(models: Sequence[Any], process_group: ProcessGroup = SINGLE_PROCESS) -> bool:
     """Make all models pack their rows; if one of them cannot, change nothing and return False.
 
     A model cannot if its attention is not transformers' `sdpa`, if it has convolutions or recurrent layers, or if
-    packing changes its hidden states in a trial.
+    packing changes its hidden states in a trial. Of a process group only the main process tries: the others' models may
+    be empty.
     """
+    packed = process_group.run_on_main(lambda: _enable_after_trial(models))
+    for model in models if packed else ():
+        if not is_enabled(model):
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
+    return packed
+
+
+def _enable_after_trial(models: Sequence[Any]) -> bool:
     unpacked = [model for model in models if not is_enabled(model)]
     for model in unpacked:
         accepts_positions = "position_ids" in inspect.signature(build.backbone(model).forward).parameters

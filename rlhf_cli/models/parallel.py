@@ -78,6 +78,12 @@ class ProcessGroup:
             raise failure
         return result
 
+    def load_on_main(self, load: Callable[[bool], T]) -> T:
+        """Call `load(empty)` on each rank, with empty=False on rank 0 only. An exception on one is raised on all."""
+        loaded: list[T] = []
+        self.gather_results(lambda: loaded.append(load(self.rank > 0)))
+        return loaded[0]
+
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, bit-identical on each."""
         if self.world_size == 1:
@@ -201,7 +207,9 @@ def open_process_group() -> Iterator[ProcessGroup]:
 
 
 class ReplicatedModels:
-    """Each process has complete copies of all models, as in DDP."""
+    """Each process has complete copies of all models, as in DDP. `loading`: processes of which one loads weights."""
+
+    loading = SINGLE_PROCESS
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
@@ -248,10 +256,14 @@ class ReplicatedModels:
 
 
 class ShardedModels(ReplicatedModels):
-    """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2)."""
+    """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2).
+
+    The models' weights are rank 0's; those of the other ranks may be empty (`sharding.broadcast_weights`).
+    """
 
     def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
         super().__init__(process_group)
+        self.loading = process_group
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for model in (*trained, *frozen):
             sharding.shard(model, device, trained=model in trained)

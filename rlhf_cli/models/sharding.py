@@ -27,28 +27,57 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
 AllReduce = Callable[[Iterable[Tensor]], None]  # replaces each tensor by its sum over all processes
 
 
 def shard(model: Any, device: torch.device, *, trained: bool) -> None:
-    """Shard a model that is identical in all processes, and move it to the device one layer at a time.
+    """Shard a model on the device, one layer at a time. Its weights are rank 0's: the other ranks' may be empty.
 
     Embeddings and head are sharded only if `trained`: frozen ones have no gradients or optimizer state.
     """
     mesh = _mesh(device)
     layers: list[Any] = list(decoder_layers(model))
     for layer in layers:
+        broadcast_weights(layer, device)
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # Losses are divided by the tokens of all processes, so gradients are summed and not averaged.
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
     share_comm_ctx(layers)  # each layer is a root: otherwise each keeps its unsharded gradients to the end
-    model.to(device)
+    broadcast_weights(model, device)
     for weight, modules in vocabulary_weights(model) if trained else ():
         local = _distribute(weight.data, mesh)
         _set_weight(nn.Parameter(local, requires_grad=weight.requires_grad), modules)
+
+
+def broadcast_weights(model: Any, device: torch.device) -> None:
+    """Replace parameters and buffers that are not sharded by copies of rank 0's, on the device.
+
+    All processes must call it. On other ranks than 0 the model may be empty, on the meta device.
+    """
+    own = [(name, w.shape, w.dtype) for name, w in chain(model.named_parameters(), model.named_buffers())]
+    expected = [own]
+    dist.broadcast_object_list(expected, src=0)
+    assert own == expected[0], "this process has another model than the main process"
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # id -> tensor, kept so that no other has its id, and copy
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if id(tensor) not in copies:  # tied weights stay one tensor
+                    copies[id(tensor)] = tensor, _copy_from_main(tensor, device)
+                tensors[name] = copies[id(tensor)][1]
+
+
+def _copy_from_main(tensor: Tensor, device: torch.device) -> Tensor:
+    data = tensor.detach()
+    data = torch.empty_like(data, device=device) if data.is_meta else data.to(device, copy=True)
+    dist.broadcast(data, src=0)
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def is_sharded(model: Any) -> bool:
@@ -102,21 +131,26 @@ def gathered(model: Any, all_reduce: AllReduce) -> Iterator[None]:
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor] | None:
-    """Return all weights on the CPU; None if the model is not sharded. All processes must call it."""
+    """Return all weights, on the CPU of rank 0; None if the model is not sharded. All processes must call it."""
     state = model.state_dict()
     if not any(isinstance(tensor, DTensor) for tensor in state.values()):
         return None
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in state.items()}
+    full: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if distributed.is_main_process():
+            full[name] = gathered.cpu()
+    return full
 
 
 def load_full_state_dict(model: Any, state: dict[str, Tensor]) -> None:
-    """Load unsharded weights into a sharded model; each process keeps its shard."""
-    target_state = model.state_dict()
-    for name, tensor in state.items():
-        target = target_state[name]
-        if isinstance(target, DTensor):
-            tensor = _distribute(tensor.to(target.device), target.device_mesh)
-        target.copy_(tensor)
+    """Load rank 0's unsharded weights into a sharded model; each process keeps its shard."""
+    for name, target in model.state_dict().items():
+        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if distributed.is_main_process():
+            full.copy_(state[name])
+        dist.broadcast(full, src=0)
+        target.copy_(_distribute(full, target.device_mesh) if isinstance(target, DTensor) else full)
 
 
 def total_norm(tensors: Iterable[Tensor], all_reduce: AllReduce) -> Tensor:
@@ -218,16 +252,16 @@ def zero3_shard(weight: Tensor) -> Tensor:
 
 
 def zero3_full_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return all weights on the CPU, gathered one at a time. All processes must call it."""
+    """Return all weights, gathered one at a time, on the CPU of rank 0. All processes must call it."""
     import deepspeed  # installed by the user
 
     state = model.state_dict(keep_vars=True)
     full: dict[int, Tensor] = {}
-    for tensor in state.values():
-        if id(tensor) not in full:  # tied weights stay one tensor
-            with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_tensor")):
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():  # tied weights stay one tensor
+        with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_tensor")):
+            if distributed.is_main_process():
                 full[id(tensor)] = tensor.detach().to("cpu", copy=True)
-    return {name: full[id(tensor)] for name, tensor in state.items()}
+    return {name: full[id(tensor)] for name, tensor in state.items() if id(tensor) in full}
 
 
 def disable_zero3() -> None:
@@ -248,6 +282,13 @@ def zero3_disabled() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+def clone_sharing_storage(model: Any) -> Any:
+    """Return a copy whose parameters are new, over the same memory until `broadcast_weights` replaces them."""
+    memo: dict[int, Any] = {id(buffer): buffer.detach() for buffer in model.buffers()}
+    memo |= {id(w): nn.Parameter(w.detach(), requires_grad=w.requires_grad) for w in model.parameters()}
+    return copy.deepcopy(model, memo=memo)
 
 
 def clone_sharing_weights(model: Any) -> Any:

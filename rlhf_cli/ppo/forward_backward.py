@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward, packing
 from rlhf_cli.models.batch import MicroBatch
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
 
@@ -134,14 +135,17 @@ class ModelRunner:
     """Runs the policy, reference and value models on micro-batches.
 
     `policy` and `ref` are causal models, `value` a one-label sequence classifier or a `forward.ValueHead` on the
-    policy. settings.packing enables packing if all models support it: `packed`.
+    policy. settings.packing enables packing if all models support it: `packed`. Of the processes `loading` only the
+    main one has weights yet.
     """
 
-    def __init__(self, policy: Any, ref: Any, value: Any, settings: PPOSettings):
+    def __init__(
+        self, policy: Any, ref: Any, value: Any, settings: PPOSettings, loading: ProcessGroup = SINGLE_PROCESS
+    ):
         self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
         self.has_value_head = isinstance(value, forward.ValueHead)
         backbones = [policy, ref] if self.has_value_head else [policy, ref, value]
-        self.packed = settings.packing and packing.enable(backbones)
+        self.packed = settings.packing and packing.enable(backbones, loading)
 
     @property
     def exact_kl_in_loss(self) -> bool:

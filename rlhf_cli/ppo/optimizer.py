@@ -29,10 +29,37 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     if settings.optim == "adamw_8bit":
         return adamw_8bit(groups, models.values(), **options)
-    if any(is_sharded_tensor(weight) for group in groups for weight in group["params"]):
-        # No fused kernel accepts sharded (FSDP2) and replicated weights together.
-        return torch.optim.AdamW(groups, foreach=False, **options)
-    return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **options)
+    weights = [weight for group in groups for weight in group["params"]]
+    on_cpu, fused = weights[0].device.type == "cpu", settings.optim == "adamw_torch_fused"
+    kernel: dict[str, Any] = {"fused": fused} if fused or on_cpu else {"foreach": True}
+    if any(map(is_sharded_tensor, weights)):
+        return ShardedAdamW(groups, **options, **(kernel if not on_cpu else {"foreach": False}))
+    return torch.optim.AdamW(groups, **options, **kernel)
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW whose kernels get tensors of one kind: none of several tensors takes FSDP2's shards with whole ones.
+
+    Its parameter groups, and so its state, are AdamW's, whichever kernel made the state.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [
+            {**group, "params": params}
+            for group in groups
+            for kind in (True, False)
+            if (params := [weight for weight in group["params"] if is_sharded_tensor(weight) == kind])
+        ]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kernel = {name: self.defaults[name] for name in ("foreach", "fused")}
+        groups = [{**group, **kernel} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
 
 def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:

@@ -97,16 +97,22 @@ class PPOTrainer:
             forward.disable_dropout(model)
         if settings.num_shared_layers:
             sharding.share_layers(policy, ref, settings.num_shared_layers)
-        self.model_runner = ModelRunner(policy, ref, value, settings)
-        if settings.bf16 and not (settings.fsdp or settings.num_shared_layers):  # FSDP shards weights of one dtype
+        self.process_group, shards = process_group, settings.fsdp and process_group.world_size > 1
+        self.model_runner = ModelRunner(policy, ref, value, settings, process_group if shards else SINGLE_PROCESS)
+        # FSDP shards weights of one dtype
+        if settings.bf16 and not (settings.num_shared_layers or (settings.fsdp and not settings.offload)):
             lora.autocast_matrices(ref)
         if settings.offload:
+            if shards:
+                sharding.broadcast_weights(ref, CPU)
             sharding.offload_to_cpu(ref)
-        self.process_group, self.parallel = process_group, ReplicatedModels(process_group)
         backbones = [policy] if self.model_runner.has_value_head else [policy, value]
-        if settings.fsdp and process_group.world_size > 1:
+        self.parallel = ReplicatedModels(process_group)
+        if shards:
             self.parallel = ShardedModels(process_group, backbones, [] if settings.offload else [ref])
         if self.model_runner.has_value_head:
+            if shards:
+                sharding.broadcast_weights(value, policy.device)
             value.to(policy.device)  # to which sharding has moved the policy
         for model in backbones if settings.gradient_checkpointing else ():
             forward.enable_gradient_checkpointing(model)

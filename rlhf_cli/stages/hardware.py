@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,8 +22,11 @@ from rlhf_cli.stages.plan_models import (
     Target,
     adapter_kind,
     fixed_memory,
+    mode_of,
     models_in_memory,
+    ppo_plan,
 )
+from rlhf_cli.stages.plan_phases import Lengths
 
 # Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
 BITSANDBYTES = {
@@ -61,13 +65,30 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
 
 def _fixed_memory(config: Config, parents: Mapping[str, Parent], target: Target) -> FixedMemory:
     """Return what the existing models need; nothing if one cannot be read: loading reports the error."""
+    try:
+        return fixed_memory(config, *_bodies(config, parents), target)
+    except (RLHFError, ValueError):
+        return FixedMemory({}, 0)
+
+
+def _bodies(config: Config, parents: Mapping[str, Parent]) -> tuple[dict[str, Any], set[str]]:
+    """Return the configs of the existing models by key, and the keys of those that are no adapters of models.sft."""
     keys = {use.key for use in models_in_memory(config)} & parents.keys()
     sft = parents.get("models.sft")
     separate = {key for key in keys if not (sft and runs.is_adapter_of(parents[key], sft))}
+    return {key: load.read_config(parents[key].model) for key in keys}, separate
+
+
+def rollout_rows(
+    config: PPOConfig, parents: Mapping[str, Parent], prompt_length: int, episodes: int, target: Target
+) -> int | None:
+    """Return how many of a process's `episodes` fit in the target's memory at a time; None if a model is unknown."""
     try:
-        return fixed_memory(config, {key: load.read_config(parents[key].model) for key in keys}, separate, target)
+        bodies, separate = _bodies(config, parents)
+        lengths = Lengths(prompt_length, config.ppo.max_response_length)
+        return ppo_plan(config, bodies, mode_of(config), target, separate, lengths)[1].rollout_rows(episodes)
     except (RLHFError, ValueError):
-        return FixedMemory({}, 0)
+        return None
 
 
 def _kinds(fixed: FixedMemory) -> str:

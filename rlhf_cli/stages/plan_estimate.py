@@ -1,6 +1,6 @@
 """Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.models import forward
 from rlhf_cli.stages import plan_models, plan_phases, ppo_setup, training_setup
 from rlhf_cli.stages.plan_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
 from rlhf_cli.stages.plan_models import Bodies, Target
@@ -91,13 +92,30 @@ def stage_phases(
         policies, judges = plan_models.evaluation_models(config, bodies, target, adapters)
         weights = plan_models.evaluation_weights({**policies, **judges}, adapters)
         sizes = weights, config.eval.per_device_batch_size, sampled, lengths
-        phases = plan_phases.evaluation_phases([*policies.values()], [*judges.values()], *sizes)
+        phases = evaluation_phases([*policies.values()], [*judges.values()], *sizes)
         return {**policies, **judges}, phases
     assert isinstance(config, SFTConfig | RewardConfig)
     model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
     fixed = plan_models.trl_fixed(config, model, target)
     phases = plan_phases.trl_phases(config.stage, model, settings, lengths, fixed, target.gpu)
     return {"reward" if isinstance(config, RewardConfig) else "policy": model}, phases
+
+
+def evaluation_phases(
+    policies: Sequence[StageModel], judges: Sequence[StageModel], weights: int, rows: int, total: int, lengths: Lengths
+) -> list[Phase]:
+    """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
+    rows = min(rows, total)
+    fixed, answers = {"weights": weights}, rows * lengths.response
+    reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
+    chunk = min(answers, forward.logit_chunks(policies[0].model, 1)[0].stop)
+    logits = {"logits": plan_phases.SAMPLE_COPIES * 4 * chunk * policies[0].vocabulary}
+    flops = sum(model.forward_flops(rows, lengths.row) for model in judges)
+    flops += sum(model.forward_flops(rows, lengths.row - 1, answers) for model in policies)
+    return [
+        plan_phases.rollout_phase(policies[0], fixed, rows, total, lengths),
+        Phase("judge", rows, [{**fixed, "activations": reading}, {**fixed, **logits}], flops * total / rows),
+    ]
 
 
 def fragmentation(peak: int, target: Target) -> int:

@@ -201,7 +201,8 @@ def ppo_plan(
     if mode != "full" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
     ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing)
-    return models, PPOPlan(ppo_models, settings, lengths, gpu=target.gpu, processes=target.processes)
+    here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": target.processes}
+    return models, PPOPlan(ppo_models, settings, lengths, **here)
 
 
 def evaluation_models(

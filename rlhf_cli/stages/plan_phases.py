@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models import forward, lora, memory, sharding
+from rlhf_cli.models import lora, memory, sharding
 from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept
 from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 from rlhf_cli.ppo.optimizer import embedding_weights
 
 KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
 MODES = ("full", "lora", "qlora")  # PPO's adapters share one base
+GPU_SHARE = 0.85  # of a GPU's memory that a plan may fill; the rest is for kernels, their caches and errors
 DEFAULT_ADAPTERS: LoRA = Adapters(kind="lora")
 # Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients.
 SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES, UPDATE_COPIES = 4, 2, 4, 5
@@ -283,10 +284,12 @@ class PPOModels:
 
 
 class PPOPlan:
-    """The phases of an update after the first, per process."""
+    """The phases of an update after the first, per process, each with `memory` bytes."""
 
-    def __init__(self, models: PPOModels, settings: PPOSettings, lengths: Lengths, *, gpu: bool, processes: int):
-        self.models, self.settings, self.lengths, self.gpu = models, settings, lengths, gpu
+    def __init__(
+        self, models: PPOModels, settings: PPOSettings, lengths: Lengths, *, gpu: bool, memory: int, processes: int
+    ):
+        self.models, self.settings, self.lengths, self.gpu, self.memory = models, settings, lengths, gpu, memory
         self.policy, self.episodes, self.processes = models.policy, settings.episodes_per_update, processes
         self.width = lengths.row - 1  # a row's last token is not read
         tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
@@ -296,17 +299,31 @@ class PPOPlan:
         chunk = min(self.answers, logits_chunk_size(settings, self.policy.vocabulary, on_cpu=not gpu) or self.answers)
         self.logits = 4 * chunk * self.policy.vocabulary  # bytes of a copy
         self.shared = models.share_layers(settings.num_shared_layers or 0)
-        bf16_reference = bool(settings.bf16) and not (settings.fsdp or settings.num_shared_layers)
-        self.weights, self.trained = models.weights(bf16_reference=bf16_reference), models.trained
+        in_bf16 = bool(settings.bf16) and not settings.num_shared_layers and (settings.offload or not settings.fsdp)
+        self.weights, self.trained = models.weights(bf16_reference=in_bf16), models.trained
         learning = [model.model for model in models.learning]
         self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")
 
     def phases(self) -> list[Phase]:
         """Return the phases rollout, judge and update."""
-        at_once = self.settings.local_rollout_forward_batch_size or self.episodes
-        rollout = rollout_phase(self.policy, self._fixed(), at_once, self.episodes, self.lengths)
-        phases = [rollout, self._judge(), self._update()]
-        return [replace(phase, moments=[self._shard(phase.name, each) for each in phase.moments]) for phase in phases]
+        at_once = self.settings.local_rollout_forward_batch_size or self.rollout_rows(self.episodes)
+        return [self._rollout(at_once), *map(self._sharded, (self._judge(), self._update()))]
+
+    def rollout_rows(self, episodes: int) -> int:
+        """Return how many of a process's responses are generated at a time by default.
+
+        On a GPU all of them, half, a quarter, and so on, until they fit in GPU_SHARE of its memory.
+        """
+        rows = episodes
+        while rows > 1 and self.gpu and self._rollout(rows).total > GPU_SHARE * self.memory:
+            rows = -(-rows // 2)
+        return rows
+
+    def _rollout(self, rows: int) -> Phase:
+        return self._sharded(rollout_phase(self.policy, self._fixed(), rows, self.episodes, self.lengths))
+
+    def _sharded(self, phase: Phase) -> Phase:
+        return replace(phase, moments=[self._shard(phase.name, moment) for moment in phase.moments])
 
     def fixed(self) -> Bytes:
         """Return what is in memory in the largest phase beside activations, logits and cache."""
@@ -379,20 +396,3 @@ class PPOPlan:
             "gradients": moment["gradients"] + gradients,
             "optimizer": moment["optimizer"] * (1 - gone * learnt / memory.size_bytes(self.trained)),
         }
-
-
-def evaluation_phases(
-    policies: Sequence[StageModel], judges: Sequence[StageModel], weights: int, rows: int, total: int, lengths: Lengths
-) -> list[Phase]:
-    """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
-    rows = min(rows, total)
-    fixed, answers = {"weights": weights}, rows * lengths.response
-    reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
-    chunk = min(answers, forward.logit_chunks(policies[0].model, 1)[0].stop)
-    logits = {"logits": SAMPLE_COPIES * 4 * chunk * policies[0].vocabulary}
-    flops = sum(model.forward_flops(rows, lengths.row) for model in judges)
-    flops += sum(model.forward_flops(rows, lengths.row - 1, answers) for model in policies)
-    return [
-        rollout_phase(policies[0], fixed, rows, total, lengths),
-        Phase("judge", rows, _add(fixed, [{"activations": reading}, logits]), flops * total / rows),
-    ]

@@ -26,6 +26,7 @@ from rlhf_cli.stages.ppo_setup import (
     load_components,
     restore_policy,
     scale_to_world_size,
+    set_rollout_rows,
 )
 from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import Log, MetricsLog, Trackers
@@ -47,6 +48,7 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
     process_group = stage.process_group
     config = scale_to_world_size(config, process_group.world_size)
     components = load_components(config, stage.options, stage.parents, process_group)
+    set_rollout_rows(config, stage.parents, components)
     stage.begin_training()
     runner = PPORunner(config, components, resume=stage.resumes)
     stopped: StopTraining | None = None

@@ -24,6 +24,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
 from rlhf_cli.models.batch import StopTokenId, stop_ids
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.runs.parents import Parent
@@ -117,7 +118,10 @@ class SharedBaseModels:
 
 @dataclass
 class RewardModelCache:
-    """The run's reward models; each folder is loaded once, even if several keys name it."""
+    """The run's reward models; each folder is loaded once, even if several keys name it.
+
+    Of the processes `loading` only the main one reads weights from disk.
+    """
 
     config: PPOConfig
     options: Options
@@ -125,8 +129,8 @@ class RewardModelCache:
     policy_text: setup.PolicyText
     base: SharedBaseModels | None = None
     offload: bool = False
-    fsdp: bool = False
     bf16: bool = False
+    loading: ProcessGroup = SINGLE_PROCESS
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)  # folder -> (model, own tokenizer)
 
     def reward(self, key: str) -> ModelReward:
@@ -138,19 +142,23 @@ class RewardModelCache:
             self.config, key, self.policy_text, *self._load_frozen(key), rows=rows, **options
         )
 
-    def _load(self, key: str, tokenizer: Any) -> Any:
+    def _load(self, key: str, tokenizer: Any, loading: ProcessGroup) -> Any:
         """Load a new copy of a model that reads the tokens of `tokenizer`."""
         if self.base:
             return self.base.load_reward_model(self.parents[key], tokenizer)
-        return setup.load_model(load.load_reward_model, self.config, self.options, self.parents[key], tokenizer)
+        parent = self.parents[key]
+        return setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer, loading)
 
     def _load_frozen(self, key: str) -> tuple[Any, Any]:
         """Return a frozen model and its own tokenizer, None if it reads the policy's tokens."""
         parent = self.parents[key]
         if parent.model not in self.loaded:
             own_tokenizer = setup.load_own_tokenizer(self.config, self.options, self.policy_text.sft, parent)
-            model = self._load(key, own_tokenizer or self.policy_text.tokenizer).eval().requires_grad_(False)
-            if not self.offload:
+            loading = SINGLE_PROCESS if self.offload else self.loading
+            model = self._load(key, own_tokenizer or self.policy_text.tokenizer, loading).eval().requires_grad_(False)
+            if loading.world_size > 1:
+                sharding.broadcast_weights(model, devices.device())
+            elif not self.offload:
                 model.to(devices.device())
             self.loaded[parent.model] = model, own_tokenizer
             stop_id = data.stop_token_id(own_tokenizer) if own_tokenizer else self.policy_text.stop_token_id
@@ -168,9 +176,10 @@ class RewardModelCache:
             if self.base.own_weights_reason(parent, tokenizer):
                 return self.base.add_adapters(self._load_frozen(key)[0], parent, "value")
             return self.base.load_scorer(parent)
-        copied = source == "reward"
-        model = copy.deepcopy(self._load_frozen(key)[0]).requires_grad_(True) if copied else self._load(key, tokenizer)
-        return model if self.fsdp else model.to(devices.device())
+        if self.loading.world_size > 1:  # on the CPU: no GPU holds all of a model that is sharded
+            return self._load(key, tokenizer, self.loading)
+        copied = copy.deepcopy(self._load_frozen(key)[0]) if source == "reward" else None
+        return (copied or self._load(key, tokenizer, self.loading)).requires_grad_(True).to(devices.device())
 
     def check_probes(self) -> None:
         """Raise RLHFError M09 if a reward model no longer gives the scores its stage stored with it."""

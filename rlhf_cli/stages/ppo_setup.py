@@ -10,17 +10,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data
+from rlhf_cli import data, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import devices, hub, load, lora
+from rlhf_cli.models import devices, hub, load, lora, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup
+from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.stages.ppo_models import RewardModelCache, SharedBaseModels, build_reward_fns, build_reward_sources
 
 
@@ -52,8 +53,10 @@ def load_components(
     setup.check_same_tokenization(config, options, parents)
     reward_fns = build_reward_fns(config, options, parents)
     tokenizer = setup.load_tokenizer(config, options, sft)
-    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer)
-    ref = start if config.models.adapters else copy.deepcopy(start)  # copied on the CPU: offload keeps it off the GPU
+    loading = process_group if settings.fsdp else SINGLE_PROCESS
+    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer, loading)
+    copied = sharding.clone_sharing_storage if settings.fsdp else copy.deepcopy  # on the CPU: offload keeps it there
+    ref = start if config.models.adapters else copied(start)
     if not settings.fsdp:
         start.to(devices.device())
     if hardware.adapter_kind(config) == "qlora":
@@ -70,7 +73,7 @@ def load_components(
         eval_prompts = read_prompts(config, "data.eval_prompts", tokenizer, policy.config)
     check_prompt_counts(config, prompts, eval_prompts)
     policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
-    placement = settings.offload, settings.fsdp, bool(settings.bf16)
+    placement = settings.offload, bool(settings.bf16), loading
     cache = RewardModelCache(config, options, parents, policy_text, base, *placement)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
@@ -98,13 +101,34 @@ def load_components(
     )  # fmt: skip
 
 
+def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], components: PPOComponents) -> None:
+    """Choose how many responses are generated at a time on a GPU; no token depends on it. Logs the choice.
+
+    By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
+    """
+    engine, world_size = components.trainer.engine, components.trainer.process_group.world_size
+    target = Target.of(None, world_size)
+    if config.ppo.local_rollout_forward_batch_size or not target.gpu:
+        return
+    assert isinstance(engine, HFEngine)
+    target, longest = (
+        replace(target, memory=devices.available_bytes()),
+        max(len(each.ids) for each in components.prompts),
+    )
+    episodes = -(-config.ppo.episodes_per_update // world_size)
+    engine.batch_size = hardware.rollout_rows(config, parents, longest, episodes, target)
+    rows, size = engine.batch_size or episodes, system.format_bytes(target.memory)
+    terminal.say(f"ppo      {rows} of {episodes} responses are generated at a time: what fits in {size}")
+
+
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
     """Load the weights saved in `folder` into the policy. Raises RLHFError M01, M04."""
     if components.base:
         lora.load_adapter_weights(components.policy, folder)
     else:
-        saved = load.load_causal_lm(folder, **load.load_kwargs(config.models, options.trust_remote_code))
-        components.trainer.parallel.load_full_state_dict(components.trainer.policy, saved.state_dict())
+        kwargs, parallel = load.load_kwargs(config.models, options.trust_remote_code), components.trainer.parallel
+        saved = parallel.loading.load_on_main(lambda empty: load.load_causal_lm(folder, **kwargs, empty=empty))
+        parallel.load_full_state_dict(components.trainer.policy, saved.state_dict())
 
 
 # Config

@@ -18,7 +18,7 @@ from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import chat_templates, devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import Rollout, StopTokenId
-from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware
@@ -135,10 +135,18 @@ def load_own_tokenizer(config: Config, options: Options, sft: Parent, parent: Pa
     return load_tokenizer(config, options, parent)
 
 
-def load_model(loader: Callable[..., Any], config: Config, options: Options, parent: Parent, tokenizer: Any) -> Any:
+def load_model(
+    loader: Callable[..., Any],
+    config: Config,
+    options: Options,
+    parent: Parent,
+    tokenizer: Any,
+    loading: ProcessGroup = SINGLE_PROCESS,
+) -> Any:
     """Load a model on the CPU with `loader`, of models.load, and check that it has an embedding for each token.
 
-    Raises RLHFError as the loader does, and M06 if the vocabulary is too small.
+    Of the processes `loading` only the main one loads weights (`sharding.broadcast_weights`). Raises RLHFError as the
+    loader does, and M06 if the vocabulary is too small.
     """
     assert isinstance(config, AnyConfig)
     section = config.model if isinstance(config, SFTConfig | RewardConfig) else config.models
@@ -146,7 +154,7 @@ def load_model(loader: Callable[..., Any], config: Config, options: Options, par
     if loader is load.load_classifier:  # of a reward's `pipeline`, which keeps its own dtype
         kwargs = {"trust_remote_code": options.trust_remote_code}
     with at_location(config.where(parent.key)):
-        model = loader(parent.model, **kwargs)
+        model = loading.load_on_main(lambda empty: loader(parent.model, **kwargs, **({"empty": True} if empty else {})))
         tokenizers.check_vocabulary(model, tokenizer, guarded=loader is not load.load_classifier)
     return model
 

@@ -13,7 +13,7 @@ from run_cli import is_one_error, rlhf
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
-from rlhf_cli.commands.init.placement import MAX_ROWS, MEMORY_SHARE, PLACEMENTS, MemoryPlanner, Placement
+from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.yaml_io import align_comments
@@ -22,6 +22,7 @@ from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
 from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.stages.plan_phases import GPU_SHARE
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
 PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
@@ -236,7 +237,7 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
         except RLHFError as error:
             assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
             break
-        assert placement.bytes <= MEMORY_SHARE * gib * 2**30
+        assert placement.bytes <= GPU_SHARE * gib * 2**30
         seen.append(
             (PLACEMENTS.index(replace(placement, rows=None, rollout_rows=None, fullest="", bytes=0)), placement)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
-from group import child, command, stop_and_resume
+from group import HELPERS, TORCHRUN, child, command, stop_and_resume
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
 from test_group_ppo import TWO
@@ -44,6 +44,17 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
             assert line[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
     for name, weights in plain_models(sharded).items():
         assert torch.allclose(models[name], weights, atol=1e-3), name
+
+
+def test_only_the_first_process_reads_weights(sharded: Path) -> None:
+    """Policy (and reference), reward model and value model; then the best policy, which a limit restores."""
+    changes = ("-s", "ppo.kl_stop=1e-6", "-s", "ppo.learning_rate=0.01")
+    result = child(*TORCHRUN, HELPERS / "group_loading.py", sharded, *changes)
+    assert result.returncode == 1 and "error[R04]" in result.stderr, result.stderr
+    full, empty = (Path(f"{sharded}/loads.{rank}").read_text().splitlines() for rank in (0, 1))
+    names = [line.split()[0] for line in full]
+    assert names[:3] == ["sft_model", "reward_model", "reward_model"] and names[3].startswith("step_")
+    assert full == [f"{name} full" for name in names] and empty == [f"{name} empty" for name in names]
 
 
 def plain_models(folder: Path) -> dict[str, torch.Tensor]:

@@ -65,6 +65,19 @@ def test_each_process_has_about_half_of_sharded_weights(both) -> None:
     assert two == [1, 1] or all(0.5 <= share < 0.52 for share in two)  # norms and the value head are replicated
 
 
+def test_a_snapshot_of_sharded_weights_is_copied_to_the_first_process_only(both) -> None:
+    _, first, second = (results["plain, torch.float32"] for results in both)
+    assert second["gathered"] == 0 and (first["gathered"] > 0) == (first["share"] < 1)
+
+
+def test_adamw_by_any_kernel_takes_the_steps_of_one_process(both) -> None:
+    """In the first process some weights are sharded and some whole."""
+    expected = both[0]["adamw"]["loop"]
+    for results in both:
+        for name, after in results["adamw"].items():
+            assert torch.allclose(after, expected, atol=1e-6), name
+
+
 def test_the_cases_do_what_their_names_say(both) -> None:
     """Otherwise their parity would prove nothing."""
     one = both[0]

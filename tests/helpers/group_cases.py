@@ -12,9 +12,10 @@ import tiny
 import torch
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import forward
+from rlhf_cli.models import forward, sharding
 from rlhf_cli.models.batch import EnsembleScores
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.ppo.optimizer import ShardedAdamW, build_optimizer
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
@@ -36,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "minibatches skipped": {"ratio_threshold": 1.0001, "learning_rate": 0.3},
     "two to a prompt": {"num_samples_per_prompt": 2},
     "checkpointed": {"gradient_checkpointing": True},
+    "offloaded": {"offload": True},
 }  # fmt: skip
 ROUGHLY = ("plain", "few tokens, different numbers of micro-batches", "minibatches skipped")  # in float32 too
 UPDATES = 2
@@ -46,6 +48,8 @@ def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False,
     settings = tiny.settings(**tiny.batch(4 // process_group.world_size), **changes)
     policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
     value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    if settings.fsdp and process_group.rank:  # only the first process loads weights
+        policy, ref, value = policy.to("meta"), ref.to("meta"), value.to("meta")
     # Scores are float32: those of single rows do not depend on the rank.
     rows = 1 if dtype == torch.float64 else 4
     members = {f"m{seed}": ModelReward(tiny.scorer("llama", seed), rows, packed=rows > 1) for seed in (1, 5)}
@@ -58,6 +62,36 @@ def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False,
     ours.optimizer = torch.optim.SGD(trained, lr=settings.learning_rate, foreach=False)
     ours.scheduler = torch.optim.lr_scheduler.ConstantLR(ours.optimizer, 1.0)
     return ours
+
+
+def adamw(process_group: ProcessGroup, **more: Any) -> dict[str, torch.Tensor]:
+    """The policy after three steps of AdamW by each kernel; "resumed" goes on after one step of torch's own loop."""
+    after = {}
+    for name, kernel in (("loop", "foreach"), ("foreach", "foreach"), ("fused", "fused"), ("resumed", "fused")):
+        ours = trainer(process_group, torch.float32, **more)
+        torch.manual_seed(0)
+        gradients = [torch.randn(w.shape) for w in ours.policy.parameters()]
+        groups = [
+            {key: group[key] for key in ("params", "weight_decay", "name")}
+            for group in build_optimizer({"policy": ours.policy}, ours.settings).param_groups
+        ]
+        options: dict[str, Any] = {"lr": 0.01, kernel: name != "loop"}
+        ours.optimizer = optimizer = ShardedAdamW([{**group} for group in groups], **options)
+        if name == "resumed":  # from a state of a version that had one kind of optimizer
+            optimizer = torch.optim.AdamW([{**group} for group in groups], lr=0.01, foreach=False)
+        for step in range(3):
+            if name == "resumed" and step == 1:
+                ours.optimizer.load_state_dict(optimizer.state_dict())
+                optimizer = ours.optimizer
+            for weight, gradient in zip(ours.policy.parameters(), gradients, strict=True):
+                sharded = sharding.is_sharded_tensor(weight)
+                weight.grad = sharding._distribute(gradient, weight.device_mesh) if sharded else gradient.clone()
+            optimizer.step()
+        assert [(len(group["params"]), group[kernel]) for group in optimizer.param_groups] == [
+            (len(group["params"]), name != "loop") for group in groups
+        ]
+        after[name] = weights(ours.policy)
+    return after
 
 
 def local_share(ours: PPOTrainer) -> float:
@@ -99,6 +133,7 @@ def results(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
         if name in ROUGHLY:
             found[f"{name}, {torch.float32}"] = trained(trainer(process_group, torch.float32, **changes))
     found["a head on the policy, torch.float64"] = trained(trainer(process_group, torch.float64, head=True, **more))
+    found["adamw"] = adamw(process_group, **more)
     found["one row, torch.float64"] = small(process_group, **more)
     for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):
         found[f"error in the {name}"] = error(spoilt(trainer(process_group, torch.float32, **more)))
@@ -117,6 +152,7 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
 
 def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
     after = {"policy": weights(ours.policy), "value": weights(ours.value), "share": local_share(ours)}
+    after["gathered"] = len(sharding.full_state_dict(ours.policy) or ())  # tensors of a snapshot in this process
     return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_moments}
 
 

@@ -91,6 +91,14 @@ def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
+def description(model) -> list:
+    """All that two processes must have in common to exchange a model's weights, and its mode."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [type(model), model.training, model.config._attn_implementation] + [
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors
+    ]
+
+
 # An update without the engine: four rows of different length, three of them ended.
 
 QUERIES, RESPONSES = [[5, 6], [7], [8, 9, 4], [6]], [[3, 2], [4, 8, 9, 5, 2], [6, 5], [9, 2]]

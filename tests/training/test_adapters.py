@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import trl_stage
 from adapter_folder import adapter_settings, run, some_ids, widen, write
@@ -64,6 +65,9 @@ def test_loading_merges_the_adapter_as_peft_does(adapters_run: Path, monkeypatch
     assert torch.allclose(logits(merged), expected, atol=1e-5) and not torch.allclose(before, expected, atol=1e-2)
     assert type(merged) is type(load_causal_lm(adapters_run / "model")) and not hasattr(merged, "peft_config")
     assert all(weight.requires_grad for weight in merged.parameters())  # PPO trains them all
+    assert tiny.description(merged) == tiny.description(load_causal_lm(adapters_run / "sft/model", empty=True))
+    scorer, empty = (load_reward_model(adapters_run / "reward/model", empty=each) for each in (False, True))
+    assert tiny.description(scorer) == tiny.description(empty)
     assert (merged.generation_config.eos_token_id, merged.config.pad_token_id) == (1, 0)
     monkeypatch.chdir(adapters_run / "sft/model")  # plain from_pretrained() resolves the relative path of the base
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32)), expected, atol=1e-5)
@@ -188,6 +192,7 @@ def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
     one, two = (load_causal_lm("sft/model").get_input_embeddings().weight for _ in range(2))
     known = len(world.tokenizer())
     assert one.shape[0] == known + 1 and torch.equal(one, two)
+    assert load_causal_lm("sft/model", empty=True).get_input_embeddings().weight.shape == one.shape
     assert torch.allclose(one[known], one[:known].mean(0), atol=1e-6)
     assert not [name for name in load_file("sft/model/adapter_model.safetensors") if "embed" in name]
 

@@ -11,15 +11,50 @@ from run_cli import is_one_error
 from torch import nn
 
 from rlhf_cli import runs
-from rlhf_cli.models import lora, save, tokenizers
+from rlhf_cli.models import devices, lora, save, tokenizers
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.memory import size_bytes
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import hardware
+from rlhf_cli.stages import hardware, ppo_setup
+from rlhf_cli.stages.plan_models import Target
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, the minimum of 8 bits
+
+
+# local_rollout_forward_batch_size
+
+
+def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypatch):
+    """On an imagined GPU, as `rlhf plan` says, the log says how many; all numbers are those of 8 at once."""
+    batches, generate = [], HFEngine._generate_ids
+    monkeypatch.setattr(HFEngine, "_generate_ids", lambda self, rows: batches.append(len(rows)) or generate(self, rows))
+    config = run_folder / "ppo.yaml"
+
+    def planned(gib: float) -> int:
+        result = rlhf("plan", config, "--gpu", gib, "--json", "--flops", "1e9", "-s", "ppo.bf16=false")
+        (rollout,) = (
+            each for each in json.loads(result.stdout)["stages"]["ppo"]["phases"] if each["name"] == "rollout"
+        )
+        assert rollout["total"] <= 0.85 * gib * 2**30 or rollout["rows"] == 1
+        return rollout["rows"]
+
+    sizes = [2**-power for power in range(15)]
+    rows = [planned(gib) for gib in sizes]
+    assert rows == sorted(rows, reverse=True) and rows[0] == 8 and rows[-1] == 1
+    assert ppo(run_folder, *settings("num_sample_generations=0")).exit_code == 0
+    assert set(batches) == {8}
+    metrics = run_folder / "ppo/metrics.jsonl"
+    expected, identity = untimed(metrics), (run_folder / "ppo/identity.json").read_bytes()
+    target = Target(True, 0, "a GPU")
+    monkeypatch.setattr(ppo_setup, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_: target)}))
+    gib, few = next((gib, count) for gib, count in zip(sizes, rows, strict=True) if count < 8)
+    monkeypatch.setattr(devices, "available_bytes", lambda: round(gib * 2**30))
+    batches.clear()
+    result = ppo(run_folder, *settings("num_sample_generations=0"), "--fresh")
+    assert set(batches) == {few} and result.stderr.count(f"{few} of 8 responses are generated at a time") == 1
+    assert untimed(metrics) == expected and (run_folder / "ppo/identity.json").read_bytes() == identity
 
 
 # offload

@@ -73,6 +73,10 @@ def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> N
     assert new_weights(model, tmp_path) == ["score.weight"] and model.score.weight.abs().sum() > 0
     model.save_pretrained(tmp_path / "reward")
     assert torch.equal(load_reward_model(tmp_path / "reward").score.weight, model.score.weight)
+    for load, folder in ((load_causal_lm, tmp_path), (load_reward_model, tmp_path / "reward")):
+        full, empty = load(folder), load(folder, empty=True)
+        assert tiny.description(full) == tiny.description(empty)
+        assert {tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers())} == {True}
 
 
 def prefixed(tensors: Tensors) -> Tensors:

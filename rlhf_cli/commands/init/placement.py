@@ -14,7 +14,6 @@ from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_estimate import fragmentation, library_bytes, stage_phases
 from rlhf_cli.stages.plan_models import Target, mode_of
 
-MEMORY_SHARE = 0.85  # of the memory that a stage may take by its plan; the rest is for kernels, their caches and errors
 MAX_ROWS = {"sft": 32, "reward": 16, "ppo": 32, "eval": 64}
 MIN_ROWS = {"sft": 2, "reward": 1, "ppo": 2, "eval": 2}  # fewer make a run slow: less memory is better first
 EPISODES_PER_UPDATE = 64
@@ -58,7 +57,7 @@ class MemoryPlanner:
     def __init__(self, body: Any, lengths: Lengths, target: Target) -> None:
         self.body, self.lengths, self.target = body, lengths, target
         self.process = 0 if target.gpu else system.process_memory()
-        self.available = MEMORY_SHARE * target.memory
+        self.available = plan_phases.GPU_SHARE * target.memory
 
     def choose(self, adapters: str) -> tuple[Placement, Placement | None]:
         """Return the first placement that fits, with its rows, and the whole weights if they do not fit.
@@ -119,8 +118,7 @@ def _config(stage: str, placement: Placement, rows: int, rollout_rows: int, leng
     prompts, models = {"prompts": "none"}, {"sft": "/sft", "reward": "/reward"}
     optim = {"optim": "adamw_8bit"} if placement.eight_bits else {}
     ppo = {**batch, **optim, "gradient_accumulation_steps": EPISODES_PER_UPDATE // rows, "total_episodes": 64}
-    ppo |= {"response_length": lengths.response_length}
-    ppo |= {"local_rollout_forward_batch_size": rollout_rows} if rollout_rows < EPISODES_PER_UPDATE else {}
+    ppo |= {"response_length": lengths.response_length, "local_rollout_forward_batch_size": rollout_rows}
     evaluation = {"per_device_batch_size": rows, "temperature": 1.0, "response_length": lengths.response_length}
     sections: dict[str, dict[str, Any]] = {
         "sft": {**training, "sft": {**batch, **parts, "max_length": lengths.max_length}},
