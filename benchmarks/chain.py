@@ -72,7 +72,7 @@ def counting_reads(reads: Counter[str]) -> Iterator[None]:
     real = safetensors.safe_open
 
     class CountedFile:
-        """safe_open that counts itself when the first tensor is taken."""
+        """safe_open that counts itself when the first numbers of a tensor are taken; shapes are in the header."""
 
         def __init__(self, path: Any, *arguments: Any, **options: Any) -> None:
             self.path, self.file, self.counted = str(path), real(path, *arguments, **options), False
@@ -85,10 +85,29 @@ def counting_reads(reads: Counter[str]) -> Iterator[None]:
             self.file.__exit__(*error)
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("get_tensor", "get_slice") and not self.counted:
-                self.counted = True
-                reads[self.path] += 1
             return getattr(self.file, name)
+
+        def count(self) -> None:
+            reads[self.path] += not self.counted
+            self.counted = True
+
+        def get_tensor(self, name: str) -> Any:
+            self.count()
+            return self.file.get_tensor(name)
+
+        def get_slice(self, name: str) -> "CountedSlice":
+            return CountedSlice(self, self.file.get_slice(name))
+
+    class CountedSlice:
+        def __init__(self, file: CountedFile, part: Any) -> None:
+            self.file, self.part = file, part
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.part, name)
+
+        def __getitem__(self, index: Any) -> Any:
+            self.file.count()
+            return self.part[index]
 
     def count_open(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and str(arguments[0]).endswith(".safetensors") and arguments[1] == "rb":

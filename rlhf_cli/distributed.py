@@ -1,6 +1,7 @@
 """Processes of a group: rank and world size from the environment, and the launcher of `--nproc`."""
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -15,8 +16,10 @@ WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_S
 # set by torchrun, and by accelerate launch for several processes, in each process of a group
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # torchrun's agent waits this long, both for a step and checkpoint after a stop signal and for ranks whose peer was
-# killed, which NCCL leaves hanging.
+# killed, which NCCL leaves hanging; and longer for a large checkpoint.
 SECONDS_TO_STOP = 50
+CHECKPOINT_PER_WEIGHTS = 6  # bytes for a byte of weight files: bfloat16 weights become float32 with AdamW's two moments
+CHECKPOINT_RATE = 2e8  # bytes/s to a slow network file system, hashed
 
 
 def world_size() -> int:
@@ -100,9 +103,10 @@ def resolve_num_processes(requested: str) -> int:
     return int(requested)
 
 
-def launch_group(count: int, arguments: Sequence[str]) -> int:
+def launch_group(count: int, arguments: Sequence[str], *, weights_bytes: int = 0) -> int:
     """Run Python with these arguments in `count` processes, and return their exit code. They print their own errors.
 
+    `weights_bytes` is the size of their input models' files; they have the longer to write a checkpoint and stop.
     Raises RLHFError E04 if this process is part of a group already, R14 if one of them was killed.
     """
     if world_size() > 1:
@@ -112,7 +116,8 @@ def launch_group(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_STOP))
+    seconds = SECONDS_TO_STOP + math.ceil(CHECKPOINT_PER_WEIGHTS * weights_bytes / CHECKPOINT_RATE)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its tables of failures are not for users
     config = LaunchConfig(

@@ -63,7 +63,9 @@ def stage_command(stage: str) -> Callable[..., None]:
             from rlhf_cli.commands import run as pipeline
 
             _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
-            raise typer.Exit(distributed.launch_group(count, arguments))
+            from rlhf_cli.runs.resolve import weights_bytes
+
+            raise typer.Exit(distributed.launch_group(count, arguments, weights_bytes=weights_bytes(loaded)))
         if distributed.world_size() > 1:
             die_with_parent(os.getppid())
             terminal.say(f"{stage:<8} {distributed.world_size()} processes")

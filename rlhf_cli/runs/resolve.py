@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, closest_match, shell_path, shown, translate_read_errors
-from rlhf_cli.files import find_damage, read_json_object, select_files
+from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.parents import (
     FOREIGN,
@@ -62,6 +62,16 @@ def references(config: Any) -> list[Reference]:
         rewards[f"rewards.{name}.pipeline"] = source.pipeline
     sft = Reference("models.sft", models.sft, ("sft",), models.revision)
     return [sft] + [Reference(key, path, ("reward",)) for key, path in rewards.items() if path]
+
+
+def weights_bytes(config: Any) -> int:
+    """Return the size of the weight files of the models that a stage reads, as far as they are on this machine."""
+    folders = {Path(each.path) for each in references(config)}
+    folders |= {path for each in references(config) if (path := cached_model(each.path, each.revision))}
+    files = {
+        file for folder in folders for pattern in ("", "model/") for file in folder.glob(f"{pattern}*.safetensors")
+    }
+    return sum(file.stat().st_size for file in files)
 
 
 def _is_function(value: str) -> bool:

@@ -1,13 +1,16 @@
 """`--nproc`: what the command makes of the ends of its processes. That they train is tests/test_group_*.py."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
-from rlhf_cli import distributed
+from rlhf_cli import config, distributed
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.runs.resolve import weights_bytes
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
@@ -31,6 +34,20 @@ def test_the_exit_code_is_that_of_the_cause(monkeypatch: pytest.MonkeyPatch, cod
     """Who waits for a process that has refused its inputs ends with 1, and may be seen first."""
     ends(monkeypatch, *codes)
     assert distributed.launch_group(2, ["sft"]) == code
+
+
+def test_large_models_have_more_time_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model of 1 GB in bfloat16 has a checkpoint of 6 GB, which takes 30 s at 200 MB/s."""
+    ends(monkeypatch, 143, 143)
+    (tmp_path / "sft/model").mkdir(parents=True)
+    with (tmp_path / "sft/model/model.safetensors").open("wb") as file:
+        file.truncate(10**9)
+    (tmp_path / "ppo.yaml").write_text("data: {prompts: none.jsonl}")
+    size_of_weights = weights_bytes(config.load("ppo", tmp_path / "ppo.yaml"))
+    for size, seconds in ((0, "50"), (size_of_weights, "80")):
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert distributed.launch_group(2, ["ppo"], weights_bytes=size) == 143
+        assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
 
 
 def test_a_process_that_was_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
