@@ -42,7 +42,7 @@ def test_large_models_have_more_time_to_stop(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "sft/model").mkdir(parents=True)
     with (tmp_path / "sft/model/model.safetensors").open("wb") as file:
         file.truncate(10**9)
-    (tmp_path / "ppo.yaml").write_text("data: {prompts: none.jsonl}")
+    (tmp_path / "ppo.yaml").write_text("data: {prompts: none.jsonl}\nppo: {total_episodes: 64}")
     size_of_weights = weights_bytes(config.load("ppo", tmp_path / "ppo.yaml"))
     for size, seconds in ((0, "50"), (size_of_weights, "80")):
         monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
