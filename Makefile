@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning golden test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
+.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -45,6 +45,11 @@ bench-memory: $(VENV)/.installed-test $(PEER)/.installed ## PPO's memory, four c
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, resumes (docs/results/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
+
+# With the Python of the machine: it has torch for its GPU, and may have no network.
+OUT ?= docs/results
+gpu: ## on a machine with a GPU: is all right there, how fast, and is the plan right: OUT/gpu.json and gpu.md; TINY=1 on a CPU
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks.gpu_report --out $(OUT) $(if $(TINY),--tiny)
 
 golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/unit/test_golden.py compares ours with: a minute
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PEER)/bin/python -m benchmarks.golden --out runs/golden --shared $(SHARED)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -371,9 +371,9 @@ class PPOTrainer:
         for name in ("optimizer", "scheduler"):
             getattr(self, name).load_state_dict(state[name])
         for name, frozen in self._frozen_names.items():
-            model = getattr(self, name)
-            frozen_weights = {key: tensor for key, tensor in model.state_dict().items() if key in frozen}
-            model.load_state_dict({**frozen_weights, **state[name]})
+            missing, unexpected = getattr(self, name).load_state_dict(state[name], strict=False)
+            if wrong := unexpected or sorted(set(missing) - frozen):
+                raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
         self.updates, self.kl_coef = state["updates"], state["kl_coef"]
         self.score_moments = RunningMeanStd(**state["moments"])
 
@@ -393,5 +393,7 @@ def _to_cpu(scores: Any) -> Any:
 
 
 def _find_frozen_names(model: Any) -> set[str]:
-    """Return the state dict keys of frozen parameters; tied parameters have several."""
-    return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    """Return the state dict keys of frozen parameters and of their 4-bit constants; tied parameters have several."""
+    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    prefixes = {key: accumulate(key.split("."), "{}.{}".format) for key in model.state_dict()}
+    return {key for key, starts in prefixes.items() if not names.isdisjoint(starts)}

@@ -196,14 +196,14 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
 # Resume
 
 
-@pytest.mark.parametrize("value", ["reward", "policy_head"])
-def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize(("value", "kind"), [("reward", "lora"), ("policy_head", "lora"), ("reward", "qlora")])
+def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_path: Path, value: str, kind: str) -> None:
     folders = [shutil.copytree(adapters_run, tmp_path / name) for name in ("straight", "stopped")]
-    changes = (*LONG, "-s", f"models.value={value}")
+    changes = (*LONG, "-s", f"models.value={value}", "-s", f"models.adapters.kind={kind}")
     straight = run(folders[0], "ppo", *changes)
     ppo_folder.stop_in_update(folders[1], 3, *changes)
     resumed = run(folders[1], "ppo", *changes)
-    for folder in (folders[0], trained) if value == "reward" else folders[:1]:
+    for folder in (folders[0], trained) if (value, kind) == ("reward", "lora") else folders[:1]:
         for name in (*FILES, "samples.jsonl"):
             assert (folder / "ppo" / name).read_bytes() == (folders[1] / "ppo" / name).read_bytes(), name
         assert lines(folder) == lines(folders[1])
