@@ -85,15 +85,13 @@ def counting_reads(reads: Counter[str]) -> Iterator[None]:
             self.file.__exit__(*error)
 
         def __getattr__(self, name: str) -> Any:
+            if name in ("get_tensor", "get_tensors"):
+                self.count()
             return getattr(self.file, name)
 
         def count(self) -> None:
             reads[self.path] += not self.counted
             self.counted = True
-
-        def get_tensor(self, name: str) -> Any:
-            self.count()
-            return self.file.get_tensor(name)
 
         def get_slice(self, name: str) -> "CountedSlice":
             return CountedSlice(self, self.file.get_slice(name))
@@ -110,7 +108,7 @@ def counting_reads(reads: Counter[str]) -> Iterator[None]:
             return self.part[index]
 
     def count_open(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and str(arguments[0]).endswith(".safetensors") and arguments[1] == "rb":
+        if event == "open" and str(arguments[0]).endswith(".safetensors") and arguments[1] == "r":
             reads[str(arguments[0])] += 1
 
     sys.addaudithook(count_open)

@@ -5,12 +5,16 @@ import json
 import re
 import runpy
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from without_packages import python
@@ -18,12 +22,13 @@ from without_packages import python
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import fast_paths, placement, scale  # noqa: E402
+from benchmarks import chain, fast_paths, gpu_check, placement, scale  # noqa: E402
 from benchmarks.learning import __main__ as learning  # noqa: E402
 from benchmarks.memory import __main__ as memory  # noqa: E402
 from benchmarks.speed import __main__ as speed  # noqa: E402
 from benchmarks.speed import cli_time, floor, ours, reference, synthetic  # noqa: E402
 from benchmarks.speed.workload import Job  # noqa: E402
+from rlhf_cli.files import file_sha256  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 JUDGE = """import sys
@@ -127,6 +132,30 @@ def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
     assert rows["tiny generate_batch, 8 rows, full, float32 weights"]["failed"].startswith("ZeroDivisionError")
     assert rows["tiny hf, 8 rows, full, float32 weights"]["mean_length"] == 12
     assert rows["tiny policy and value model, gradient checkpointing"]["update_s"] > 0
+
+
+def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
+    path = tmp_path / "check.json"
+    command = ["--tiny", "--only", "number", "memory", "--json", str(path)]
+    assert gpu_check.main(command) == 0
+    assert len(json.loads(path.read_text())["rows"]) == 8
+    monkeypatch.setattr(gpu_check.forward, "float32_logits", lambda *models: nullcontext())
+    assert gpu_check.main(command) == 1
+    failed = [row for row in json.loads(path.read_text())["rows"] if "failed" in row]
+    assert [row["what"] for row in failed] == ["product of a bfloat16 head"] and "bfloat16" in failed[0]["failed"]
+
+
+def test_chain_counts_reads_of_numbers_and_not_of_headers(tmp_path):
+    path, reads = tmp_path / "model.safetensors", Counter()
+    save_file({"a": torch.zeros(3), "b": torch.ones(2)}, path)
+    with chain.counting_reads(reads):
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.get_slice("a").get_shape() == [3] and not reads
+            assert file.get_tensor("b").sum() == 2 and file.get_slice("a")[:].sum() == 0
+        assert reads[str(path)] == 1
+        file_sha256(path)
+        assert reads[str(path)] == 2 and safetensors.torch.load_file(path).keys() == {"a", "b"}
+    assert reads[str(path)] == 3
 
 
 def test_a_row_of_the_table_of_gpus_is_current():
