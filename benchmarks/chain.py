@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -69,7 +70,7 @@ def peak_bytes() -> int:
 @contextmanager
 def counting_reads(reads: Counter[str]) -> Iterator[None]:
     """Context manager that counts how often each .safetensors file is read: opened by Python, or tensors taken."""
-    real = safetensors.safe_open
+    real, lock = safetensors.safe_open, Lock()
 
     class CountedFile:
         """safe_open that counts itself when the first numbers of a tensor are taken; shapes are in the header."""
@@ -90,8 +91,9 @@ def counting_reads(reads: Counter[str]) -> Iterator[None]:
             return getattr(self.file, name)
 
         def count(self) -> None:
-            reads[self.path] += not self.counted
-            self.counted = True
+            with lock:  # transformers reads tensors in several threads
+                reads[self.path] += not self.counted
+                self.counted = True
 
         def get_slice(self, name: str) -> "CountedSlice":
             return CountedSlice(self, self.file.get_slice(name))
