@@ -47,6 +47,12 @@ def use_bf16(requested: bool | None) -> bool:
     return supports_dtype("bfloat16") and (device().type == "cuda" if requested is None else requested)
 
 
+def cpu_multiplies_bf16() -> bool:
+    """Return True if the models run on a CPU with instructions for products in bfloat16; others emulate them."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return device().type == "cpu" and any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def memory_bytes() -> int:
     """Return the total memory of `device` in bytes."""
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else system.total_memory()

@@ -110,8 +110,9 @@ def evaluation_phases(
     reading = max(model.working(rows, lengths.row) for model in (*policies, *judges))
     chunk = min(answers, forward.logit_chunks(policies[0].model, 1)[0].stop)
     logits = {"logits": plan_phases.SAMPLE_COPIES * 4 * chunk * policies[0].vocabulary}
-    flops = sum(model.forward_flops(rows, lengths.row) for model in judges)
-    flops += sum(model.forward_flops(rows, lengths.row - 1, answers) for model in policies)
+    width = lengths.average.row
+    flops = sum(model.forward_flops(rows, width) for model in judges)
+    flops += sum(model.forward_flops(rows, width - 1, answers) for model in policies)
     return [
         plan_phases.rollout_phase(policies[0], fixed, rows, total, lengths),
         Phase("judge", rows, [{**fixed, "activations": reading}, {**fixed, **logits}], flops * total / rows),

@@ -54,7 +54,8 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
             return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
         assert isinstance(config, PPOConfig | EvalConfig)
         prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-    size = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
+    mean = _mean_length(prompt.ids for prompt in prompts)
+    size = _data_size(prompts, Lengths(prompts.longest, response, prompt_mean=mean), "prompts")
     return replace(size, rows=min(config.eval.n, size.rows)) if isinstance(config, EvalConfig) else size
 
 

@@ -37,12 +37,14 @@ Bytes = Mapping[str, float]  # by kind
 class Lengths:
     """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
 
-    `mean`: tokens of an average row, 0 if no rows were read.
+    `mean`: tokens of an average row, `prompt_mean` of an average prompt before a response of `response` tokens; 0 if no
+    rows were read.
     """
 
     prompt: int
     response: int
     mean: float = 0
+    prompt_mean: float = 0
 
     @property
     def row(self) -> int:
@@ -50,7 +52,9 @@ class Lengths:
 
     @property
     def average(self) -> "Lengths":
-        """Lengths of an average row, with the prompt's share of the longest."""
+        """Lengths of an average row, with the prompt's share of the longest, or of an average prompt."""
+        if self.prompt_mean:
+            return Lengths(max(1, round(self.prompt_mean)), self.response)
         share = self.mean / self.row if self.mean else 1
         return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 
@@ -198,7 +202,7 @@ def rollout_phase(policy: StageModel, fixed: Bytes, rows: int, total: int, lengt
         {"cache": policy.cache * rows * lengths.prompt, "activations": copies + reading},
         {"cache": cache, "activations": copies + writing, "logits": logits},
     ]
-    flops = policy.generation_flops(rows, lengths) * total / rows
+    flops = policy.generation_flops(rows, lengths.average) * total / rows
     return Phase("rollout", rows, _add(fixed, moments), flops)
 
 
@@ -226,7 +230,8 @@ def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fi
         moments.append({"activations": moments[0]["activations"] + head.weight.nbytes, "logits": logits - copy})
     gradients = fixed["gradients"] if parts > 1 else 0  # of the micro-batches before
     within = [{**moment, "gradients": gradients} for moment in moments]
-    flops = parts * model.training_flops(rows, lengths.row, answers)
+    average = lengths.average
+    flops = parts * model.training_flops(rows, average.row, rows * average.response if is_sft else 0)
     moments = _add(fixed, [*within, {} if gpu else _step_bytes(trained, foreach=False)])  # fused on a GPU
     phases = [Phase("step", settings.per_device_train_batch_size, moments, flops)]
     if model.four_bits:  # the finished model is read in full, to be measured
@@ -292,6 +297,7 @@ class PPOPlan:
         self.models, self.settings, self.lengths, self.gpu, self.memory = models, settings, lengths, gpu, memory
         self.policy, self.episodes, self.processes = models.policy, settings.episodes_per_update, processes
         self.width = lengths.row - 1  # a row's last token is not read
+        self.mean_width = lengths.average.row - 1
         tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
         rows = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
         self.rows = min(rows, self.episodes // settings.num_mini_batches)
@@ -342,12 +348,12 @@ class PPOPlan:
         """Score the episodes, then compare policy, reference and value model on micro-batches."""
         settings, policy, models = self.settings, self.policy, self.models
         at_once = min(settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size, self.episodes)
-        moments, flops = list[Bytes](), 2 * policy.forward_flops(self.rows, self.width, self.answers)
-        flops += sum(model.forward_flops(self.rows, self.width) for model in models.learning[1:])
+        moments, flops = list[Bytes](), 2 * policy.forward_flops(self.rows, self.mean_width, self.answers)
+        flops += sum(model.forward_flops(self.rows, self.mean_width) for model in models.learning[1:])
         flops *= self.episodes / self.rows
         for name, model in models.rewards.items():
             moments += _add(self._fixed(name), [{"activations": model.working(at_once, self.lengths.row)}])
-            flops += model.forward_flops(self.episodes, self.lengths.row)
+            flops += model.forward_flops(self.episodes, self.mean_width + 1)
         copies = JUDGE_COPIES + FULL_KL_COPIES * (settings.kl_estimator == "full")
         states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
         cast = sum(model.kept(self.width).copies for model in models.learning)
@@ -362,14 +368,14 @@ class PPOPlan:
         compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
         copies = UPDATE_COPIES + policy.softcaps + FULL_KL_COPIES * compares
         moments = policy.training_moments(self.rows, self.width, copies * self.logits)
-        flops = policy.training_flops(self.rows, self.width, self.answers)
-        flops += policy.forward_flops(self.rows, self.width, self.answers) * compares
+        flops = policy.training_flops(self.rows, self.mean_width, self.answers)
+        flops += policy.forward_flops(self.rows, self.mean_width, self.answers) * compares
         if settings.num_shared_layers:  # frozen layers keep nothing
             part = 1 - settings.num_shared_layers / policy.layers
             moments = [{**moment, "activations": part * moment["activations"]} for moment in moments]
         for model in models.learning[1:]:
             moments += model.training_moments(self.rows, self.width)
-            flops += model.training_flops(self.rows, self.width)
+            flops += model.training_flops(self.rows, self.mean_width)
         if settings.optim == "adamw_torch":
             moments.append(_step_bytes(policy.trained if self.gpu else self.trained, foreach=self.gpu))
         flops *= settings.num_ppo_epochs * self.episodes / self.rows

@@ -24,7 +24,7 @@ TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in d
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
 DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
 MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
-PPO_EPOCHS = 4  # the default of num_ppo_epochs
+PPO_EPOCHS = (4, 2, 1)  # the default of num_ppo_epochs, and fewer if that leaves time for more updates
 MIN_STEPS = 10  # optimizer steps, or PPO updates
 # SFT on few rows takes more epochs, up to this many steps or epochs (measured in docs/your-own-data.md).
 TARGET_SFT_STEPS, MAX_SFT_EPOCHS = 100, 8
@@ -35,6 +35,7 @@ SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final p
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
 
 
+MIN_BF16_GAIN = 1.2  # on a CPU; a smaller one may be noise
 BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the batch whose speed is measured
 
 
@@ -44,6 +45,7 @@ class Speed:
 
     training: float  # forward and backward
     generation: float
+    bf16_gain: float | None = None  # on a CPU that is faster in bfloat16: the factor in training; these are its speeds
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class SizingInputs:
         speed = ""
         if self.speed:
             speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
+            speed += " in bfloat16" if self.speed.bf16_gain else ""
         return (
             f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
             f"model has {self.parameters:,} parameters{speed}"
@@ -104,12 +107,18 @@ def measure_inputs(
 
 
 def measure_speed(folder: Path) -> Speed:
-    """Measure the speed of a folder's model."""
+    """Measure the speed of a folder's model, on a CPU with instructions for bfloat16 in both formats."""
     model = load.load_causal_lm(folder).to(devices.device())
     width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
     prompt = min(NEW_TOKENS, width // 2)
-    times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=BATCH_ROWS)
-    return Speed(BATCH_ROWS * width / times.train, BATCH_ROWS * prompt / times.generate)
+    speeds = []
+    for bf16 in (False, True) if devices.cpu_multiplies_bf16() else (devices.use_bf16(None),):
+        times = measure_passes(
+            model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=EPISODES_PER_UPDATE, bf16=bf16
+        )
+        speeds.append(Speed(BATCH_ROWS * width / times.train, EPISODES_PER_UPDATE * prompt / times.generate))
+    gain = speeds[-1].training / speeds[0].training
+    return replace(speeds[-1], bf16_gain=gain) if gain >= MIN_BF16_GAIN else speeds[0]
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,7 @@ class Sizes:
     total_episodes: int
     ppo_rows: int
     ppo_parts: int
+    ppo_epochs: int
     samples: int  # responses per prompt
     eval_n: int
     eval_rows: int
@@ -162,6 +172,7 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
         total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.prompts["prompts"])),
         ppo_rows=rows["ppo"],
         ppo_parts=EPISODES_PER_UPDATE // rows["ppo"],
+        ppo_epochs=PPO_EPOCHS[0],
         samples=samples,
         eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
         eval_rows=rows["eval"],
@@ -204,9 +215,11 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
     sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
     reward, reward_s = _fit_training_time(sizes.reward, 2 * row_s, TIME_SHARES["reward"] * limit)
-    # Generation, four forward passes, and two models trained per epoch.
-    episode_s = response_s + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * row_s
-    allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
+    for epochs in PPO_EPOCHS:  # generation, four forward passes, and two models trained per epoch
+        episode_s = response_s + (4 * FORWARD_COST + 2 * epochs) * row_s
+        allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
+        if allowed >= min(sizes.total_episodes, MIN_UPDATES * EPISODES_PER_UPDATE):
+            break
     episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
     answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
     prompt_s = answers * (response_s + row_s)
@@ -217,7 +230,7 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
         text = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
         notes = (*notes, text)
     return replace(
-        sizes, sft=sft, reward=reward, total_episodes=episodes, eval_n=eval_n,
+        sizes, sft=sft, reward=reward, total_episodes=episodes, ppo_epochs=epochs, eval_n=eval_n,
         minutes=max(1, math.ceil(total_s / 60)), notes=notes,
     )  # fmt: skip
 

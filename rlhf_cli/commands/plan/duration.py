@@ -1,9 +1,10 @@
-"""Time of a stage by its estimate: measured passes of small models on this CPU, matrix products for all others.
+"""Time of a stage by its estimate: measured passes on this CPU, matrix products on a GPU and on other machines.
 
-Passes of small models on a CPU are measured with random weights on rows of average length: such a model's time goes
-into Python, norms, softmax and copies. For all others, and for machines that are not here, the time is that of the
-matrix products only, a lower bound: FLOPs / rate. The rate is measured on products of the model's width, one with all
-tokens of a micro-batch as rows for reading and learning, and one with a row per response for generation.
+On a CPU passes are measured with random weights on rows of average length: much of the time goes into Python, norms,
+softmax and copies. Of a deep model whose layers are alike the passes of two shallow ones are measured, and the time of
+the other layers follows. On a GPU, for machines that are not here, and for models too large to measure, the time is
+that of the matrix products only, a lower bound: FLOPs / rate. The rate is measured on products of the model's width,
+one with all tokens of a micro-batch as rows for reading and learning, and one with a row per response for generation.
 """
 
 import time
@@ -18,9 +19,12 @@ from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.plan_estimate import Estimate
-from rlhf_cli.stages.plan_phases import Phase
+from rlhf_cli.stages.plan_phases import Lengths, Phase, StageModel
 
-MAX_MEASURED_S = 30.0  # products that take longer take most of the time
+MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
+SHALLOW_LAYERS = (1, 5)  # of a deep model
+MAX_SHALLOW_TOKENS, MAX_SHALLOW_NEW_TOKENS = 512, 32  # of its measured rows, and of a measured response
+MAX_SHALLOW_SHARE = 0.25  # of the memory, for weights, gradients and moments of a shallow model
 MAX_CALLS, MAX_CALLS_S = 3, 5.0  # per function and round: number of calls, seconds after which none is added
 MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, seconds after which none is added
 MAX_PRODUCT_ROWS = 4096
@@ -51,32 +55,45 @@ def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
         rate, share = measure_flops(phase.rows * width, policy.hidden)
         seconds[phase.name] = phase.flops / rate
         shares.append(share)
-    small = largest < devices.SMALL_MODEL_PARAMETERS and not policy.four_bits
-    if small and not stage.target.gpu and sum(seconds.values()) < MAX_MEASURED_S:
-        return _measure(stage, computing)
+    small = largest < devices.SMALL_MODEL_PARAMETERS and sum(seconds.values()) < MAX_MEASURED_S
+    if not stage.target.gpu and not policy.four_bits:
+        layers = (policy.layers,) if small else _shallow_layers(policy, stage.target.memory)
+        if layers:
+            return _measure(stage, computing, layers)
     return Duration(seconds, False, min(shares))
 
 
-def _measure(stage: Estimate, computing: list[Phase]) -> Duration:
-    """Measure a pass of the stage's first model; each phase takes as many of them as its FLOPs say."""
-    policy, lengths = stage.policy, stage.data.lengths
+def _shallow_layers(policy: StageModel, available: int) -> tuple[int, ...]:
+    """Return the numbers of layers to measure of a model whose layers are alike; none if they take too much memory."""
+    if policy.layers <= SHALLOW_LAYERS[-1] or not memory.has_equal_layers(policy.model):
+        return ()
+    rest = 1 - SHALLOW_LAYERS[-1] / policy.layers
+    parameters = policy.parameters - rest * memory.layer_bytes(policy.model) / policy.model.dtype.itemsize
+    return SHALLOW_LAYERS if memory.training_bytes(round(parameters), 0) < MAX_SHALLOW_SHARE * available else ()
+
+
+def _measure(stage: Estimate, computing: list[Phase], layers: tuple[int, ...]) -> Duration:
+    """Measure a pass of the stage's first model with `layers`; each phase takes as many of them as its FLOPs say."""
+    policy, mean = stage.policy, stage.data.lengths.average
     is_scorer = policy.model.get_output_embeddings() is None
-    make = build.reward_model_from_config if is_scorer else build.causal_lm_from_config
-    with torch.random.fork_rng():
-        model = make(policy.model.config, device=torch.device("cpu"))
-    if policy.adapters:
-        memory.add_adapters(model, policy.adapters)
     rollout = next((phase for phase in computing if phase.name == "rollout"), None)
     rows = computing[-1].rows * (2 if is_scorer else 1)
-    mean = lengths.average
-    new_tokens, generated = (lengths.response, rollout.rows) if rollout else (0, 1)
-    times = measure_passes(model, rows, mean.prompt, mean.response, new_tokens, generated)
-    answers = 0 if is_scorer else rows * lengths.response
+    new_tokens, generated = (mean.response, rollout.rows) if rollout else (0, 1)
+    if len(layers) > 1:
+        rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
+        new_tokens = min(new_tokens, MAX_SHALLOW_NEW_TOKENS)
+    measured = []
+    for count in layers:
+        model = _make_model(policy, count, is_scorer)
+        sizes = rows, mean.prompt, mean.response, new_tokens, generated
+        measured.append(measure_passes(model, *sizes, bf16=policy.bf16))
+    times = measured[0] if len(layers) == 1 else _extrapolate(measured[0], measured[1], policy.layers)
+    answers = 0 if is_scorer else rows * mean.response
     passes = {
-        "rollout": (times.generate, policy.generation_flops(generated, lengths)),
-        "judge": (times.forward, policy.forward_flops(rows, lengths.row - 1, answers)),
+        "rollout": (times.generate, policy.generation_flops(generated, Lengths(mean.prompt, new_tokens))),
+        "judge": (times.forward, policy.forward_flops(rows, mean.row, answers)),
     }
-    training = times.train, policy.training_flops(rows, lengths.row, answers)
+    training = times.train, policy.training_flops(rows, mean.row, answers)
     seconds = {}
     for phase in computing:
         pass_seconds, pass_flops = passes.get(phase.name, training)
@@ -86,6 +103,27 @@ def _measure(stage: Estimate, computing: list[Phase]) -> Duration:
         steps = config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
     seconds[computing[-1].name] += times.step * steps
     return Duration(seconds, True, times.share)
+
+
+def _make_model(policy: StageModel, layers: int, is_scorer: bool) -> Any:
+    """Return a stage's model with random weights and its first layers, frozen where it has adapters."""
+    make = build.reward_model_from_config if is_scorer else build.causal_lm_from_config
+    with torch.random.fork_rng():
+        model = make(memory.with_layers(policy.model.config, layers), device=torch.device("cpu"))
+    if policy.adapters:
+        memory.add_adapters(model, policy.adapters)
+    return model
+
+
+def _extrapolate(few: "PassTimes", more: "PassTimes", layers: int) -> "PassTimes":
+    """Return the times of a model with `layers` layers from those of two shallow ones."""
+    steps = (layers - SHALLOW_LAYERS[0]) / (SHALLOW_LAYERS[1] - SHALLOW_LAYERS[0])
+    names = ("train", "forward", "step", "generate")
+    low, high = ({name: getattr(times, name) for name in names} for times in (few, more))
+    return PassTimes(
+        **{name: low[name] + steps * max(0.0, high[name] - low[name]) for name in names},
+        share=min(few.share, more.share),
+    )
 
 
 # Speed of this machine, by short measurements
@@ -102,22 +140,25 @@ class PassTimes:
     share: float
 
 
-def measure_passes(model: Any, rows: int, prompt: int, response: int, new_tokens: int, generated: int) -> PassTimes:
+def measure_passes(
+    model: Any, rows: int, prompt: int, response: int, new_tokens: int, generated: int, *, bf16: bool = False
+) -> PassTimes:
     """Measure passes on `rows` rows of prompt and response, with the logits of the responses if it has a head.
 
-    Generation is of `generated` rows of `new_tokens` tokens each.
+    Generation is of `generated` rows of `new_tokens` tokens each. With `bf16` all of it is under autocast.
     """
     head, vocabulary = model.get_output_embeddings(), model.config.get_text_config().vocab_size
     ids = torch.arange(rows * (prompt + response), device=model.device).remainder(vocabulary).reshape(rows, -1)
 
     def forward() -> torch.Tensor:
-        states = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-        return states if head is None else head(states[:, -response:]).float().log_softmax(-1)[..., 0]
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+            states = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+            return states if head is None else head(states[:, -response:]).float().log_softmax(-1)[..., 0]
 
     def train() -> None:
         forward().sum().backward()
 
-    engine = HFEngine(model, None, 0)
+    engine = HFEngine(model, None, 0, bf16=bf16)
     prompts = Prompts.from_lists(ids[:1, :prompt].tolist() * generated)
     seeded = Prompts(prompts.ids, prompts.mask, tuple(range(generated)), new_tokens)
     step = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad).step
