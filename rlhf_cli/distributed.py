@@ -42,6 +42,11 @@ def local_world_size() -> int:
     return _integer("LOCAL_WORLD_SIZE", world_size())
 
 
+def num_machines() -> int:
+    """Return the number of machines that the processes of the group are on."""
+    return -(-world_size() // local_world_size())
+
+
 def is_main_process() -> bool:
     """Return True on rank 0, the only process that writes files and prints."""
     return rank() == 0

@@ -1,4 +1,4 @@
-"""Stages in two processes: start one, stop or kill it or one of its ranks, and resume it."""
+"""Stages in several processes: start one, stop or kill it or one of its ranks, and resume it."""
 
 import os
 import signal
@@ -13,6 +13,22 @@ from rlhf_cli.distributed import RLHF_COMMAND
 HELPERS = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])]), "OMP_NUM_THREADS": "1"}
+
+# A sitecustomize.py, which Python imports when it starts: 4 processes seem to be on two machines of 2 each.
+TWO_MACHINES = """
+import os
+
+if "RANK" in os.environ:
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+"""
+
+
+def imported_at_start(folder: Path, code: str) -> str:
+    """Return the PYTHONPATH of processes that run this code when they start."""
+    (folder / "site").mkdir(exist_ok=True)
+    with (folder / "site/sitecustomize.py").open("a") as file:
+        file.write(code)
+    return os.pathsep.join([str(folder / "site"), ENVIRONMENT["PYTHONPATH"]])
 
 
 def child(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -32,10 +48,10 @@ def ranks(launcher: int) -> dict[int, int]:
 
 
 def stop_and_resume(
-    config: Path, state: str, number: int, rank: int | None = None, resume: Sequence[object] = ()
+    config: Path, state: str, number: int, rank: int | None = None, resume: Sequence[object] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Send a signal to the launcher or a rank once a checkpoint exists; all must end soon. Return the resumed run."""
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT, **variables}
     process = subprocess.Popen(
         command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
