@@ -314,10 +314,12 @@ def _machines_and_processes(process_group: ProcessGroup) -> tuple[int, int]:
     """Return the number of machines and of processes on each. Raises RLHFError E04 if machines differ in it."""
     places = process_group.all_gather_object((distributed.local_rank(), distributed.local_world_size()))
     _, count = places[0]
-    for rank, (local_rank, local_count) in enumerate(places):
-        if (local_rank, local_count) != (rank % count, count) or len(places) % count:
-            text = "fsdp: hybrid needs the same number of processes on each machine, with consecutive ranks"
-            text += f": process {rank} is number {local_rank + 1} of {local_count} on its machine, process 0 of {count}"
-            hint = "start as many processes on each machine with torchrun, or set ppo.fsdp: true"
-            raise RLHFError("E04", text, where="LOCAL_WORLD_SIZE", hint=hint)
+    wrong = [rank for rank, place in enumerate(places) if place != (rank % count, count)]
+    if wrong or len(places) % count:
+        rank = (wrong or [len(places) - 1])[0]
+        local_rank, local_count = places[rank]
+        text = "fsdp: hybrid needs the same number of processes on each machine, with consecutive ranks: "
+        text += f"process {rank} is number {local_rank + 1} of {local_count} on its machine, process 0 is one of {count}"
+        hint = "start as many processes on each machine with torchrun, or set ppo.fsdp: true"
+        raise RLHFError("E04", text, where="LOCAL_WORLD_SIZE", hint=hint)
     return len(places) // count, count

@@ -159,24 +159,30 @@ def test_stopped_or_killed_all_end_and_resume_to_the_same_bytes(
 CORRUPTED = """
 import os
 
-if os.environ.get("RANK") == "1":
+if os.environ.get("RANK") == "{rank}":
     from rlhf_cli.ppo.trainer import PPOTrainer
 
     step = PPOTrainer._train_minibatch
 
     def corrupted(self, *arguments, **options):
         if self.updates:
-            next(self.value.parameters()).data.view(-1)[0] += 1
+            weight = next(self.value.parameters()).data
+            getattr(weight, "_local_tensor", weight).view(-1)[0] += 1
         return step(self, *arguments, **options)
 
     PPOTrainer._train_minibatch = corrupted
 """
 
 
-def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path) -> None:
-    result = child(*command(group_folder / "ppo.yaml"), PYTHONPATH=imported_at_start(group_folder, CORRUPTED))
+@pytest.mark.parametrize(("fsdp", "processes"), [("false", 2), ("hybrid", 4)])
+def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path, fsdp: str, processes: int) -> None:
+    """With fsdp: hybrid they are compared with the same shard of another machine."""
+    rank, settings = processes // 2, (f"ppo.fsdp={fsdp}", f"ppo.per_device_train_batch_size={4 // processes}")
+    code = (TWO_MACHINES if processes == 4 else "") + CORRUPTED.replace("{rank}", str(rank))
+    words = command(group_folder / "ppo.yaml", *settings, processes=processes)
+    result = child(*words, PYTHONPATH=imported_at_start(group_folder, code))
     assert result.returncode == 1 and result.stderr.count("error[") == 1, result.stderr
-    assert "error[R18]: process 1: the weights of the value model are no longer those of process 0" in result.stderr
+    assert f"error[R18]: process {rank}: the weights of the value model are no longer those of process 0" in result.stderr
     assert [row["step"] for row in lines(group_folder / "ppo/metrics.jsonl")] == [1]
 
 

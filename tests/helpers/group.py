@@ -36,8 +36,8 @@ def child(*command: object, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
 
-def command(config: Path, *more: str) -> list[str]:
-    return [*RLHF_COMMAND, config.stem, "-c", str(config), "--nproc", "2", *more]
+def command(config: Path, *more: str, processes: int = 2) -> list[str]:
+    return [*RLHF_COMMAND, config.stem, "-c", str(config), "--nproc", str(processes), *more]
 
 
 def ranks(launcher: int) -> dict[int, int]:
@@ -48,12 +48,19 @@ def ranks(launcher: int) -> dict[int, int]:
 
 
 def stop_and_resume(
-    config: Path, state: str, number: int, rank: int | None = None, resume: Sequence[object] = (), **variables: str
+    config: Path,
+    state: str,
+    number: int,
+    rank: int | None = None,
+    resume: Sequence[object] = (),
+    *,
+    processes: int = 2,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Send a signal to the launcher or a rank once a checkpoint exists; all must end soon. Return the resumed run."""
     environment = {**os.environ, **ENVIRONMENT, **variables}
     process = subprocess.Popen(
-        command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command(config, processes=processes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     until = time.monotonic() + 120
     while not (config.with_suffix("") / "state" / state / "state.json").exists():
@@ -65,10 +72,10 @@ def stop_and_resume(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and "Traceback" not in output, output
     if number == signal.SIGKILL:
         assert process.returncode == 1 and "error[R00]" not in output, output
-        assert f"error[R14]: process {rank} of 2 was killed by SIGKILL" in output, output
+        assert f"error[R14]: process {rank} of {processes} was killed by SIGKILL" in output, output
     else:
         assert process.returncode == 128 + number, output
         assert output.count("saved; the same command resumes") == 1, output
-    resumed = child(*(resume or command(config)))
+    resumed = child(*(resume or command(config, processes=processes)), **variables)
     assert resumed.returncode == 0 and resumed.stderr.count("resumes at step") == 1, resumed.stderr
     return resumed
