@@ -140,9 +140,7 @@ def plan(
     nproc: Annotated[
         int, option("--nproc", "N", "Plan for N processes, one per GPU; figures are per process.", min=1)
     ] = 1,
-    machines: Annotated[
-        int, option("--machines", "N", "Their number of machines, for ppo.fsdp: hybrid.", min=1)
-    ] = 1,
+    machines: Annotated[int, option("--machines", "N", "Their number of machines, for ppo.fsdp: hybrid.", min=1)] = 1,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,

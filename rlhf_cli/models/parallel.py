@@ -317,9 +317,9 @@ def _machines_and_processes(process_group: ProcessGroup) -> tuple[int, int]:
     wrong = [rank for rank, place in enumerate(places) if place != (rank % count, count)]
     if wrong or len(places) % count:
         rank = (wrong or [len(places) - 1])[0]
-        local_rank, local_count = places[rank]
+        number, of = places[rank]
         text = "fsdp: hybrid needs the same number of processes on each machine, with consecutive ranks: "
-        text += f"process {rank} is number {local_rank + 1} of {local_count} on its machine, process 0 is one of {count}"
+        text += f"process {rank} is number {number + 1} of {of} on its machine, process 0 is one of {count}"
         hint = "start as many processes on each machine with torchrun, or set ppo.fsdp: true"
         raise RLHFError("E04", text, where="LOCAL_WORLD_SIZE", hint=hint)
     return len(places) // count, count

@@ -31,7 +31,7 @@ SHARDED_KEYS = {"loss/policy_avg", "loss/value_avg", "policy/grad_norm", "value/
 
 @pytest.fixture(scope="module", params=["false", "true", '"hybrid"'])  # values of ppo.fsdp
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
-    """The results of tests/helpers/group_cases.py in one process, and in each of two, or of 2 on each of two machines."""
+    """The results of tests/helpers/group_cases.py in one process, and in each of two, or of two on two machines."""
     folder = tmp_path_factory.mktemp("group")
     count, code = (4, TWO_MACHINES) if "hybrid" in request.param else (2, "")
     words = *TORCHRUN[:-1], count, HELPERS / "group_cases.py", folder / "results", request.param
@@ -182,7 +182,8 @@ def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path, fsdp: 
     words = command(group_folder / "ppo.yaml", *settings, processes=processes)
     result = child(*words, PYTHONPATH=imported_at_start(group_folder, code))
     assert result.returncode == 1 and result.stderr.count("error[") == 1, result.stderr
-    assert f"error[R18]: process {rank}: the weights of the value model are no longer those of process 0" in result.stderr
+    text = f"error[R18]: process {rank}: the weights of the value model are no longer those of process 0"
+    assert text in result.stderr
     assert [row["step"] for row in lines(group_folder / "ppo/metrics.jsonl")] == [1]
 
 
