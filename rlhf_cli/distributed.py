@@ -39,7 +39,12 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """Return the number of processes on this machine."""
-    return _integer("LOCAL_WORLD_SIZE", world_size())
+    return max(1, _integer("LOCAL_WORLD_SIZE", world_size()))
+
+
+def num_machines() -> int:
+    """Return the number of machines that the processes of the group are on."""
+    return -(-world_size() // local_world_size())
 
 
 def is_main_process() -> bool:

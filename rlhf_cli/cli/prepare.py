@@ -1,7 +1,7 @@
 """Commands that prepare a run: write, convert, check, plan and explain configs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -140,6 +140,7 @@ def plan(
     nproc: Annotated[
         int, option("--nproc", "N", "Plan for N processes, one per GPU; figures are per process.", min=1)
     ] = 1,
+    machines: Annotated[int, option("--machines", "N", "Their number of machines, for ppo.fsdp: hybrid.", min=1)] = 1,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -155,7 +156,8 @@ def plan(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
-    plan.run(path, overrides, options, mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, as_json=as_json)
+    hardware: dict[str, Any] = {"flops": flops, "gpu": gpu, "processes": nproc, "machines": machines}
+    plan.run(path, overrides, options, mode=mode, prompt=prompt, as_json=as_json, **hardware)
 
 
 def schema(

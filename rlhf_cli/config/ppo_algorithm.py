@@ -86,7 +86,7 @@ class TrainingSettings(Settings):
     num_shared_layers: int | None = Field(None, ge=1)
     gradient_checkpointing: bool = False
     offload: bool = False
-    fsdp: bool = False
+    fsdp: bool | Literal["hybrid"] = False
     bf16: bool | None = None
     fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = False
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, short_reason
@@ -33,10 +34,12 @@ class ProcessGroup:
     """The processes that train together, seen from one of them.
 
     All ranks must call its methods, except `shard`, in the same order. They raise RLHFError R14 if another rank ended.
+    `group`: a part of the processes, for all_gather_object, all_reduce and all_reduce_gradients only.
     """
 
     rank: int = 0
     world_size: int = 1
+    group: dist.ProcessGroup | None = None
 
     def shard(self, items: Sequence[T]) -> Sequence[T]:
         """Return every `world_size`-th item, starting at this rank; empty for some ranks if there are too few."""
@@ -48,7 +51,7 @@ class ProcessGroup:
             return [value]
         values: list[T | None] = [None] * self.world_size
         with self._raise_peer_ended():
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def gather_results(self, function: Callable[[], T]) -> list[T]:
@@ -91,7 +94,7 @@ class ProcessGroup:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             with self._raise_peer_ended():
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self.group)
             for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(summed.view_as(tensor))
 
@@ -103,7 +106,7 @@ class ProcessGroup:
         for weight in trained:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        self.all_reduce(weight.grad for weight in trained if weight.grad is not None)
+        self.all_reduce(sharding.local_part(weight.grad) for weight in trained if weight.grad is not None)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -210,9 +213,10 @@ class ReplicatedModels:
     """Each process has complete copies of all models, as in DDP. `loading`: processes of which one loads weights."""
 
     loading = SINGLE_PROCESS
+    mesh: DeviceMesh | None = None  # of the processes that have shards of one copy of the models
 
     def __init__(self, process_group: ProcessGroup) -> None:
-        self.process_group = process_group
+        self.process_group = self.shard_group = process_group
 
     def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """Return this rank's micro-batches, each with True if it is real: its result counts."""
@@ -227,7 +231,7 @@ class ReplicatedModels:
         return nullcontext()
 
     def all_reduce_gradients(self, model: nn.Module) -> None:
-        """Sum each weight's gradient over all ranks; FSDP2 has done so for sharded weights."""
+        """Sum each weight's gradient over all ranks; those of sharded weights are summed over `mesh` already."""
         weights = (weight for weight in model.parameters() if not sharding.is_sharded_tensor(weight))
         self.process_group.all_reduce_gradients(weights)
 
@@ -240,9 +244,9 @@ class ReplicatedModels:
         model.load_state_dict(state)
 
     def trainable_norm(self, model: nn.Module) -> Tensor:
-        """Return the norm of a model's trainable weights."""
+        """Return the norm of a model's trainable weights, in this process's copy of the model."""
         trainable = (weight for weight in model.parameters() if weight.requires_grad)
-        return sharding.total_norm(trainable, self.process_group.all_reduce)
+        return sharding.total_norm(trainable, self.shard_group.all_reduce)
 
     def check_replicas(self, norms: Mapping[str, Tensor]) -> None:
         """Raise RLHFError R18 if the norms of the models' weights differ between ranks by more than rounding."""
@@ -258,16 +262,32 @@ class ReplicatedModels:
 class ShardedModels(ReplicatedModels):
     """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2).
 
-    The models' weights are rank 0's; those of the other ranks may be empty (`sharding.broadcast_weights`).
+    The models' weights are rank 0's; those of the other ranks may be empty (`sharding.broadcast_weights`). If `hybrid`,
+    each machine has all shards (HSDP): only gradients cross the network, once per optimizer step.
     """
 
-    def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
+    def __init__(
+        self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any], *, hybrid: bool = False
+    ) -> None:
         super().__init__(process_group)
-        self.loading = process_group
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.loading, self.trained, self.replicas = process_group, trained, SINGLE_PROCESS
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if hybrid:
+            shape, names = _machines_and_processes(process_group), ("replicate", "shard")
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            self.replicas, self.shard_group = (
+                ProcessGroup(mesh.get_local_rank(name), size, mesh.get_group(name))
+                for name, size in zip(names, shape, strict=True)
+            )
+            self.mesh = mesh["shard"]
+        else:
+            self.mesh = init_device_mesh(device, (process_group.world_size,))
         for model in (*trained, *frozen):
-            sharding.shard(model, device, trained=model in trained)
-        self.trained = trained
+            sharding.shard(model, self.mesh, trained=model in trained)
+
+    def all_reduce_gradients(self, model: nn.Module) -> None:
+        super().all_reduce_gradients(model)
+        self.replicas.all_reduce_gradients(filter(sharding.is_sharded_tensor, model.parameters()))
 
     def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """Pad each rank's items to the same number: a layer's pass is collective. Padding does not count."""
@@ -278,13 +298,28 @@ class ShardedModels(ReplicatedModels):
     def minibatch_context(self) -> Iterator[None]:
         with ExitStack() as stack:
             for model in self.trained:
-                stack.enter_context(sharding.gathered_embeddings(model, self.process_group.all_reduce))
+                stack.enter_context(sharding.gathered_embeddings(model, self.shard_group.all_reduce))
             yield
 
     def gathered_model(self, model: Any) -> AbstractContextManager[Any]:
         if not sharding.is_sharded(model):
             return nullcontext()
-        return sharding.gathered(model, self.process_group.all_reduce)
+        return sharding.gathered(model, self.shard_group.all_reduce)
 
     def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         sharding.load_full_state_dict(model, state)
+
+
+def _machines_and_processes(process_group: ProcessGroup) -> tuple[int, int]:
+    """Return the number of machines and of processes on each. Raises RLHFError E04 if machines differ in it."""
+    places = process_group.all_gather_object((distributed.local_rank(), distributed.local_world_size()))
+    _, count = places[0]
+    wrong = [rank for rank, place in enumerate(places) if place != (rank % count, count)]
+    if wrong or len(places) % count:
+        rank = (wrong or [len(places) - 1])[0]
+        number, of = places[rank]
+        text = "fsdp: hybrid needs the same number of processes on each machine, with consecutive ranks: "
+        text += f"process {rank} is number {number + 1} of {of} on its machine, process 0 is one of {count}"
+        hint = "start as many processes on each machine with torchrun, or set ppo.fsdp: true"
+        raise RLHFError("E04", text, where="LOCAL_WORLD_SIZE", hint=hint)
+    return len(places) // count, count

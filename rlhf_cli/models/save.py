@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 
 from rlhf_cli import distributed, terminal
@@ -112,12 +113,15 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
     return {"value": value}
 
 
-def load_tree(folder: Path) -> Any:
-    """Load what `save_tree` wrote, on the CPU; a single process loads shards in full. Raises RLHFError M05."""
+def load_tree(folder: Path, mesh: DeviceMesh | None = None) -> Any:
+    """Load what `save_tree` wrote: shards as on `mesh` and its device, or in full, all else on the CPU.
+
+    Raises RLHFError M05.
+    """
     tensors = load_file(folder / TENSORS)
     structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
     if specs := {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}:
-        tensors |= sharding.load_shards(folder / SHARDS, specs)
+        tensors |= sharding.load_shards(folder / SHARDS, specs, mesh)
     return _decode(structure, tensors)
 
 

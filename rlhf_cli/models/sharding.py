@@ -23,22 +23,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
-AllReduce = Callable[[Iterable[Tensor]], None]  # replaces each tensor by its sum over all processes
+AllReduce = Callable[[Iterable[Tensor]], None]  # replaces each tensor by its sum over a group of processes
 
 
-def shard(model: Any, device: torch.device, *, trained: bool) -> None:
-    """Shard a model on the device, one layer at a time. Its weights are rank 0's: the other ranks' may be empty.
+def shard(model: Any, mesh: DeviceMesh, *, trained: bool) -> None:
+    """Shard a model over a 1-D mesh, one layer at a time. Its weights are rank 0's: the other ranks' may be empty.
 
     Embeddings and head are sharded only if `trained`: frozen ones have no gradients or optimizer state.
     """
-    mesh = _mesh(device)
+    device = torch.device(mesh.device_type)
     layers: list[Any] = list(decoder_layers(model))
     for layer in layers:
         broadcast_weights(layer, device)
@@ -90,9 +90,17 @@ def is_sharded_tensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, or a tensor that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
 def gathered_embeddings(model: Any, all_reduce: AllReduce) -> Iterator[None]:
-    """Context manager that gathers embeddings and head; on exit their gradients are summed and sharded."""
+    """Context manager that gathers embeddings and head; on exit their gradients are summed and sharded.
+
+    `all_reduce` sums over the processes of the model's mesh.
+    """
     sharded = [(weight, modules) for weight, modules in vocabulary_weights(model) if isinstance(weight, DTensor)]
     full_weights: list[nn.Parameter] = [
         nn.Parameter(weight.full_tensor().detach(), requires_grad=weight.requires_grad) for weight, _ in sharded
@@ -154,15 +162,20 @@ def load_full_state_dict(model: Any, state: dict[str, Tensor]) -> None:
 
 
 def total_norm(tensors: Iterable[Tensor], all_reduce: AllReduce) -> Tensor:
-    """Return the 2-norm of tensors, of which some may be sharded, over all processes."""
+    """Return the 2-norm of tensors, of which some may be sharded.
+
+    `all_reduce` sums over the processes of their mesh, or over several meshes with the same shards.
+    """
     tensors = list(tensors)
     replicated = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    shards = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
-    if not shards:
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
         return nn.utils.get_total_norm(replicated)
-    squares = nn.utils.get_total_norm(shards) ** 2
-    all_reduce([squares])
-    return (squares + nn.utils.get_total_norm(replicated) ** 2).sqrt()
+    squares = nn.utils.get_total_norm([tensor.to_local() for tensor in sharded]) ** 2
+    sums = torch.stack([squares, torch.ones_like(squares)])
+    all_reduce([sums])
+    copies = sums[1] / sharded[0].device_mesh.size()  # of each shard
+    return (sums[0] / copies + nn.utils.get_total_norm(replicated) ** 2).sqrt()
 
 
 def clip_grad_norm(weights: Iterable[Tensor], max_norm: float, all_reduce: AllReduce) -> Tensor:
@@ -181,17 +194,17 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     dcp.save(dict(tensors), checkpoint_id=folder)
 
 
-def load_shards(folder: Path, specs: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
-    """Load tensors, name -> (shape, dtype), that `save_shards` wrote; unsharded without a process group. Raises M05."""
-    no_dist = not dist.is_initialized()
-    device = torch.device("cuda" if torch.cuda.is_available() and not no_dist else "cpu")
+def load_shards(
+    folder: Path, specs: Mapping[str, tuple[list[int], torch.dtype]], mesh: DeviceMesh | None
+) -> dict[str, Tensor]:
+    """Load tensors, name -> (shape, dtype), that `save_shards` wrote on any mesh; unsharded without one. Raises M05."""
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in specs.items():
-        empty = torch.zeros(shape, dtype=dtype, device=device)
-        tensors[name] = empty if no_dist else _distribute(empty, _mesh(device))
+        empty = torch.zeros(shape, dtype=dtype, device=mesh.device_type if mesh else "cpu")
+        tensors[name] = _distribute(empty, mesh) if mesh else empty
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
-            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=no_dist)
+            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=mesh is None)
     except (pickle.UnpicklingError, CheckpointException) as error:
         text = f"{shown(folder)} cannot be read, or contains non-tensor objects; they were not executed"
         raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used if there is one") from error
@@ -217,10 +230,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if not (is_dcp or is_dtype or (module, name) in known):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong to a checkpoint's metadata")
         return super().find_class(module, name)
-
-
-def _mesh(device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def _distribute(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

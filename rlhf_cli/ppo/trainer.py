@@ -109,7 +109,8 @@ class PPOTrainer:
         backbones = [policy] if self.model_runner.has_value_head else [policy, value]
         self.parallel = ReplicatedModels(process_group)
         if shards:
-            self.parallel = ShardedModels(process_group, backbones, [] if settings.offload else [ref])
+            frozen, hybrid = [] if settings.offload else [ref], settings.fsdp == "hybrid"
+            self.parallel = ShardedModels(process_group, backbones, frozen, hybrid=hybrid)
         if self.model_runner.has_value_head:
             if shards:
                 sharding.broadcast_weights(value, policy.device)

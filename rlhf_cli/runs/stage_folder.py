@@ -85,7 +85,8 @@ def start_stage(
     folder.mkdir(exist_ok=True)
     for path in (folder, folder / "state", folder / SNAPSHOTS):
         clear_leftovers(path)
-    environment = {"versions": versions(), "device": device, "processes": distributed.world_size()}
+    group = {"processes": distributed.world_size(), "machines": distributed.num_machines()}
+    environment = {"versions": versions(), "device": device, **group}
     if status.state == "resume":
         if status.step is not None:
             _refuse_another_group(config)

@@ -121,6 +121,10 @@ def _warn_unsupported(config: Config) -> None:
     if isinstance(config, PPOConfig) and config.ppo.fsdp and distributed.world_size() == 1:
         text = "fsdp shards models over several processes, and this is one process: it has no effect"
         terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
+    elif isinstance(config, PPOConfig) and config.ppo.fsdp == "hybrid" and distributed.num_machines() == 1:
+        text = f"fsdp: hybrid replicates models over machines, and all {distributed.world_size()} processes are on one"
+        hint = "ppo.fsdp: true is the same; a launcher for several machines sets LOCAL_WORLD_SIZE"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint=hint)
     if adapter_kind(config) == "qlora" and _on_cpu():
         text = f"weights in 4 bits work on {devices.device_name()}, but slowly"
         where = config.where(f"{section}.adapters.kind")

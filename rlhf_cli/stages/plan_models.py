@@ -29,7 +29,7 @@ Bodies = Mapping[str, Any]  # config key -> the transformers config of the model
 
 @dataclass(frozen=True)
 class Target:
-    """Hardware available to each of `processes`."""
+    """Hardware available to each of `processes`, of which `per_machine` (None: all) are on a machine."""
 
     gpu: bool
     memory: int  # bytes
@@ -38,10 +38,11 @@ class Target:
     planned: bool = False  # not here; a planned GPU computes in bfloat16
 
     peak_flops: float | None = None  # of a planned GPU of the table
+    per_machine: int | None = None
 
     @classmethod
     def of(cls, planned: str | None, processes: int, *, sharing: int | None = None) -> "Target":
-        """Return a target of planned GPUs, or this machine, of which `sharing` (None: all) processes are here.
+        """Return a target of planned GPUs, or this machine, with `sharing` (None: all) processes on a machine.
 
         `planned` is a name of gpus.toml or a size in GiB. CPU processes share this machine's memory. Raises RLHFError
         C07 for an unknown GPU.
@@ -53,12 +54,11 @@ class Target:
                 text = f"--gpu {planned}: not a size in GiB, and not one of {', '.join(known)}"
                 raise RLHFError("C07", text, hint=did_you_mean(name, known) or "for example --gpu h100, or --gpu 24")
             title = f"a GPU {name} of" if name in known else "a GPU of"
-            return cls(
-                True, round(gib * 2**30), f"{title} {gib:g} GiB", processes, True, known.get(name, {}).get("flops")
-            )
+            rate = known.get(name, {}).get("flops")
+            return cls(True, round(gib * 2**30), f"{title} {gib:g} GiB", processes, True, rate, sharing)
         gpu = devices.device().type == "cuda"
         parts = 1 if gpu else sharing or processes
-        return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes)
+        return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes, per_machine=sharing)
 
     def computes_in_bf16(self, requested: bool | None) -> bool:
         """Return devices.use_bf16; a planned GPU is assumed to support it."""
@@ -66,7 +66,7 @@ class Target:
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
         """Return the settings without what this hardware does not support; bf16 is set."""
-        usable = {"offload": settings.offload and self.gpu, "fsdp": settings.fsdp and self.processes > 1}
+        usable = {"offload": settings.offload and self.gpu, "fsdp": self.processes > 1 and settings.fsdp}
         return settings.model_copy(update={"bf16": self.computes_in_bf16(settings.bf16), **usable})
 
 
@@ -201,7 +201,8 @@ def ppo_plan(
     if mode != "full" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
     ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing)
-    here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": target.processes}
+    sharded_over = target.per_machine if settings.fsdp == "hybrid" and target.per_machine else target.processes
+    here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": sharded_over}
     return models, PPOPlan(ppo_models, settings, lengths, **here)
 
 

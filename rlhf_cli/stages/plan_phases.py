@@ -1,9 +1,9 @@
 """Peak memory and operations of each phase of a stage, by the closed form of models/memory.py.
 
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit. With
-fsdp each of P processes keeps a P-th of weights, gradients and moments, beside what is gathered: a layer, embeddings
-and heads, in a rollout the policy. On a CPU a process takes more than its tensors, since glibc's malloc keeps what was
-freed (docs/scaling.md).
+fsdp each of P processes (hybrid: P on a machine) keeps a P-th of weights, gradients and moments, beside what is
+gathered: a layer, embeddings and heads, in a rollout the policy. On a CPU a process takes more than its tensors, since
+glibc's malloc keeps what was freed (docs/scaling.md).
 """
 
 import sys

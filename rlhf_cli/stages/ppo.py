@@ -92,7 +92,7 @@ class PPORunner:
         state = group.run_on_main(lambda: runs.latest_state(self.state_folder)) if resume else None
         log_positions: dict[str, Any] = {}
         if state:
-            tree = save.load_tree(state)
+            tree = save.load_tree(state, self.trainer.parallel.mesh)
             self.trainer.load_state_dict(tree["trainer"])
             self.watchdog.load_state_dict(tree)
             self.snapshots.load_state_dict(tree["best"])

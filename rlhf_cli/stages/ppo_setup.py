@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, system, terminal
+from rlhf_cli import data, distributed, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
@@ -107,7 +107,7 @@ def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], component
     By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
     """
     engine, world_size = components.trainer.engine, components.trainer.process_group.world_size
-    target = Target.of(None, world_size)
+    target = Target.of(None, world_size, sharing=distributed.local_world_size())
     if config.ppo.local_rollout_forward_batch_size or not target.gpu:
         return
     assert isinstance(engine, HFEngine)

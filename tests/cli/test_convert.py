@@ -192,6 +192,7 @@ def test_options_that_the_file_omits_have_trls_values(version: str, expected: An
         (NEW, {"warmup_steps": 0.1}, {"warmup_ratio": 0.1}),
         (NEW, {"warmup_steps": 5, "warmup_ratio": 0.1}, {"warmup_steps": 5}),
         (NEW, {"fsdp": "full_shard auto_wrap"}, {"fsdp": True}),
+        (NEW, {"fsdp": "hybrid_shard auto_wrap"}, {"fsdp": "hybrid"}),
         (NEW, {"dataset_name": "a/b", "dataset_config": "c"}, {"prompts": "a/b", "subset": "c"}),
         (NEW, {"dataset_name": "a/b", "dataset_train_split": "x"}, {"prompts": "a/b[x]"}),
         (NEW, {"model_name_or_path": "a/b", "torch_dtype": "bfloat16", "use_peft": True}, {"dtype": "bfloat16"}),

@@ -1,5 +1,6 @@
 """`rlhf plan`: memory and time of stages without loading weights, compared with models, hand counts and real stages."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -383,6 +384,11 @@ def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:
     full = ppo(*GPU, "--nproc", "4", "ppo.bf16=false")
     sharded = ppo(*GPU, "--nproc", "4", "ppo.bf16=false", "ppo.fsdp=true")
     assert ppo("ppo.fsdp=true")["phases"] == ppo()["phases"]  # one process
+    hybrid = ppo(*GPU, "--nproc", "8", "--machines", "2", "ppo.bf16=false", "ppo.fsdp=hybrid")
+    for name, kind in itertools.product(("rollout", "judge", "update"), ("weights", "gradients", "optimizer")):
+        assert phase(hybrid, name)["bytes"].get(kind) == phase(sharded, name)["bytes"].get(kind), (name, kind)
+    refused = plan("ppo.yaml", "--nproc", "3", "--machines", "2")
+    assert refused.exit_code == 2 and "error[C07]: --machines 2: 3 processes" in refused.stderr
 
     def saved(name: str, kind: str) -> int:
         return phase(full, name)["bytes"].get(kind, 0) - phase(sharded, name)["bytes"].get(kind, 0)

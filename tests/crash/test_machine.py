@@ -116,6 +116,7 @@ def test_e03_counts_shards_and_shared_layers(three: Path, monkeypatch: pytest.Mo
     assert zero == pytest.approx(full / 2, rel=0.01)
     assert needed("sft", "trainer.deepspeed={zero_optimization: {stage: 1}}") == pytest.approx(0.75 * full, rel=0.01)
     assert needed("ppo", "ppo.fsdp=true") < 0.9 * needed("ppo")  # tiny models are mostly embeddings
+    assert needed("ppo", "ppo.fsdp=hybrid") >= needed("ppo")  # each machine has one of the processes
     assert needed("ppo", "ppo.num_shared_layers=1") < needed("ppo")
 
 

@@ -1,14 +1,15 @@
-"""PPO sharded over two processes by FSDP2: checkpoints, signals, errors. The numbers: test_group_ppo.py."""
+"""PPO sharded over processes by FSDP2: checkpoints, signals, errors. The numbers: test_group_ppo.py."""
 
 import json
 import pickle
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
-from group import HELPERS, TORCHRUN, child, command, stop_and_resume
+from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
 from test_group_ppo import TWO
@@ -64,14 +65,29 @@ def plain_models(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat([w.detach().reshape(-1) for w in model.parameters()]) for name, model in models.items()}
 
 
-def test_resume_equals_a_straight_run(sharded: Path) -> None:
-    settings = PPO["ppo"] | TWO | {"fsdp": True, "total_episodes": 128}
+@pytest.mark.parametrize("fsdp", [True, "hybrid"])
+def test_resume_equals_a_straight_run(sharded: Path, fsdp: bool | str) -> None:
+    """Of two processes, or of two machines with two each; and another number of machines changes only rounding."""
+    count, rank, stop = (4, 3, signal.SIGKILL) if fsdp == "hybrid" else (2, None, signal.SIGTERM)
+    variables = {"PYTHONPATH": imported_at_start(sharded, TWO_MACHINES)} if fsdp == "hybrid" else {}
+    settings = PPO["ppo"] | {"fsdp": fsdp, "per_device_train_batch_size": 4 // count, "total_episodes": 128}
     write(sharded, "ppo", PPO | {"ppo": settings, "output": {"save_steps": 5}})
-    stop_and_resume(sharded / "ppo.yaml", "step_000005", signal.SIGTERM)
-    resumed = fingerprint(sharded / "ppo")
-    assert child(*command(sharded / "ppo.yaml", "--fresh")).returncode == 0
+    stop_and_resume(sharded / "ppo.yaml", "step_000005", stop, rank, processes=count, **variables)
+    resumed, words = fingerprint(sharded / "ppo"), command(sharded / "ppo.yaml", processes=count)
+    result = child(*words, "--fresh", **variables)
+    assert result.returncode == 0 and "warning[E0" not in result.stderr, result.stderr
     different = differences(resumed, fingerprint(sharded / "ppo"))
     assert [name for name in different if not name.startswith("state/")] == []
+    if fsdp == "hybrid":
+        models = plain_models(sharded)
+        (sharded / "ppo/manifest.json").unlink()
+        shutil.rmtree(sharded / "ppo/state/step_000016")
+        result = child(*words)  # all on one machine
+        assert result.returncode == 0 and "resumes at step 15 of 16" in result.stderr, result.stderr
+        assert "warning[E05]" in result.stderr and "machines 2 -> 1" in result.stderr
+        assert "warning[E01]" in result.stderr and "all 4 processes are on one" in result.stderr
+        for name, weights in plain_models(sharded).items():
+            assert torch.allclose(models[name], weights, atol=1e-6), name
 
 
 def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(sharded: Path) -> None:

@@ -1,4 +1,4 @@
-"""PPO in two processes: the numbers of one process, one log, stops, kills, launchers."""
+"""PPO in several processes: the numbers of one process, one log, stops, kills, launchers."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import group_cases
 import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
-from group import ENVIRONMENT, HELPERS, TORCHRUN, child, command, stop_and_resume
+from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from run_cli import is_one_error
 
@@ -29,45 +29,47 @@ NAMES += ["a head on the policy, torch.float64", "one row, torch.float64"]
 SHARDED_KEYS = {"loss/policy_avg", "loss/value_avg", "policy/grad_norm", "value/grad_norm", "objective/kl"}
 
 
-@pytest.fixture(scope="module", params=["replicated", "fsdp"])
+@pytest.fixture(scope="module", params=["false", "true", '"hybrid"'])  # values of ppo.fsdp
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
-    """The results of tests/helpers/group_cases.py in one process, and in each of two."""
+    """The results of tests/helpers/group_cases.py in one process, and in each of two, or of two on two machines."""
     folder = tmp_path_factory.mktemp("group")
-    result = child(*TORCHRUN, HELPERS / "group_cases.py", folder / "results", request.param)
+    count, code = (4, TWO_MACHINES) if "hybrid" in request.param else (2, "")
+    words = *TORCHRUN[:-1], count, HELPERS / "group_cases.py", folder / "results", request.param
+    result = child(*words, PYTHONPATH=imported_at_start(folder, code))
     assert result.returncode == 0, result.stderr[-3000:]
-    two = [torch.load(folder / f"results.{rank}", weights_only=False) for rank in (0, 1)]
-    return group_cases.results(SINGLE_PROCESS), *two
+    group = [torch.load(folder / f"results.{rank}", weights_only=False) for rank in range(count)]
+    return group_cases.results(SINGLE_PROCESS), *group
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_processes_train_like_one(both, name: str) -> None:
-    one, first, second = (each[name] for each in both)
+def test_several_processes_train_like_one(both, name: str) -> None:
+    one, first, *others = (each[name] for each in both)
     limit = 1e-12 if "float64" in name else 1e-5
-    assert one["rollouts"] == first["rollouts"] == second["rollouts"]
+    assert all(one["rollouts"] == each["rollouts"] for each in (first, *others))
     for model in ("policy", "value"):
-        assert torch.equal(first[model], second[model])  # to the last bit
+        assert all(torch.equal(first[model], each[model]) for each in others)  # to the last bit
         assert (one[model] - first[model]).norm() <= limit * one[model].norm(), model
-    for expected, stats, other_stats in zip(one["stats"], first["stats"], second["stats"], strict=True):
-        assert stats == other_stats
+    assert all(each["stats"] == first["stats"] for each in others)
+    for expected, stats in zip(one["stats"], first["stats"], strict=True):
         # Only rounding; and the padding depends on the micro-batches.
         noisy = {"policy/first_ratio_error", "val/ratio_var", *(["tokens/padded"] if "padded" in name else [])}
         keys = SHARDED_KEYS if first["share"] < 1 else stats.keys() - noisy
         assert expected.keys() == stats.keys()
         same, other = ({key: each[key] for key in keys} for each in (expected, stats))
         assert same == pytest.approx(other, rel=1e3 * limit, abs=10 * limit)
-    assert first["kl_coef"] == second["kl_coef"] == pytest.approx(one["kl_coef"], rel=1e3 * limit)
-    assert first["moments"] == second["moments"]
+    assert first["kl_coef"] == pytest.approx(one["kl_coef"], rel=1e3 * limit)
+    assert all((each["kl_coef"], each["moments"]) == (first["kl_coef"], first["moments"]) for each in others)
 
 
 def test_each_process_has_about_half_of_sharded_weights(both) -> None:
-    one, *two = (results["plain, torch.float32"]["share"] for results in both)
+    one, *group = (results["plain, torch.float32"]["share"] for results in both)
     assert one == 1
-    assert two == [1, 1] or all(0.5 <= share < 0.52 for share in two)  # norms and the value head are replicated
+    assert group == [1, 1] or all(0.5 <= share < 0.52 for share in group)  # norms and the value head are replicated
 
 
 def test_a_snapshot_of_sharded_weights_is_copied_to_the_first_process_only(both) -> None:
-    _, first, second = (results["plain, torch.float32"] for results in both)
-    assert second["gathered"] == 0 and (first["gathered"] > 0) == (first["share"] < 1)
+    _, first, *others = (results["plain, torch.float32"] for results in both)
+    assert not any(each["gathered"] for each in others) and (first["gathered"] > 0) == (first["share"] < 1)
 
 
 def test_adamw_by_any_kernel_takes_the_steps_of_one_process(both) -> None:
@@ -90,8 +92,8 @@ def test_the_cases_do_what_their_names_say(both) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("loss", "R01"), ("reward", "R05"), ("reward model", "R05")])
 def test_an_error_of_one_process_is_raised_by_all(both, name: str, code: str) -> None:
-    one, first, second = (each[f"error in the {name}"] for each in both)
-    assert first == second == one
+    one, *group = (each[f"error in the {name}"] for each in both)
+    assert all(each == one for each in group)
     assert one["output"].startswith(f"error[{code}]") and not one["changed"] and "hint: " in one["output"]
     assert "row 5" in one["output"] or name == "reward"
 
@@ -157,27 +159,31 @@ def test_stopped_or_killed_all_end_and_resume_to_the_same_bytes(
 CORRUPTED = """
 import os
 
-if os.environ.get("RANK") == "1":
+if os.environ.get("RANK") == "{rank}":
     from rlhf_cli.ppo.trainer import PPOTrainer
 
     step = PPOTrainer._train_minibatch
 
     def corrupted(self, *arguments, **options):
         if self.updates:
-            next(self.value.parameters()).data.view(-1)[0] += 1
+            weight = next(self.value.parameters()).data
+            getattr(weight, "_local_tensor", weight).view(-1)[0] += 1
         return step(self, *arguments, **options)
 
     PPOTrainer._train_minibatch = corrupted
 """
 
 
-def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path) -> None:
-    (group_folder / "site").mkdir()
-    (group_folder / "site/sitecustomize.py").write_text(CORRUPTED)  # which Python imports when it starts
-    paths = f"{group_folder / 'site'}:{ENVIRONMENT['PYTHONPATH']}"
-    result = child(*command(group_folder / "ppo.yaml"), PYTHONPATH=paths)
+@pytest.mark.parametrize(("fsdp", "processes"), [("false", 2), ("hybrid", 4)])
+def test_a_process_whose_weights_differ_stops_the_run(group_folder: Path, fsdp: str, processes: int) -> None:
+    """With fsdp: hybrid they are compared with the same shard of another machine."""
+    rank, settings = processes // 2, (f"ppo.fsdp={fsdp}", f"ppo.per_device_train_batch_size={4 // processes}")
+    code = (TWO_MACHINES if processes == 4 else "") + CORRUPTED.replace("{rank}", str(rank))
+    words = command(group_folder / "ppo.yaml", *settings, processes=processes)
+    result = child(*words, PYTHONPATH=imported_at_start(group_folder, code))
     assert result.returncode == 1 and result.stderr.count("error[") == 1, result.stderr
-    assert "error[R18]: process 1: the weights of the value model are no longer those of process 0" in result.stderr
+    text = f"error[R18]: process {rank}: the weights of the value model are no longer those of process 0"
+    assert text in result.stderr
     assert [row["step"] for row in lines(group_folder / "ppo/metrics.jsonl")] == [1]
 
 

@@ -1,9 +1,10 @@
-"""Cases for tests/distributed/test_group_ppo.py: one process, and two of half the batch, train the same.
+"""Cases for tests/distributed/test_group_ppo.py: one process, and several of a part of the batch, train the same.
 
-`torchrun group_cases.py OUT` writes the results of rank 0 to OUT.0, and of rank 1 to OUT.1; `results(SINGLE_PROCESS)`
-returns those of one process.
+`torchrun group_cases.py OUT FSDP` writes the results of each rank to OUT.RANK; `results(SINGLE_PROCESS)` returns those
+of one process. FSDP is the value of the key.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 
 PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
-# Name -> additional settings. Micro-batches of the 8 rows have 4 rows in one process, 2 in each of two.
+# Name -> additional settings. Micro-batches of the 8 rows have 4 rows in one process, 2 in each of two, 1 of four.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "few tokens, different numbers of micro-batches": {"micro_batch_tokens": 11, "num_mini_batches": 2},
@@ -207,4 +208,4 @@ def spoil_model(ours: PPOTrainer) -> PPOTrainer:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with open_process_group() as here:
-        torch.save(results(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))
+        torch.save(results(here, fsdp=json.loads(sys.argv[2])), Path(f"{sys.argv[1]}.{here.rank}"))

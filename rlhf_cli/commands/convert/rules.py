@@ -185,8 +185,9 @@ def _training(conversion: Conversion) -> None:
         conversion.leave(options.pop("warmup_ratio"), "overridden by warmup_steps, as in TRL")
     if isinstance(steps, float) and 0 < steps < 1:
         conversion.set("ppo.warmup_ratio", options.pop("warmup_steps"), steps, "a number below 1 was a ratio")
-    if conversion.value("fsdp"):
-        conversion.set("ppo.fsdp", options.pop("fsdp"), True, "shards the models; see docs/scaling.md")
+    if strategy := conversion.value("fsdp"):
+        value = "hybrid" if "hybrid_shard" in str(strategy) else True
+        conversion.set("ppo.fsdp", options.pop("fsdp"), value, "shards the models; see docs/scaling.md")
 
 
 def _complete(conversion: Conversion) -> None:

@@ -39,15 +39,20 @@ def run(
     flops: float | None = None,
     gpu: str | None = None,
     processes: int = 1,
+    machines: int = 1,
     as_json: bool = False,
 ) -> None:
     """Print the estimate of each stage, with settings that save memory if it does not fit.
 
     `mode` replaces that of the configs. `prompt` is the length of the longest prompt, instead of reading the data.
     `flops` is the throughput in FLOP/s of another machine, `gpu` the name of its GPUs or their memory in GiB.
-    Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU, C11 for a size in GiB without `flops`.
+    Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU or a number of `machines` that does not divide
+    `processes`, C11 for a size in GiB without `flops`.
     """
-    target = Target.of(gpu, processes)
+    if processes % machines:
+        text = f"--machines {machines}: {processes} processes cannot be the same number on each"
+        raise RLHFError("C07", text, hint=f"give all processes of all machines, e.g. --nproc {8 * machines}")
+    target = Target.of(gpu, processes, sharing=processes // machines)
     if target.planned and not (flops := flops or ATTAINED * (target.peak_flops or 0)):
         text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
         raise RLHFError("C11", text, hint="name the GPU, e.g. --gpu h100, or give --flops too, e.g. 4e14")
