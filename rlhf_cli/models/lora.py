@@ -235,7 +235,8 @@ def merge_adapter(model: Any, folder: Path, config: Any) -> None:
             stored, weight.data = weight.dtype, weight.data.to(model.dtype)
             layer.merge()
             weight.data = weight.data.to(stored)
-    peft_model.merge_and_unload()
+    with warnings.catch_warnings(action="ignore"):  # that the layers are merged already
+        peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _copy_trained_config(model, folder, config)
 
