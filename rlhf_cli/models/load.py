@@ -141,7 +141,7 @@ def init_reward_model_on(causal_lm: Any, folder: Path | str, trust_remote_code: 
         return None
     head = model.score.to_empty(device="cpu").to(causal_lm.dtype)
     model._init_weights(head)
-    return reward_model_from_backbone(causal_lm, head)
+    return reward_model_from_backbone(causal_lm, head).eval()
 
 
 def reward_model_from_backbone(causal_lm: Any, head: torch.nn.Linear) -> Any:

@@ -174,10 +174,10 @@ def trl_fixed(config: SFTConfig | RewardConfig, model: StageModel, target: Targe
     if deepspeed:  # the settings, or a file with them
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, dict) else ZERO_3
     fixed = plan_phases.trl_fixed(model, eight_bits=eight_bits, zero_stage=stage, processes=target.processes)
-    on_one_base = model.adapters is not None and not model.four_bits and not target.gpu
-    if on_one_base and isinstance(config, RewardConfig) and config.reward.normalize == "sft":
-        if not model.model.config.get_text_config().tie_word_embeddings:  # the SFT model's own head, for its answers
-            fixed["weights"] += model.model.get_input_embeddings().weight.nbytes
+    samples = isinstance(config, RewardConfig) and config.reward.normalize == "sft" and not target.gpu
+    has_own_head = not model.model.config.get_text_config().tie_word_embeddings
+    if samples and has_own_head and model.adapters and not model.four_bits:  # the SFT model's, for its answers
+        fixed["weights"] += model.model.get_input_embeddings().weight.nbytes
     return fixed
 
 

@@ -71,12 +71,12 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         base = trl_common.trained_base(trainer, config)
         del trainer
+        gc.collect()  # before a model is loaded again
         # Everything measured describes the saved files.
         answers: list[list[int]] = []
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
             if base is None or sft_model is None:
-                base = sft_model = None
-                gc.collect()
+                base = sft_model = None  # before the next one is in memory
                 sft_model = load_sft_model(config, stage.options, parent, tokenizer)
             with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
                 answers = sample_answers(config, sft_model, parent, tokenizer, rows, process_group)
@@ -84,7 +84,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
             if base is None and config.model.adapters is not None:
                 base = load.init_reward_model_on(sft_model, parent.model, stage.options.trust_remote_code)
         del sft_model
-        gc.collect()  # before the model is loaded again
+        gc.collect()
         scorer = trl_common.load_saved_model(load.load_reward_model, config, stage.options, base)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:
