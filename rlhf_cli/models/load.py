@@ -127,6 +127,23 @@ def read_init_config(folder: Path | str, trust_remote_code: bool = False) -> Any
     return config
 
 
+def init_reward_model_on(causal_lm: Any, folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """Return the model of `init_reward_model` on the backbone (shared, not copied) of the folder's causal LM.
+
+    None if the family's classifier is custom code, has another backbone, or has no linear `score`.
+    """
+    config = read_init_config(folder, trust_remote_code)
+    if getattr(config, "auto_map", None):
+        return None
+    model = build.reward_model_from_config(config)
+    is_same = type(getattr(model, model.base_model_prefix)) is type(causal_lm.base_model)
+    if not is_same or not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        return None
+    head = model.score.to_empty(device="cpu").to(causal_lm.dtype)
+    model._init_weights(head)
+    return reward_model_from_backbone(causal_lm, head).eval()
+
+
 def reward_model_from_backbone(causal_lm: Any, head: torch.nn.Linear) -> Any:
     """Return a one-label sequence classifier of a causal LM's backbone (shared, not copied) and a head."""
     config = build.one_label(causal_lm.config)

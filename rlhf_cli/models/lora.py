@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,27 +222,39 @@ def head_weights(folder: Path) -> set[str]:
 
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
-    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
-    peft_model, _ = _attach(model, folder)
-    peft_model.merge_and_unload()
+    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01.
+
+    The sum is computed in the model's dtype, also of layers that `autocast_matrices` stored in bfloat16.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    peft_model = _attach(model, folder, TRAINABLE[:1], model.dtype)
+    for layer in peft_model.modules():
+        if isinstance(layer, LoraLayer):
+            weight = layer.get_base_layer().weight
+            stored, weight.data = weight.dtype, weight.data.to(model.dtype)
+            layer.merge()
+            weight.data = weight.data.to(stored)
+    with warnings.catch_warnings(action="ignore"):  # that the layers are merged already
+        peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _copy_trained_config(model, folder, config)
 
 
 def load_adapter(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
     """Return a peft model of `model` and the adapter in `folder`; only adapter and head are trainable. Raises M01."""
-    from peft import set_peft_model_state_dict
-
-    peft_model, tensors = _attach(model, folder)
+    peft_model = _attach(model, folder, TRAINABLE, torch.float32)
     peft_model.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
     for name, weight in peft_model.named_parameters():
         weight.requires_grad_(any(part in name for part in TRAINABLE))
-        if weight.requires_grad:
-            weight.data = weight.data.float()  # peft gave it the base's dtype, in which small updates are lost
-    set_peft_model_state_dict(peft_model, tensors)  # again, because that dtype rounded the tensors
     _copy_trained_config(model, folder, config)
     _record_base(peft_model, base, revision)
     return peft_model
+
+
+def remove_adapters(peft_model: Any) -> Any:
+    """Return the model inside a peft model without the adapters, as it was before they were added."""
+    return peft_model.unload()
 
 
 def merge_and_unload(model: Any) -> Any:
@@ -265,8 +277,11 @@ def copy_adapter_weights(source: Any, target: Any) -> None:
     set_peft_model_state_dict(target, {**target_state, **source_state})
 
 
-def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the peft model of a base and the adapter in `folder`, and the adapter's tensors. Raises RLHFError M01."""
+def _attach(model: Any, folder: Path, parts: Sequence[str], dtype: torch.dtype) -> Any:
+    """Return the peft model of a base and the adapter in `folder`. Raises RLHFError M01.
+
+    Parameters whose name contains one of `parts` are stored in `dtype`, others as their layer of the base.
+    """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     try:
@@ -284,7 +299,11 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
         raise RLHFError("M01", text, hint="train the adapter again") from error
-    return peft_model, tensors
+    for name, weight in peft_model.named_parameters():
+        if any(part in name for part in parts):
+            weight.data = weight.data.to(dtype)  # peft gave it the base's, in which small updates are lost
+    set_peft_model_state_dict(peft_model, tensors)  # again, because that dtype rounded the tensors
+    return peft_model
 
 
 def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:

@@ -173,7 +173,12 @@ def trl_fixed(config: SFTConfig | RewardConfig, model: StageModel, target: Targe
     deepspeed, stage = config.trainer.get("deepspeed"), 0
     if deepspeed:  # the settings, or a file with them
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, dict) else ZERO_3
-    return plan_phases.trl_fixed(model, eight_bits=eight_bits, zero_stage=stage, processes=target.processes)
+    fixed = plan_phases.trl_fixed(model, eight_bits=eight_bits, zero_stage=stage, processes=target.processes)
+    samples = isinstance(config, RewardConfig) and config.reward.normalize == "sft" and not target.gpu
+    has_own_head = not model.model.config.get_text_config().tie_word_embeddings
+    if samples and has_own_head and model.adapters and not model.four_bits:  # the SFT model's, for its answers
+        fixed["weights"] += model.model.get_input_embeddings().weight.nbytes
+    return fixed
 
 
 def ppo_plan(

@@ -17,7 +17,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
@@ -58,7 +58,7 @@ def run(config: RewardConfig, options: Options) -> None:
 
 def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     parent, process_group = stage.parents["model.path"], stage.process_group
-    tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
+    tokenizer, model, sft_model = load_tokenizer_and_models(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = read_rows(config, tokenizer, model.config)
@@ -69,17 +69,23 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         steps, log = trl_common.train(trainer, config, rows, trackers)
         card = trl_common.model_card(config, stage.parents, len(rows), steps, CARD[config.reward.normalize])
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
+        base = trl_common.trained_base(trainer, config)
         del trainer
-        gc.collect()  # before the model is loaded again
+        gc.collect()  # before a model is loaded again
         # Everything measured describes the saved files.
         answers: list[list[int]] = []
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
+            if base is None or sft_model is None:
+                base = sft_model = None  # before the next one is in memory
+                sft_model = load_sft_model(config, stage.options, parent, tokenizer)
             with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
-                answers = sample_answers(config, stage.options, parent, tokenizer, rows, process_group)
+                answers = sample_answers(config, sft_model, parent, tokenizer, rows, process_group)
                 bar.advance()
-            gc.collect()
-        kwargs, bf16 = load.load_kwargs(config.model, stage.options.trust_remote_code), use_bf16(config)
-        scorer = setup.place_frozen(load.load_reward_model(config.folder / "model", **kwargs), bf16=bf16)
+            if base is None and config.model.adapters is not None:
+                base = load.init_reward_model_on(sft_model, parent.model, stage.options.trust_remote_code)
+        del sft_model
+        gc.collect()
+        scorer = trl_common.load_saved_model(load.load_reward_model, config, stage.options, base)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:
             trl_common.log_final_evaluation(log, steps, metrics)
@@ -94,8 +100,8 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
             **tokenizers.manifest_fields(tokenizer, stop_id),
             "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
             **({"card": report_card} if report_card else {}),
-            "probes": reference_probes(scorer, eval_rows or rows, bf16=bf16),
-            **({"probes_dtype": "bfloat16"} if bf16 else {}),
+            "probes": reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config)),
+            **({"probes_dtype": "bfloat16"} if use_bf16(config) else {}),
             **scale,
             "step": steps,
         }
@@ -104,15 +110,30 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
 
 
-def load_tokenizer_and_model(config: RewardConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
-    """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
-    parent = parents["model.path"]
+def load_tokenizer_and_models(
+    config: RewardConfig, options: Options, parents: Mapping[str, Parent]
+) -> tuple[Any, Any, Any]:
+    """Load the tokenizer, the model to train, and with LoRA the SFT model on the same weights, to sample from.
+
+    The SFT model is None if training changes these weights (without adapters, or to 4 bits), or if it is not needed.
+    Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T05.
+    """
+    parent, adapters, sft_model = parents["model.path"], config.model.adapters, None
     tokenizer = setup.load_tokenizer(config, options, parent)
+    with at_location(config.where(parent.key)):
+        check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
+    shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
-    model = setup.load_model(load.init_reward_model, config, options, parent, tokenizer)
-    check_can_sample(config, load.read_config(parent.model, options.trust_remote_code))
+    loader = load.load_causal_lm if shares else load.init_reward_model
+    model = setup.load_model(loader, config, options, parent, tokenizer)
     tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
-    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
+    if shares:
+        sft_model = grow_embeddings(model, tokenizer)
+        model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
+        if model is None:
+            sft_model = None
+            model = load.init_reward_model(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer), sft_model
 
 
 def make_trainer(
@@ -188,20 +209,30 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
 # Normalization
 
 
+def load_sft_model(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
+    """Load model.path as a language model."""
+    model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+    return grow_embeddings(model, tokenizer)
+
+
+def grow_embeddings(model: Any, tokenizer: Any) -> Any:
+    """Return the language model with an embedding for each token, which draws no random number."""
+    lora.grow_embeddings(model, tokenizers.vocabulary_size(tokenizer, model.get_input_embeddings().weight.shape[0]))
+    return model
+
+
 def sample_answers(
     config: RewardConfig,
-    options: Options,
+    model: Any,
     parent: Parent,
     tokenizer: Any,
     rows: PairRows,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[list[int]]:
-    """Sample answers of model.path to prompts of the training pairs. Return prompt and answer token ids.
+    """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 
     Each rank samples a part.
     """
-    model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
-    tokenizers.resize_to_tokenizer(model, tokenizer)
     setup.place_frozen(model, bf16=use_bf16(config))
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]

@@ -117,11 +117,13 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
         loss = "answers only" if config.sft.completion_only_loss else "whole rows"
         card = trl_common.model_card(config, stage.parents, len(rows), steps, f"Loss on {loss}.")
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
+        base = trl_common.trained_base(trainer, config)
         del trainer
         gc.collect()  # before the model is loaded again
         metrics: dict[str, float] = {}
         if eval_rows:
-            metrics = evaluate_saved_model(config, stage.options, eval_rows, tokenizer.pad_token_id, process_group)
+            model = trl_common.load_saved_model(load.load_causal_lm, config, stage.options, base)
+            metrics = evaluate_model(config, model, eval_rows, tokenizer.pad_token_id, process_group)
             logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
             logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
             trl_common.log_final_evaluation(log, steps, logged)
@@ -170,17 +172,14 @@ def make_trainer(
     return trl_common.build_trainer(SFTTrainer, config, args, rows, eval_rows, lengths, process_group, **models)
 
 
-def evaluate_saved_model(
-    config: SFTConfig, options: Options, rows: TokenRows, pad_id: int, process_group: ProcessGroup
+def evaluate_model(
+    config: SFTConfig, model: Any, rows: TokenRows, pad_id: int, process_group: ProcessGroup
 ) -> dict[str, float]:
-    """Return loss (nats), perplexity, entropy and accuracy per trained token of the saved model, on all ranks.
+    """Return loss (nats), perplexity, entropy and accuracy per trained token of a frozen model, on all ranks.
 
     Raises RLHFError R01 if the loss is not finite.
     """
-    model = load.load_causal_lm(config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code))
-    bf16 = devices.use_bf16(config.sft.bf16)
-    setup.place_frozen(model, bf16=bf16)
-    width = config.sft.max_length
+    width, bf16 = config.sft.max_length, devices.use_bf16(config.sft.bf16)
     windows = [
         (row["input_ids"][i : i + width], row["labels"][i : i + width])
         for row in rows

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, data, runs, terminal
+from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import build, devices, save, sharding
+from rlhf_cli.models import build, devices, load, lora, save, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
@@ -193,6 +194,28 @@ def save_trained_model(trainer: Any, config: TRLConfig, tokenizer: Any, stop_tok
     build.disable_router_logits(trainer.model)
     write = partial(save.save_model, trainer.model, tokenizer, config.folder / "model", card)
     trainer.process_group.gather_results(write)
+
+
+def trained_base(trainer: Any, config: TRLConfig) -> Any:
+    """Take the trained adapters off and return their base, which is unchanged, to be used again without reading it.
+
+    None if it must be read: without adapters it was trained, with qlora it is in 4 bits, and FSDP and DeepSpeed shard
+    it.
+    """
+    adapters = config.model.adapters
+    if adapters is None or adapters.kind != "lora" or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return None
+    return lora.remove_adapters(trainer.model)
+
+
+def load_saved_model(loader: Callable[..., Any], config: TRLConfig, options: Options, base: Any) -> Any:
+    """Return the stage's saved model, frozen, on the device: by `loader`, or its adapters merged into `base`."""
+    folder = config.folder / "model"
+    if base is None:
+        base = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code))
+    else:
+        lora.merge_adapter(base, folder, load.read_config(folder, options.trust_remote_code))
+    return setup.place_frozen(base, bf16=devices.use_bf16(settings_of(config).bf16))
 
 
 def log_final_evaluation(log: MetricsLog, steps: int, metrics: Mapping[str, float]) -> None:

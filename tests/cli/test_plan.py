@@ -297,6 +297,13 @@ def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: 
     assert weights[1] == weights[2] + 4 * (trained - head) and weights[0] < weights[2]
     assert size(packed, "read again") == {"weights": 4 * sum(full["parameters"].values())}
     assert [each["name"] for each in plain["phases"]] == ["step"]
+    replace("model/config.json", '"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    untied = size(planned(f"{stage}.yaml", "model.adapters.kind=lora")[stage], "step")["weights"]
+    # SFT's own head; that of the SFT model, with which the reward stage samples answers.
+    assert untied == weights[1] + 4 * config.vocab_size * config.hidden_size
+    if stage == "reward":
+        unscaled = planned("reward.yaml", "model.adapters.kind=lora", "reward.normalize=none")["reward"]
+        assert size(unscaled, "step")["weights"] == weights[1]
 
 
 def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:

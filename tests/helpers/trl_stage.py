@@ -51,7 +51,8 @@ def metrics_of(config: Any) -> list[dict[str, Any]]:
 def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
     stage = STAGES[config.stage]
-    tokenizer, model = stage.load_tokenizer_and_model(config, Options(), runs.open_parents(config))
+    load = stage.load_tokenizer_and_model if stage is sft else stage.load_tokenizer_and_models
+    tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
     token_rows, held_out = stage.read_rows(config, tokenizer, model.config)
     trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out)
     if not (config.folder / "manifest.json").exists():

@@ -1,7 +1,10 @@
 """`model.adapters`: trained weights, the files of a stage, and later stages, through the real commands."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,24 @@ def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
     assert load_causal_lm("sft/model", empty=True).get_input_embeddings().weight.shape == one.shape
     assert torch.allclose(one[known], one[:known].mean(0), atol=1e-6)
     assert not [name for name in load_file("sft/model/adapter_model.safetensors") if "embed" in name]
+
+
+@pytest.mark.parametrize(("stage", "parent", "reads"), [("sft", "", 2), ("reward", "", 2), ("reward", "whole", 3)])
+def test_the_base_is_read_once_for_its_hash_and_once_for_its_weights(
+    adapters_copy: Path, stage: str, parent: str, reads: int
+) -> None:
+    """Whole weights are read again for the answers of reward.normalize: training changed those in memory."""
+    shutil.rmtree(stage)
+    if parent:
+        replace("reward.yaml", "{path: sft, adapters: {kind: lora, r: 4}}", "{path: model}")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "benchmarks.chain", "--stage", stage, str(adapters_copy / f"{stage}.yaml")]
+    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
+    result = json.loads(child.stdout.splitlines()[-1])
+    assert result["exit_code"] == 0, child.stderr
+    counted = {Path(path).relative_to(adapters_copy).as_posix(): count for path, count in result["reads"].items()}
+    assert counted.pop("model/model.safetensors") == reads and counted
+    assert {count for name, count in counted.items() if "/state/" not in name} == {2}
 
 
 # Resume

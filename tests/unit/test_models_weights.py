@@ -25,7 +25,13 @@ from transformers import (
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, save, tokenizers
 from rlhf_cli.models import load as loading
-from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_classifier, load_reward_model
+from rlhf_cli.models.load import (
+    init_reward_model,
+    init_reward_model_on,
+    load_causal_lm,
+    load_classifier,
+    load_reward_model,
+)
 
 LOADERS = (load_causal_lm, loading.read_causal_lm_config, init_reward_model, loading.read_init_config)
 REWARD_LOADERS = (load_reward_model, loading.read_reward_model_config, loading.read_classifier_config)
@@ -61,6 +67,20 @@ def causal(world: World, tmp_path: Path) -> Path:
     return Path(shutil.copytree(world.base, tmp_path / "model"))
 
 
+def test_a_classifier_of_another_form_is_not_built_on_a_causal_lm(
+    causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a linear `score`; with another backbone; custom code."""
+    other = tiny.causal("modernbert-decoder", cls_token_id=1, sep_token_id=1)
+    other.save_pretrained(tmp_path / "other")
+    assert init_reward_model_on(other, tmp_path / "other") is None
+    assert init_reward_model_on(other, causal) is None
+    config = loading.read_init_config(causal)
+    config.auto_map = {"AutoModelForSequenceClassification": "own.Classifier"}
+    monkeypatch.setattr(loading, "read_init_config", lambda *_: config)
+    assert init_reward_model_on(load_causal_lm(causal), causal) is None
+
+
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> None:
     """As a language model, as the start of a reward model, and as the reward model."""
@@ -69,8 +89,15 @@ def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> N
     else:
         tiny.causal(name).save_pretrained(tmp_path)
     assert not new_weights(load_causal_lm(tmp_path), tmp_path)
+    causal_lm = load_causal_lm(tmp_path)
+    torch.manual_seed(0)
+    on_causal_lm = init_reward_model_on(causal_lm, tmp_path)
+    torch.manual_seed(0)
     model = init_reward_model(tmp_path)
     assert new_weights(model, tmp_path) == ["score.weight"] and model.score.weight.abs().sum() > 0
+    assert tiny.description(on_causal_lm) == tiny.description(model)
+    assert all(map(torch.equal, on_causal_lm.state_dict().values(), model.state_dict().values()))
+    assert on_causal_lm.base_model is causal_lm.base_model
     model.save_pretrained(tmp_path / "reward")
     assert torch.equal(load_reward_model(tmp_path / "reward").score.weight, model.score.weight)
     for load, folder in ((load_causal_lm, tmp_path), (load_reward_model, tmp_path / "reward")):
