@@ -252,22 +252,20 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
 def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each is taken where the one before does not fit; no memory fits offload on a CPU, where it has no effect."""
-    planned = planner(8.0)
-    whole = [each for each in PLACEMENTS if each.adapters is None]
-    needed = [planned._fill(each, dict.fromkeys(MAX_ROWS, 1)) for each in whole]
+    """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
+    whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
     assert [each.offload + 2 * each.policy_head for each in whole] == [0, 0, 0, 1, 2, 3]
-    planned.available = 0  # every stage with one row
-    ppo = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
-    assert ppo == sorted(ppo, reverse=True) and len(set(ppo[2:])) == 4 and needed[0].rows == MAX_ROWS
+    monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
+    planned.first = {"ppo": placement.FIRST["ppo"]}
+    least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
+    assert least == sorted(least, reverse=True) and len(set(least[2:])) == 4
     for place in range(2, 6):
-        planned.available = ppo[place]
-        monkeypatch.setattr(planned, "first", {"ppo": placement.FIRST["ppo"]})
+        planned.available = least[place]
         chosen, _ = planned.choose("none", hint="")
         assert (chosen.offload, chosen.policy_head) == (whole[place].offload, whole[place].policy_head)
-    on_cpu = MemoryPlanner.of(planned.body, INPUTS.lengths, Target(False, 1, "the CPU"))
+    planned.target, planned.available = Target(False, 1, "the CPU"), 0
     with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
-        on_cpu.choose("none", hint="fewer weights")
+        planned.choose("none", hint="fewer weights")
     assert "fewer weights; --gpu NAME" in str(caught.value.problems[0].hint)
 
 
@@ -279,11 +277,14 @@ def test_adapters_can_be_chosen(adapters: str, kind: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "written"), [(8.0, ""), (0.4, "value: policy_head"), (0.3, "offload: true"), (0.2, "kind: lora")]
+    ("gib", "tried"), [(8.0, PLACEMENTS), (0.5, PLACEMENTS), (0.3, PLACEMENTS), (8.0, PLACEMENTS[5:6])]
 )
-def test_the_plan_of_the_written_folder_fits(gib: float, written: str, world: World, tmp_path: Path) -> None:
+def test_the_plan_of_the_written_folder_fits(
+    gib: float, tried: Any, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same estimator, with the lengths of the data: no stage that was written is too large."""
     base, pairs, run = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "run"
+    monkeypatch.setattr(placement, "PLACEMENTS", tried)
     planner(gib, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)  # no weights
     world.tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
@@ -291,7 +292,9 @@ def test_the_plan_of_the_written_folder_fits(gib: float, written: str, world: Wo
     result = rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib)
     assert result.exit_code == 0, result.output
     assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
-    assert written in (run / "ppo.yaml").read_text()
+    ppo = (run / "ppo.yaml").read_text()
+    for words, key in {"offload in PPO": "offload: true", "policy_head in PPO": "{value: policy_head}"}.items():
+        assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
     planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
     assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
 

@@ -126,7 +126,7 @@ class MemoryPlanner:
         """Return a placement with the most rows of each stage that fit, down to `least`."""
         rows, needed, rollout = {}, {}, None
         for stage, first in self.first.items():
-            generated = _halved(first.rollout, MIN_ROLLOUT_ROWS) if first.rollout else [None]
+            generated: list[Any] = _halved(first.rollout, MIN_ROLLOUT_ROWS) if first.rollout else [None]
             for count, at_once in [(n, at) for at in generated for n in _halved(first.rows, least[stage])]:
                 rows[stage] = count
                 values = self.values(stage, placement, count, at_once)
@@ -143,7 +143,7 @@ class MemoryPlanner:
         if stage == "eval":
             return {"eval.per_device_batch_size": rows}
         is_ppo = stage == "ppo"
-        chosen = {
+        chosen: dict[str, Any] = {
             f"{stage}.per_device_train_batch_size": rows,
             f"{stage}.gradient_accumulation_steps": self.first[stage].total // rows,
             f"{stage}.gradient_checkpointing": placement.checkpointing,
@@ -176,7 +176,8 @@ def memory_line(what: object, chosen: Placement, target: Target, other: str = ""
 
 def _config(stage: str, values: Mapping[str, Any], lengths: Lengths) -> Config:
     """Return the config of a stage of `rlhf init preferences` as far as its memory depends on it."""
-    training = {"model": {"path": "/base"}, "data": {"train": "none"}, stage: {"max_length": lengths.max_length}}
+    longest = {"max_length": lengths.max_length}
+    training: dict[str, Any] = {"model": {"path": "/base"}, "data": {"train": "none"}, stage: longest}
     models, response = {"sft": "/sft", "reward": "/reward"}, {"response_length": lengths.response_length}
     generating = {"models": models, "data": {"prompts": "none"}}
     trees: dict[str, dict[str, Any]] = {
