@@ -23,8 +23,8 @@ from rlhf_cli.cli.options import (
 from rlhf_cli.errors import RLHFError, did_you_mean
 
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
-ADAPTERS_TEXT = "none, lora, qlora, or auto: the first that fits in memory. Default: auto."
-GPU_TEXT = "The GPU that will run it, by name (h100, 4090) or GiB. Default: this machine."
+ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
+GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
