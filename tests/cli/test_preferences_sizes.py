@@ -309,7 +309,7 @@ def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_r
     turns = [[*chat(prompt), {"role": "assistant", "content": "Bright."}] for prompt in PROMPTS]
     other = [{"role": "assistant", "content": "Dull."}]
     jsonl.write_jsonl(pairs, [{"chosen": each, "rejected": [each[0], *other]} for each in turns])
-    command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.15", tmp_path / "run")
+    command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.09", tmp_path / "run")
     refused = rlhf(*command)
     assert is_one_error(refused, "E03") and "the base model has no chat template, and adapters" in refused.stderr
     assert "with a chat template, add --plain, or take a smaller one" in refused.stderr
