@@ -23,8 +23,8 @@ from rlhf_cli.cli.options import (
 from rlhf_cli.errors import RLHFError, did_you_mean
 
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
-ADAPTERS_TEXT = "preferences: none, lora, qlora, or auto: the first that fits in memory. Default: auto."
-GPU_TEXT = "preferences: the GPU that will run it, by name (h100, 4090) or GiB. Default: this machine."
+ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
+GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
@@ -52,10 +52,9 @@ def init(
     from rlhf_cli.commands import init as presets
 
     preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
-    preference_options |= {"adapters": adapters, "gpu": gpu}
     used = [name for name, value in preference_options.items() if value]
     if from_trl is not None or trl is not None:  # the old name of `rlhf convert FILE DIR`
-        if from_trl is None or preset is None or folder is not None or used or seed:
+        if from_trl is None or preset is None or folder is not None or used or adapters or gpu or seed:
             text = "--from-trl takes a file and a folder, and no other option than --trl"
             raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
         convert(from_trl, Path(preset), trl)
@@ -79,7 +78,7 @@ def init(
         return
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
-    presets.init(preset, folder, seed=seed)
+    presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu)
 
 
 def convert(

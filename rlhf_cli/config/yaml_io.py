@@ -246,6 +246,22 @@ def with_comment(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
 
 
+def with_value(text: str, key: str, value: Any, comment: str) -> str:
+    """Return the text of a config with the value of a key `section.name` on a line of its own, with a comment."""
+    lines, reader, (section, name) = text.splitlines(), _Reader(""), key.split(".")
+    node = _compose(text, "")
+    assert node
+    reader.value(node, "")
+    line = with_comment(f"  {name}: {to_yaml(value)}", comment)
+    if key in reader.lines:
+        lines[reader.lines[key] - 1] = line
+    elif section in reader.lines:
+        lines.insert(reader.lines[section], line)
+    else:
+        lines += ["", f"{section}:", line]
+    return "\n".join(lines) + "\n"
+
+
 def align_comments(text: str) -> str:
     """Return YAML text with its comments aligned in one column."""
     lines = [re.fullmatch(r"( *[^# ].*?) {2,}# (.*)", line) or line for line in text.rstrip().splitlines()]

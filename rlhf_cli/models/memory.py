@@ -137,7 +137,8 @@ def kept_bytes(
     length = -(-length // LENGTH_STEP) * LENGTH_STEP
     options = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
     kind: Any = type(config)
-    return _kept_bytes(kind, config.to_json_string(), length, dtype, attn_implementation, bf16, options)
+    fields = build.one_label(config).to_json_string()  # the same for a reward model: it has the same backbone
+    return _kept_bytes(kind, fields, length, dtype, attn_implementation, bf16, options)
 
 
 @cache
@@ -160,7 +161,7 @@ def _kept_bytes(
             one, two = (_count_kept(model, rows, length, bf16=bf16) for rows in (1, 2))
         return one, two, length * text.hidden_size * model.dtype.itemsize
 
-    if layers > COUNTED_LAYERS[-1] and has_equal_layers(build.causal_lm_from_config(config, dtype=dtype)):
+    if layers > COUNTED_LAYERS[-1] and has_equal_layers(kind, fields):
         few, more = (count(each) for each in COUNTED_LAYERS)
         one, two = (a + (layers - COUNTED_LAYERS[0]) * (b - a) for a, b in zip(few[:2], more[:2], strict=True))
         size = few[2]
@@ -181,8 +182,10 @@ def with_layers(config: Any, count: int) -> Any:
     return config
 
 
-def has_equal_layers(model: Any) -> bool:
-    """Return True if all decoder layers have weights of the same shapes."""
+@cache
+def has_equal_layers(kind: Any, fields: str) -> bool:
+    """Return True if all decoder layers of a config's model have weights of the same shapes."""
+    model = build.causal_lm_from_config(kind.from_dict(json.loads(fields)))
     return len({str([weight.shape for weight in layer.parameters()]) for layer in sharding.decoder_layers(model)}) == 1
 
 

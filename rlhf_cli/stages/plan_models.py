@@ -4,6 +4,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,7 +132,9 @@ def mode_of(config: Config) -> str:
     return adapter_kind(config) or "full"
 
 
-def _stage_model(config: Any, key: str, bodies: Bodies, *, scorer: bool, **options: Any) -> StageModel:
+def _stage_model(
+    config: Any, key: str, bodies: Bodies, *, scorer: bool, checkpointing: bool = False, **options: Any
+) -> StageModel:
     section = config.model if config.stage in ("sft", "reward") else config.models
     adapters = options.pop("adapters", None)
     packed = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
@@ -139,7 +142,9 @@ def _stage_model(config: Any, key: str, bodies: Bodies, *, scorer: bool, **optio
     make: Any = _make_stage_model if freezes_layers else cache_stage_model
     source: Any = type(bodies[key]), bodies[key].to_json_string(), section.dtype, section.attn_implementation
     with at_location(config.where(key)):
-        return make(*source, scorer, packed, **options)
+        model = copy(make(*source, scorer, packed, **options))
+    model.checkpointing = checkpointing
+    return model
 
 
 def _make_stage_model(

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from cost import cost
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from typer.testing import CliRunner
 from without_packages import python
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +31,7 @@ from benchmarks.memory import __main__ as memory  # noqa: E402
 from benchmarks.speed import __main__ as speed  # noqa: E402
 from benchmarks.speed import cli_time, floor, ours, reference, synthetic  # noqa: E402
 from benchmarks.speed.workload import Job  # noqa: E402
+from rlhf_cli.cli import app  # noqa: E402
 from rlhf_cli.files import file_sha256  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -162,6 +166,24 @@ def test_a_row_of_the_table_of_gpus_is_current():
     """Through `rlhf init preferences` and `rlhf plan`; the table asserts that each stage of each row fits."""
     (row,) = placement.table(["Qwen3-0.6B"], [24])[2:]
     assert row in (ROOT / "docs/results/placement.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.training
+def test_the_plan_of_a_large_model_with_advice_takes_few_cpu_seconds(tmp_path, monkeypatch):
+    """8 G parameters with whole weights, for a GPU that no stage fits: 50 plans of a stage."""
+    placement.write_inputs(tmp_path, placement.MODELS["Qwen3-8B"])
+    monkeypatch.chdir(tmp_path)
+    data = ("run", "--data", "pairs.jsonl", "--base", "base")
+    written = CliRunner().invoke(app, ["init", "preferences", *data, "--gpu", "2000", "--adapters", "none"])
+    assert written.exit_code == 0, written.output
+    command = [sys.executable, "-m", "rlhf_cli", "plan", "run", "--gpu", "24", "--flops", "4e14"]
+    planned = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert planned.stdout.count("fits, with ") == 3 and planned.stdout.count("does not fit, with ") == 4
+    imports = [sys.executable, "-c", "from rlhf_cli.commands import plan"]
+    planning, importing = (
+        cost(lambda each=each: subprocess.run(each, check=True), turns=2) for each in (command, imports)
+    )
+    assert planning <= 2.1 * importing  # 1.5 to 1.9, of which 1 are the imports: 8 CPU seconds
 
 
 def test_fast_paths(monkeypatch, capsys):

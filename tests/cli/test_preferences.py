@@ -199,6 +199,10 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
         ),
         (["preferences", "--data", "x.csv"], ("error[C11]: DIR is missing", "--data pairs.jsonl --base MODEL")),
         (["ci", new, "--data", "x"], ("error[C11]: --data belongs to `rlhf init preferences`",)),
+        (["ci", new, "--gpu", "24"], ("error[C11]: --gpu belongs to presets of a large model, and ci has none",)),
+        (["tldr", new, "--gpu", "h10"], ("error[C07]: --gpu h10", "did you mean h100?")),
+        (["tldr", new, "--gpu", "h100", "--adapters", "lor"], ("error[C07]: --adapters lor", "did you mean lora?")),
+        (["tldr", new, "--gpu", "0.5"], ("error[E03]: --gpu: with LoRA adapters on one 4-bit base and gradient ",)),
     ]
     for arguments, texts in cases:
         result = CliRunner().invoke(app, ["init", *map(str, arguments)])

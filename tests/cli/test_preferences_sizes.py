@@ -12,6 +12,7 @@ from conftest import World
 from run_cli import is_one_error, rlhf
 
 from rlhf_cli import jsonl, terminal
+from rlhf_cli.commands.init import placement
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
 from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
@@ -225,7 +226,7 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
 
 def planner(gib: float, **sizes: Any) -> MemoryPlanner:
     config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
-    return MemoryPlanner(config, replace(INPUTS.lengths, max_length=152), Target.of(str(gib), 1))
+    return MemoryPlanner.of(config, replace(INPUTS.lengths, max_length=152), Target.of(str(gib), 1))
 
 
 def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
@@ -233,7 +234,7 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
     seen = []
     for gib in (8.0, 1.0, 0.5, 0.4, 0.3, 0.2, 0.15, 0.02):
         try:
-            placement, _ = planner(gib).choose("auto")
+            placement, _ = planner(gib).choose("auto", hint="")
         except RLHFError as error:
             assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
             break
@@ -248,17 +249,42 @@ def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
         assert index < later or all(one.rows[stage] >= other.rows[stage] for stage in MAX_ROWS)
 
 
+def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
+    whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
+    assert [each.offload + 2 * each.policy_head for each in whole] == [0, 0, 0, 1, 2, 3]
+    monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
+    planned.first = {"ppo": placement.FIRST["ppo"]}
+    least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
+    assert least == sorted(least, reverse=True) and len(set(least[2:])) == 4
+    for place in range(2, 6):
+        planned.available = least[place]
+        chosen, _ = planned.choose("none", hint="")
+        assert (chosen.offload, chosen.policy_head) == (whole[place].offload, whole[place].policy_head)
+    planned.target, planned.available = Target(False, 1, "the CPU"), 0
+    with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
+        planned.choose("none", hint="fewer weights")
+    assert "fewer weights; --gpu NAME" in str(caught.value.problems[0].hint)
+
+
 @pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
 def test_adapters_can_be_chosen(adapters: str, kind: str | None) -> None:
-    assert planner(8.0).choose(adapters)[0].adapters == kind
+    assert planner(8.0).choose(adapters, hint="")[0].adapters == kind
     rates = [learning_rate(stage, 10**9, kind) for stage in ("sft", "reward", "ppo")]
     assert rates == (["2e-4", "1e-4", "3e-5"] if kind else ["2e-5", "1e-5", "3e-6"])
 
 
-@pytest.mark.parametrize("gib", [8.0, 0.5, 0.3])
-def test_the_plan_of_the_written_folder_fits(gib: float, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gib", "tried"), [(8.0, PLACEMENTS), (0.5, PLACEMENTS), (0.3, PLACEMENTS), (8.0, PLACEMENTS[5:6])]
+)
+def test_the_plan_of_the_written_folder_fits(
+    gib: float, tried: Any, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same estimator, with the lengths of the data: no stage that was written is too large."""
     base, pairs, run = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "run"
+    monkeypatch.setattr(placement, "PLACEMENTS", tried)
     planner(gib, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)  # no weights
     world.tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
@@ -266,8 +292,30 @@ def test_the_plan_of_the_written_folder_fits(gib: float, world: World, tmp_path:
     result = rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib)
     assert result.exit_code == 0, result.output
     assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
+    ppo = (run / "ppo.yaml").read_text()
+    for words, key in {"offload in PPO": "offload: true", "policy_head in PPO": "{value: policy_head}"}.items():
+        assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
     planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
     assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
+
+
+def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(
+    world: World, tmp_path: Path
+) -> None:
+    """Adapters do not train the new tokens of chatml; with --plain the conversations are texts, and adapters fit."""
+    base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
+    planner(1, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)
+    world.tokenizer().save_pretrained(base)
+    turns = [[*chat(prompt), {"role": "assistant", "content": "Bright."}] for prompt in PROMPTS]
+    other = [{"role": "assistant", "content": "Dull."}]
+    jsonl.write_jsonl(pairs, [{"chosen": each, "rejected": [each[0], *other]} for each in turns])
+    command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.09", tmp_path / "run")
+    refused = rlhf(*command)
+    assert is_one_error(refused, "E03") and "the base model has no chat template, and adapters" in refused.stderr
+    assert "with a chat template, add --plain, or take a smaller one" in refused.stderr
+    written = rlhf(*command, "--plain")
+    assert written.exit_code == 0 and "memory: LoRA adapters on one" in written.stdout, written.output
+    assert "chat_template" not in (tmp_path / "run/sft.yaml").read_text()
 
 
 def test_a_gpu_and_adapters_must_be_known(world: World, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 from rlhf_cli import config, jsonl
 from rlhf_cli.cli import app
+from rlhf_cli.commands import init
+from rlhf_cli.models import build
 
 RECIPES = ("tldr", "hh", "sentiment", "instruct")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -123,6 +125,62 @@ def test_every_file_of_a_recipe_is_a_config_that_names_its_requirements(name: st
         assert loaded.seed == 7 and all("/" in source.name for source in loaded.sources().values())
     header = (tmp_path / f"run/{stages[0]}.yaml").read_text().partition("\nseed:")[0]
     assert all(word in header for word in ("# Before:", "# Run:", "# Needs:", "# Expect:", "# Tested:"))
+
+
+BASES = {"tldr": "EleutherAI/pythia-1b-deduped", "hh": "EleutherAI/pythia-1.4b-deduped"}
+BASES |= {"sentiment": "openai-community/gpt2", "instruct": "Qwen/Qwen2.5-0.5B-Instruct"}
+CHANGED = {"per_device_train_batch_size", "gradient_accumulation_steps", "local_rollout_forward_batch_size"}
+CHANGED |= {"per_device_eval_batch_size", "per_device_batch_size", "gradient_checkpointing", "optim", "offload"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "memory", "adapters"),
+    [
+        ("tldr", ("h100",), "the preset as it is", None),
+        ("tldr", ("24",), "whole weights, gradient checkpointing, 8-bit AdamW and policy_head in PPO", None),
+        ("tldr", ("h100", "--adapters", "lora"), "LoRA adapters on one base", "lora"),
+        ("hh", ("6",), "LoRA adapters on one 4-bit base", "qlora"),
+        ("sentiment", ("4",), "", None),
+        ("instruct", ("8",), "LoRA adapters on one ", "lora"),
+        ("instruct", ("h100", "--adapters", "none"), "whole weights", None),
+    ],
+)
+def test_a_recipe_is_fitted_to_a_gpu(
+    name: str, gpu: tuple[str, ...], memory: str, adapters: str | None, hub: Hub, tmp_path: Path
+) -> None:
+    """By `rlhf plan` every stage fits, with the batches of the recipe; adapters learn ten times as fast."""
+
+    def write(folder: Path) -> None:
+        families.write_causal(folder, {"sentiment": "gpt2", "instruct": "qwen2"}.get(name, "pythia"), ["a b"])
+        (folder / "model.safetensors").unlink()
+        sizes = build.new_config(init.PRESETS[name].base or {})
+        sizes.architectures = ["AnyForCausalLM"]
+        sizes.save_pretrained(folder)
+
+    hub.model(BASES[name], write)
+    run, prompt = tmp_path / "run", init.PRESETS[name].prompt
+    (line,) = [each for each in rlhf("init", name, run, "--gpu", *gpu).stdout.splitlines() if "memory: " in each]
+    assert line.startswith(f"memory: {memory}") and f"{gpu[0]} " in line
+    sets = ["ppo.total_episodes=8"] + [f"{s}.max_steps=1" for s in ("sft", "reward") if (run / f"{s}.yaml").exists()]
+    sets += ["ppo.num_train_epochs=null"] * (name == "sentiment")
+    command = ("plan", run, "--gpu", gpu[0], "--flops", "1e12", "--prompt-length", prompt, "--json", *sets)
+    stages = json.loads(rlhf(*command).stdout)["stages"]
+    assert all(stage["fits"] for stage in stages.values())
+    source = Path(__file__).parents[2] / "configs" / name
+    for stage in stages:
+        before, after = (config.load(stage, each / f"{stage}.yaml").model_dump() for each in (source, run))
+        was, now = before[stage], after[stage]
+        different = {key for key in was if was[key] != now[key]}
+        assert different <= CHANGED | {"learning_rate"}, different
+        if stage == "eval":
+            continue
+        section = after["models" if stage == "ppo" else "model"]
+        kinds = [each[("models" if stage == "ppo" else "model")]["adapters"] for each in (before, after)]
+        assert (section["adapters"] or {}).get("kind") == adapters
+        factor = 10 ** (bool(kinds[1]) - bool(kinds[0]))
+        assert now["learning_rate"] == pytest.approx(factor * was["learning_rate"])
+        batches = [each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] for each in (was, now)]
+        assert batches[0] == batches[1]
 
 
 @pytest.mark.training

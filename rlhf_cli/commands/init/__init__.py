@@ -5,11 +5,12 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
@@ -119,11 +120,13 @@ BASE = "base"  # subfolder: a run that trains the base model
 
 @dataclass(frozen=True)
 class Preset:
-    """A folder of configs/, with the size of its synthetic data, and commands to run before `rlhf run`."""
+    """A folder of configs/, with the size of its synthetic data, commands to run before `rlhf run`, its base model."""
 
     description: str
     sizes: world.Sizes | None = None
     preparation: str = ""
+    base: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
+    prompt: int = 0  # tokens of the longest prompt that is planned for
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
@@ -138,17 +141,21 @@ def available() -> dict[str, str]:
     return {name: preset.description for name, preset in PRESETS.items()}
 
 
-def init(name: str, folder: Path, *, seed: int = 0) -> None:
+def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None, gpu: str | None = None) -> None:
     """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
+    A preset with a large base model is changed if it does not fit `gpu` (None: the one that is here), with `adapters`.
     Configs and data are written completely or not at all; identical files are kept, so the command can be repeated.
-    Raises RLHFError C07 for an unknown preset, C15 if the folder holds different files of the same names. Exits with
-    the code of the base model's run if that fails.
+    Raises RLHFError C07 for an unknown preset or GPU, C11 for options without an effect, C15 if the folder holds
+    different files of the same names, E03 if nothing fits. Exits with the code of the base model's run if that fails.
     """
     if name not in PRESETS:
         near = closest_match(name, PRESETS)
         hint = f"did you mean {near}?" if near else "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
+    if (adapters or gpu) and not PRESETS[name].base:
+        text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
+        raise RLHFError("C11", text, hint="remove it")
     source = configs_folder() / name
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.suffix in COPIED)
     preset = PRESETS[name]
@@ -163,6 +170,9 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         json_schema.write_schemas(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
+        memory = _fit(scratch, preset, adapters, gpu) if preset.base else ""
+    if memory:
+        terminal.out(memory)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
         result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
@@ -171,3 +181,18 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
             raise SystemExit(result.returncode)
     steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
+
+
+def _fit(folder: Path, preset: Preset, adapters: str | None, gpu: str | None) -> str:
+    """Fit the configs to a GPU, and return a line that says how. Raises RLHFError C07, C11, E03."""
+    from rlhf_cli.commands.init.placement import fit_preset
+    from rlhf_cli.stages.plan_models import Target
+
+    target = Target.of(gpu, 1)
+    if target.gpu:
+        assert preset.base
+        return fit_preset(folder, preset.base, preset.prompt, adapters or "auto", target)
+    if adapters:
+        hint = "name the GPU, e.g. --gpu h100"
+        raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
+    return "memory: the preset as it is, as this machine has no GPU; --gpu NAME fits it to one"

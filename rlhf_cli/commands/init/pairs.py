@@ -50,12 +50,13 @@ class PairFormat:
 def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat:
     """Read the valid pairs of a source in the form that suits the tokenizer; warnings count the other rows.
 
-    With a chat template, prompts become conversations unless `plain`. Without one, conversations use chatml and
-    transcripts stay text. Raises RLHFError D01-D12.
+    With a chat template, prompts become conversations unless `plain`. Without one, conversations use chatml unless
+    `plain`, and transcripts stay text. Raises RLHFError D01-D12.
     """
     pairs, rows, transcripts = data.preference_pairs(source)
     chats = any(not isinstance(pair.prompt, str) for pair in pairs)
-    if chats and transcripts and (plain or not tokenizer.chat_template):
+    untemplated = not tokenizer.chat_template
+    if chats and ((transcripts and (plain or untemplated)) or (plain and untemplated)):
         text = "dialogues in one text, as the model has no chat template" if not plain else "dialogues in one text"
         return PairFormat([pair.as_text() for pair in pairs], rows, text, None)
     if chats:

@@ -1,33 +1,42 @@
 """How the models of a run are kept in memory, and how many rows at once: the first that the memory plan says fits."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlhf_cli import system
+from rlhf_cli import config, system
 from rlhf_cli.commands.init.pairs import Lengths
 from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.loading import apply_overrides
 from rlhf_cli.config.training import CONFIGS
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.config.yaml_io import YamlFile, to_yaml, with_value
+from rlhf_cli.errors import RLHFError, did_you_mean
+from rlhf_cli.models import build
 from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_estimate import fragmentation, library_bytes, stage_phases
-from rlhf_cli.stages.plan_models import Target, mode_of
+from rlhf_cli.stages.plan_models import Target, adapter_kind, mode_of
 
 MAX_ROWS = {"sft": 32, "reward": 16, "ppo": 32, "eval": 64}
 MIN_ROWS = {"sft": 2, "reward": 1, "ppo": 2, "eval": 2}  # fewer make a run slow: less memory is better first
+MIN_ROLLOUT_ROWS = 8
 EPISODES_PER_UPDATE = 64
 BEST_OF = 4
+ADAPTER_RATE = 10  # times the learning rate of whole weights, as the defaults have it (docs/scaling.md)
+KINDS = (None, "lora", "qlora")  # of adapters, each in less memory than the one before
 ADAPTERS = ("auto", "none", "lora", "qlora")
+MODEL_KEYS = ("model.path", "models.sft", "models.ppo", "models.reward")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How models are kept in memory, with the rows per process of each stage; `rollout_rows` None: an update's rows."""
+    """How models are kept in memory, with the rows per process of each stage; `rollout_rows` None: the first choice."""
 
     adapters: str | None  # lora or qlora
-    checkpointing: bool
+    checkpointing: bool = False
     eight_bits: bool = False  # AdamW's moments
+    offload: bool = False  # in PPO: reference and reward model are in CPU memory while they are not read
+    policy_head: bool = False  # in PPO: the value model is a head of the policy
     rows: Mapping[str, int] | None = None
     rollout_rows: int | None = None
     fullest: str = ""  # the stage that needs most
@@ -35,102 +44,222 @@ class Placement:
 
     def __str__(self) -> str:
         kinds = {None: "whole weights", "lora": "LoRA adapters on one base", "qlora": "LoRA adapters on one 4-bit base"}
-        more = " and gradient checkpointing" * self.checkpointing + " and 8-bit AdamW" * self.eight_bits
-        return kinds[self.adapters] + more
+        more = {"gradient checkpointing": self.checkpointing, "8-bit AdamW": self.eight_bits}
+        more |= {"offload in PPO": self.offload, "policy_head in PPO": self.policy_head}
+        *parts, last = [kinds[self.adapters], *(name for name, used in more.items() if used)]
+        return f"{', '.join(parts)} and {last}" if parts else last
 
 
-# What is tried in this order: first what costs no quality, then what costs time, then adapters.
+# They are tried in this order. Checkpointing takes time, 8-bit AdamW rounds its moments, offload takes time in PPO. A
+# value head on the policy changes the algorithm, so it comes after them. Adapters train fewer weights, at other rates.
 PLACEMENTS = (
-    Placement(None, False),
+    Placement(None),
     Placement(None, True),
-    Placement(None, True, eight_bits=True),
-    Placement("lora", False),
+    Placement(None, True, True),
+    Placement(None, True, True, offload=True),
+    Placement(None, True, True, policy_head=True),
+    Placement(None, True, True, offload=True, policy_head=True),
+    Placement("lora"),
     Placement("lora", True),
-    Placement("qlora", False),
+    Placement("qlora"),
     Placement("qlora", True),
 )
 
 
-class MemoryPlanner:
-    """The memory of a run's stages by the estimator of `rlhf plan`, for a base model's transformers config."""
+class Batch(NamedTuple):
+    """Rows of a stage that are tried first, rows of a step, and responses generated at once (None: the default)."""
 
-    def __init__(self, body: Any, lengths: Lengths, target: Target) -> None:
-        self.body, self.lengths, self.target = body, lengths, target
+    rows: int
+    total: int
+    rollout: int | None = None
+
+
+FIRST = {name: Batch(rows, 2 * rows, EPISODES_PER_UPDATE * (name == "ppo") or None) for name, rows in MAX_ROWS.items()}
+
+
+class MemoryPlanner:
+    """The memory of a run's stages by the estimator of `rlhf plan`, for a base model's transformers config.
+
+    `first` and `lengths` are by stage; `make` returns the config of a stage with values by key.
+    """
+
+    def __init__(
+        self,
+        body: Any,
+        target: Target,
+        first: Mapping[str, Batch],
+        lengths: Mapping[str, plan_phases.Lengths],
+        make: Callable[[str, Mapping[str, Any]], Config],
+    ) -> None:
+        self.body, self.target, self.first, self.lengths, self.make = body, target, first, lengths, make
         self.process = 0 if target.gpu else system.process_memory()
         self.available = plan_phases.GPU_SHARE * target.memory
 
-    def choose(self, adapters: str) -> tuple[Placement, Placement | None]:
-        """Return the first placement that fits, with its rows, and the whole weights if they do not fit.
+    @classmethod
+    def of(cls, body: Any, lengths: Lengths, target: Target) -> "MemoryPlanner":
+        """Return a planner for `rlhf init preferences`."""
+        longest, generated = lengths.max_length, plan_phases.Lengths(lengths.prompt_max, lengths.response_length)
+        rows = {"sft": plan_phases.Lengths(1, longest - 1), "reward": plan_phases.Lengths(longest - 1, 1)}
+        rows |= {"ppo": generated, "eval": generated}
+        return cls(body, target, FIRST, rows, lambda stage, values: _config(stage, values, lengths))
 
-        `adapters` is one of ADAPTERS. Raises RLHFError E03 if nothing fits.
+    def choose(
+        self, adapters: str, *, own: str | None = None, where: str = "--base", hint: str
+    ) -> tuple[Placement, Placement | None]:
+        """Return the first placement that fits, with its rows, and the first of all if it does not fit.
+
+        `adapters` is one of ADAPTERS, `own` the kind that the stages have. Raises RLHFError E03 if nothing fits.
         """
-        wanted = [each for each in PLACEMENTS if adapters in ("auto", each.adapters or "none")]
-        whole = self._fill(PLACEMENTS[0], dict.fromkeys(MAX_ROWS, 1))
+        kinds = KINDS[KINDS.index(own) :] if adapters == "auto" else [None if adapters == "none" else adapters]
+        wanted = [p for p in PLACEMENTS if p.adapters in kinds and (self.target.gpu or not p.offload)]
+        simplest = self._fill(PLACEMENTS[0] if own is None else Placement(own), dict.fromkeys(MAX_ROWS, 1))
         for least in (MIN_ROWS, dict.fromkeys(MIN_ROWS, 1)):
             for placement in wanted:
                 filled = self._fill(placement, least)
                 if filled.bytes <= self.available:
-                    return filled, whole if whole.bytes > self.available else None
+                    return filled, simplest if simplest.bytes > self.available else None
         size, room = system.format_bytes(filled.bytes), system.format_bytes(self.target.memory)
         text = f"with {filled} the {filled.fullest} stage needs {size}, and {self.target.name} has {room}"
-        hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
-        raise RLHFError("E03", text, where="--base", hint=f"{hint}; --gpu NAME prepares a folder for another machine")
+        raise RLHFError("E03", text, where=where, hint=f"{hint}; --gpu NAME prepares a folder for another machine")
 
     def _fill(self, placement: Placement, least: Mapping[str, int]) -> Placement:
         """Return a placement with the most rows of each stage that fit, down to `least`."""
         rows, needed, rollout = {}, {}, None
-        for stage, most in MAX_ROWS.items():
-            choices = [(count, at_once) for at_once in (64, 32, 16, 8) for count in _halved(most, least[stage])]
-            for count, at_once in choices if stage == "ppo" else [each for each in choices if each[1] == 64]:
+        for stage, first in self.first.items():
+            generated: list[Any] = _halved(first.rollout, MIN_ROLLOUT_ROWS) if first.rollout else [None]
+            for count, at_once in [(n, at) for at in generated for n in _halved(first.rows, least[stage])]:
                 rows[stage] = count
-                needed[stage] = self._needed(stage, placement, count, at_once)
+                values = self.values(stage, placement, count, at_once)
+                needed[stage] = self.needed(stage, values, adapters=placement.adapters is not None)
                 if stage == "ppo":
-                    rollout = at_once if at_once < EPISODES_PER_UPDATE else None
+                    rollout = at_once if at_once != first.rollout else None
                 if needed[stage] <= self.available:
                     break
         fullest = max(needed, key=lambda stage: needed[stage])
-        made = placement.adapters, placement.checkpointing, placement.eight_bits
-        return Placement(*made, rows=rows, rollout_rows=rollout, fullest=fullest, bytes=needed[fullest])
+        return replace(placement, rows=rows, rollout_rows=rollout, fullest=fullest, bytes=needed[fullest])
 
-    def _needed(self, stage: str, placement: Placement, rows: int, rollout_rows: int) -> int:
-        """Return the bytes that a stage needs with `rows` at once."""
-        config = _config(stage, placement, rows, rollout_rows, self.lengths)
-        keys = ("model.path", "models.sft", "models.ppo", "models.reward")
-        longest, response = self.lengths.max_length, self.lengths.response_length
-        lengths = {
-            "sft": plan_phases.Lengths(1, longest - 1),
-            "reward": plan_phases.Lengths(longest - 1, 1),
-        }.get(stage, plan_phases.Lengths(self.lengths.prompt_max, response))
-        bodies, mode = dict.fromkeys(keys, self.body), mode_of(config)
-        adapters = keys[2:] if placement.adapters else ()
-        sampled: dict[str, Any] = {"adapters": adapters, "sampled": EPISODES_PER_UPDATE} if stage == "eval" else {}
-        _, phases = stage_phases(config, bodies, mode, self.target, lengths, **sampled)
+    def values(self, stage: str, placement: Placement, rows: int, rollout_rows: int | None) -> dict[str, Any]:
+        """Return the values of a stage's config by key."""
+        if stage == "eval":
+            return {"eval.per_device_batch_size": rows}
+        is_ppo = stage == "ppo"
+        chosen: dict[str, Any] = {
+            f"{stage}.per_device_train_batch_size": rows,
+            f"{stage}.gradient_accumulation_steps": self.first[stage].total // rows,
+            f"{stage}.gradient_checkpointing": placement.checkpointing,
+            "ppo.optim" if is_ppo else "trainer.optim": placement.eight_bits and "adamw_8bit",
+            "ppo.offload": is_ppo and placement.offload,
+            "models.value": is_ppo and placement.policy_head and "policy_head",
+            "ppo.local_rollout_forward_batch_size": is_ppo and rollout_rows,
+        }
+        adapters = {"kind": placement.adapters} if placement.adapters else None
+        return {"models.adapters" if is_ppo else "model.adapters": adapters} | {k: v for k, v in chosen.items() if v}
+
+    def needed(self, stage: str, values: Mapping[str, Any], *, adapters: bool) -> int:
+        """Return the bytes that a stage needs with these values; `adapters`: whether the run trains adapters."""
+        made: Any = self.make(stage, values)
+        sampled: dict[str, Any] = {}
+        if stage == "eval":
+            sampled = {"adapters": MODEL_KEYS[2:] if adapters else (), "sampled": made.eval.n}
+        bodies, lengths = dict.fromkeys(MODEL_KEYS, self.body), self.lengths[stage]
+        _, phases = stage_phases(made, bodies, mode_of(made), self.target, lengths, **sampled)
         peak = max(phase.total for phase in phases)
         return peak + fragmentation(peak, self.target) + library_bytes(stage, self.target, self.process)
 
 
-def _config(stage: str, placement: Placement, rows: int, rollout_rows: int, lengths: Lengths) -> Config:
-    """Return the config of a stage as far as its memory depends on it."""
-    adapters: dict[str, Any] = {"adapters": {"kind": placement.adapters}} if placement.adapters else {}
-    batch = {"per_device_train_batch_size": rows, "gradient_checkpointing": placement.checkpointing}
-    parts, trainer = {"gradient_accumulation_steps": 2}, {"optim": "adamw_8bit"} if placement.eight_bits else {}
-    training = {"model": {"path": "/base", **adapters}, "data": {"train": "none"}, "trainer": trainer}
-    prompts, models = {"prompts": "none"}, {"sft": "/sft", "reward": "/reward"}
-    optim = {"optim": "adamw_8bit"} if placement.eight_bits else {}
-    ppo = {**batch, **optim, "gradient_accumulation_steps": EPISODES_PER_UPDATE // rows, "total_episodes": 64}
-    ppo |= {"response_length": lengths.response_length, "local_rollout_forward_batch_size": rollout_rows}
-    evaluation = {"per_device_batch_size": rows, "temperature": 1.0, "response_length": lengths.response_length}
-    sections: dict[str, dict[str, Any]] = {
-        "sft": {**training, "sft": {**batch, **parts, "max_length": lengths.max_length}},
-        "reward": {**training, "reward": {**batch, **parts, "max_length": lengths.max_length}},
-        "ppo": {"models": {**models, **adapters}, "data": prompts, "ppo": ppo},
-        "eval": {"models": {**models, "ppo": "/ppo"}, "data": prompts, "eval": evaluation},
+def memory_line(what: object, chosen: Placement, target: Target, other: str = "", than: Placement | None = None) -> str:
+    """Return one line: how the models are kept in memory, and why: `other` needs more than there is."""
+    size, room = system.format_bytes(chosen.bytes), system.format_bytes(target.memory)
+    reason = f"; {other} {system.format_bytes(than.bytes)}" if than else ""
+    return f"memory: {what}: at most {size} in {chosen.fullest}; {target.name} has {room}{reason}"
+
+
+def _config(stage: str, values: Mapping[str, Any], lengths: Lengths) -> Config:
+    """Return the config of a stage of `rlhf init preferences` as far as its memory depends on it."""
+    longest = {"max_length": lengths.max_length}
+    training: dict[str, Any] = {"model": {"path": "/base"}, "data": {"train": "none"}, stage: longest}
+    models, response = {"sft": "/sft", "reward": "/reward"}, {"response_length": lengths.response_length}
+    generating = {"models": models, "data": {"prompts": "none"}}
+    trees: dict[str, dict[str, Any]] = {
+        "ppo": {**generating, "ppo": {"total_episodes": 64, **response}},
+        "eval": {**generating, "models": {**models, "ppo": "/ppo"}, "eval": {"temperature": 1.0, **response}},
     }
-    config = CONFIGS[stage].model_validate({"run": "/run", **sections[stage]})
-    config._origin = Origin(Path(f"/run/{stage}.yaml"), f"{stage}.yaml")
-    return config
+    source = YamlFile("", {"run": "/run", **trees.get(stage, training)}, {}, [])
+    apply_overrides(_overrides(values), source, CONFIGS[stage])
+    made = CONFIGS[stage].model_validate(source.tree)
+    made._origin = Origin(Path(f"/run/{stage}.yaml"), f"{stage}.yaml")
+    return made
+
+
+def _overrides(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={to_yaml(value)}" for key, value in values.items()]
 
 
 def _halved(most: int, least: int) -> list[int]:
     """Return `most`, half of it, and so on, down to `least`."""
-    return [most >> shift for shift in range(most.bit_length()) if most >> shift >= least]
+    return [most >> shift for shift in range(most.bit_length()) if most >> shift >= min(most, least)]
+
+
+def require_known(adapters: str) -> None:
+    """Raise RLHFError C07 for a value of --adapters that is not one of ADAPTERS."""
+    if adapters not in ADAPTERS:
+        text = f"--adapters {adapters}: not one of {', '.join(ADAPTERS)}"
+        raise RLHFError("C07", text, hint=did_you_mean(adapters, ADAPTERS))
+
+
+def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str, target: Target) -> str:
+    """Change the YAMLs of a preset in `folder` if they do not fit `target`; return one line that says why.
+
+    `fields` are those of its base model's config, `prompt` the tokens of its longest prompt, `adapters` is one of
+    ADAPTERS. Raises RLHFError C07 for other adapters, E03 if nothing fits.
+    """
+    require_known(adapters)
+    files = {stage: folder / f"{stage}.yaml" for stage in MAX_ROWS if (folder / f"{stage}.yaml").exists()}
+    own: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
+    settings, kind = {stage: getattr(each, stage) for stage, each in own.items()}, adapter_kind(own["ppo"])
+    generated = plan_phases.Lengths(prompt, settings["ppo"].max_response_length)
+    lengths = {
+        stage: generated if stage in ("ppo", "eval") else plan_phases.Lengths(1, each.max_length - 1)
+        for stage, each in settings.items()
+    }
+    first = {"eval": Batch(settings["eval"].per_device_batch_size, settings["eval"].n)}
+    for stage, each in settings.items():
+        if stage != "eval":
+            rows = each.per_device_train_batch_size
+            rollout = each.local_rollout_forward_batch_size if stage == "ppo" else None
+            first[stage] = Batch(rows, rows * each.gradient_accumulation_steps, rollout)
+
+    def make(stage: str, values: Mapping[str, Any]) -> Config:
+        return config.load(stage, files[stage], _overrides(values))
+
+    planner = MemoryPlanner(build.new_config(fields), target, first, lengths, make)
+    needed = {stage: planner.needed(stage, {}, adapters=kind is not None) for stage in files}
+    fullest = max(needed, key=lambda stage: needed[stage])
+    as_it_is = Placement(kind, fullest=fullest, bytes=needed[fullest])
+    fits = as_it_is.bytes <= planner.available
+    if fits and adapters in ("auto", kind or "none"):
+        return memory_line("the preset as it is", as_it_is, target)
+    hint = "take a larger GPU" if adapters == "auto" else "take a larger GPU, or leave --adapters out"
+    chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
+    for stage, file in files.items():
+        values = planner.values(stage, chosen, (chosen.rows or {})[stage], chosen.rollout_rows)
+        if stage in ("sft", "reward"):
+            rows = values[f"{stage}.per_device_train_batch_size"]
+            values[f"{stage}.per_device_eval_batch_size"] = min(rows, settings[stage].per_device_eval_batch_size)
+        if stage != "eval" and bool(chosen.adapters) != bool(kind):
+            rate = settings[stage].learning_rate
+            values[f"{stage}.learning_rate"] = rate * ADAPTER_RATE if chosen.adapters else rate / ADAPTER_RATE
+        _write_values(file, own[stage].model_dump(), values, f"for {target.name}")
+    return memory_line(chosen, chosen, target, "as it is the preset needs", None if fits else as_it_is)
+
+
+def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, Any], reason: str) -> None:
+    """Change a YAML to values by key, with a comment that has the value of the preset."""
+    text = file.read_text(encoding="utf-8")
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        old = before.get(section, {}).get(name)
+        old = {"kind": old["kind"]} if name == "adapters" and old else old
+        if value != old:
+            text = with_value(text, key, value, reason if old is None else f"{reason}; the preset has {to_yaml(old)}")
+    file.write_text(text, encoding="utf-8")

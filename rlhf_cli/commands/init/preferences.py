@@ -22,13 +22,13 @@ from rlhf_cli.commands.init.pairs import (
     rows_of_files,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import ADAPTERS
+from rlhf_cli.commands.init.placement import require_known
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
-from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shell_path, shell_word, shown
+from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
 from rlhf_cli.runs.discover import configs_folder
@@ -36,6 +36,10 @@ from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
+NO_ADAPTERS = (
+    "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
+    "take one with a chat template, add --plain, or take a smaller one"
+)
 
 
 def init(
@@ -54,16 +58,14 @@ def init(
 
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
     the texts without the model's chat template; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
-    GPU); `adapters` is one of ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
+    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
     model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
         raise _missing_options_error(data, base, folder)
-    if adapters not in ADAPTERS:
-        text = f"--adapters {adapters}: not one of {', '.join(ADAPTERS)}"
-        raise RLHFError("C07", text, hint=did_you_mean(adapters, ADAPTERS))
+    require_known(adapters)
     target = Target.of(gpu, 1)
     named = resolve_data(data, os.getcwd())
     source = DataSource(named, "--data", columns=_column_names(columns), on_bad="drop")
@@ -79,9 +81,10 @@ def init(
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts)
     counts = {name: len(rows) for name, rows in contents.items()}
+    hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
-        adapters = "none"  # the template adds tokens, whose embeddings adapters do not train
-    inputs = measure_inputs(parent, limits, parts, counts, target, adapters)
+        adapters, hint = "none", NO_ADAPTERS
+    inputs = measure_inputs(parent, limits, parts, counts, target, adapters, hint)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),

@@ -5,9 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhf_cli import system
 from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
-from rlhf_cli.commands.init.placement import BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
+from rlhf_cli.commands.init.placement import (
+    ADAPTER_RATE,
+    BEST_OF,
+    EPISODES_PER_UPDATE,
+    MemoryPlanner,
+    Placement,
+    memory_line,
+)
 from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
 from rlhf_cli.runs.parents import Parent
@@ -19,7 +25,6 @@ from rlhf_cli.stages.plan_models import Target
 BASE_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MAX_LEARNING_RATES = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # higher PPO rates diverged
 LEARNING_RATE_EXPONENT = 0.6
-ADAPTER_RATE = 10  # times the rate of whole weights, as the defaults have it (docs/scaling.md)
 TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
 TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
 DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
@@ -75,21 +80,18 @@ class SizingInputs:
     @property
     def memory(self) -> str:
         """One line: how the models are kept in memory, and why."""
-        size, room = system.format_bytes(self.placement.bytes), system.format_bytes(self.target.memory)
-        reason = f"; whole weights need {system.format_bytes(self.whole.bytes)}" if self.whole else ""
-        where = f"at most {size} in {self.placement.fullest}; {self.target.name} has {room}"
-        return f"memory: {self.placement}: {where}{reason}"
+        return memory_line(self.placement, self.placement, self.target, "whole weights need", self.whole)
 
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int], target: Target, adapters: str
+    base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int], target: Target, adapters: str, hint: str
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
-    `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, E03 if nothing fits.
+    `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, E03 with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
-    placement, whole = MemoryPlanner(config, lengths, target).choose(adapters)
+    placement, whole = MemoryPlanner.of(config, lengths, target).choose(adapters, hint=hint)
     parameters = build.causal_lm_from_config(config).num_parameters()
     measurable = not target.planned and hardware.count_parameters(base) > 0
     fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations

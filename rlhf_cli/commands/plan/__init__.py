@@ -155,19 +155,25 @@ def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libr
 def _combine(
     stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libraries: int, *, adapters: bool
 ) -> dict[str, Any] | None:
-    """Return settings that are added, one after the other if it saves memory, until the stage fits."""
+    """Return settings that are added, one after the other if it saves memory, until the stage fits.
+
+    Rows are cut, which loses data, only if what is in memory beside their activations fits.
+    """
     chosen: list[str] = []
-    peak, found = stage.peak.total, None
+    peak, found = stage.peak, None
     for changes in _candidate_changes(stage, adapters=adapters):
+        fixed = sum(peak.bytes.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+        if changes[0].partition("=")[0].endswith("_length") and fixed > stage.target.memory:
+            break
         kept = [text for text in chosen if text.partition("=")[0] not in {c.partition("=")[0] for c in changes}]
         try:
             config = load(stage.config.stage, stage.config.file, [*overrides, *kept, *changes])
             smaller = estimate_stage(config, chain.with_adapters(config), None, stage.target)
         except RLHFError:  # a value that does not go with the others
             continue
-        if smaller.peak.total < 0.99 * peak:
-            chosen, peak = [*kept, *changes], smaller.peak.total
-            needed = peak + fragmentation(peak, stage.target) + libraries
+        if smaller.peak.total < 0.99 * peak.total:
+            chosen, peak = [*kept, *changes], smaller.peak
+            needed = peak.total + fragmentation(peak.total, stage.target) + libraries
             found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
             if found["fits"]:
                 break
