@@ -19,6 +19,7 @@ r (in + out) numbers beside a matrix, and these are T. With qlora a matrix takes
 import copy
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -56,6 +57,32 @@ def layer_bytes(model: Any) -> int:
 def vocabulary_bytes(model: Any) -> int:
     """Return the bytes of a model's embeddings and output head."""
     return size_bytes(weight for weight, _ in sharding.vocabulary_weights(model))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
+
+    `mean`: tokens of an average row, `prompt_mean` of an average prompt before a response of `response` tokens; 0 if no
+    rows were read.
+    """
+
+    prompt: int
+    response: int
+    mean: float = 0
+    prompt_mean: float = 0
+
+    @property
+    def row(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def average(self) -> "Lengths":
+        """Lengths of an average row, with the prompt's share of the longest, or of an average prompt."""
+        if self.prompt_mean:
+            return Lengths(max(1, round(self.prompt_mean)), self.response)
+        share = self.mean / self.row if self.mean else 1
+        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 
 
 class LoRALinear(nn.Module):

@@ -15,6 +15,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import build, devices, load
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.plan_models import (
     ADAMW_8BIT_NAMES,
@@ -26,7 +27,6 @@ from rlhf_cli.stages.plan_models import (
     models_in_memory,
     ppo_plan,
 )
-from rlhf_cli.stages.plan_phases import Lengths
 
 # Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
 BITSANDBYTES = {

@@ -9,13 +9,15 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.models import forward
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages import plan_models, plan_phases, ppo_setup, training_setup
 from rlhf_cli.stages.plan_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
 from rlhf_cli.stages.plan_models import Bodies, Target
-from rlhf_cli.stages.plan_phases import Lengths, Phase, StageModel
+from rlhf_cli.stages.plan_phases import Phase, StageModel
 
-# Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
-FRAGMENTATION = 0.3
+# Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md). PPO leaves more:
+# its phases allocate tensors of different sizes in turn.
+FRAGMENTATION = {"ppo": 0.3, "sft": 0.12, "reward": 0.12, "eval": 0.12}
 TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 
 
@@ -119,9 +121,9 @@ def evaluation_phases(
     ]
 
 
-def fragmentation(peak: int, target: Target) -> int:
+def fragmentation(stage: str, peak: int, target: Target) -> int:
     """Return the bytes of freed memory that malloc keeps beside `peak` bytes of tensors, on a CPU."""
-    return 0 if target.gpu else round(FRAGMENTATION * peak)
+    return 0 if target.gpu else round(FRAGMENTATION[stage] * peak)
 
 
 def library_bytes(stage: str, target: Target, process: int) -> int:

@@ -18,9 +18,9 @@ from rlhf_cli.data import sources
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages import eval as eval_stage
 from rlhf_cli.stages import plan_models, setup, training_setup
-from rlhf_cli.stages.plan_phases import Lengths
 
 MAX_TOKENIZED_ROWS = 5000  # of a larger file so many rows are tokenized, spread over the file
 TOKENIZER_ROWS = 1000  # rows that the tokenizer of model.new is trained on

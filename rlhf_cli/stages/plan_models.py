@@ -19,8 +19,9 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean
 from rlhf_cli.models import build, devices, memory
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages import plan_phases
-from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, Bytes, Lengths, PPOModels, PPOPlan, StageModel
+from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, Bytes, PPOModels, PPOPlan, StageModel
 
 POLICY_KEYS = ("models.sft", "models.ppo", "models.base")
 ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
@@ -194,7 +195,7 @@ def ppo_plan(
     `separate`: keys of models that are not adapters of the policy's weights, although PPO trains adapters.
     """
     settings = target.usable(config.ppo)
-    options = {"bf16": settings.bf16, "checkpointing": settings.gradient_checkpointing}
+    options: dict[str, Any] = {"bf16": settings.bf16, "checkpointing": settings.gradient_checkpointing}
     adapted = _adapters(mode, config.models)
     policy = _stage_model(config, "models.sft", bodies, scorer=False, **options, **adapted)
     models, keys = {"policy": policy, "reference": policy}, {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import lora, memory, sharding
-from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept
+from rlhf_cli.models.memory import WORKING, WORKING_BACKWARD, WORKING_WITH_ADAPTERS, Kept, Lengths
 from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 from rlhf_cli.ppo.optimizer import embedding_weights
 
@@ -31,32 +31,6 @@ SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES, UPDATE_COPIES = 4, 2, 4, 5
 FULL_KL_COPIES = 3.25  # more of them if the loss or penalty compares full distributions
 RECOMPUTED = 0.75  # of a checkpointed layer's products: all but those of its last matrix
 Bytes = Mapping[str, float]  # by kind
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
-
-    `mean`: tokens of an average row, `prompt_mean` of an average prompt before a response of `response` tokens; 0 if no
-    rows were read.
-    """
-
-    prompt: int
-    response: int
-    mean: float = 0
-    prompt_mean: float = 0
-
-    @property
-    def row(self) -> int:
-        return self.prompt + self.response
-
-    @property
-    def average(self) -> "Lengths":
-        """Lengths of an average row, with the prompt's share of the longest, or of an average prompt."""
-        if self.prompt_mean:
-            return Lengths(max(1, round(self.prompt_mean)), self.response)
-        share = self.mean / self.row if self.mean else 1
-        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 
 
 @dataclass(frozen=True)

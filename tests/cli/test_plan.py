@@ -27,9 +27,10 @@ from rlhf_cli.config.loading import load
 from rlhf_cli.jsonl import append_jsonl, read_jsonl
 from rlhf_cli.models import build, devices, forward, lora, memory
 from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages.plan_inputs import ModelResolver
 from rlhf_cli.stages.plan_models import Target, gpu_table, models_in_memory
-from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, KINDS, MODES, Lengths
+from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, KINDS, MODES
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")

@@ -12,7 +12,7 @@ from rlhf_cli.config.loading import apply_overrides
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.yaml_io import YamlFile, to_yaml, with_value
 from rlhf_cli.errors import RLHFError, did_you_mean
-from rlhf_cli.models import build
+from rlhf_cli.models import build, memory
 from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_estimate import fragmentation, library_bytes, stage_phases
 from rlhf_cli.stages.plan_models import Target, adapter_kind, mode_of
@@ -88,7 +88,7 @@ class MemoryPlanner:
         body: Any,
         target: Target,
         first: Mapping[str, Batch],
-        lengths: Mapping[str, plan_phases.Lengths],
+        lengths: Mapping[str, memory.Lengths],
         make: Callable[[str, Mapping[str, Any]], Config],
     ) -> None:
         self.body, self.target, self.first, self.lengths, self.make = body, target, first, lengths, make
@@ -98,8 +98,8 @@ class MemoryPlanner:
     @classmethod
     def of(cls, body: Any, lengths: Lengths, target: Target) -> "MemoryPlanner":
         """Return a planner for `rlhf init preferences`."""
-        longest, generated = lengths.max_length, plan_phases.Lengths(lengths.prompt_max, lengths.response_length)
-        rows = {"sft": plan_phases.Lengths(1, longest - 1), "reward": plan_phases.Lengths(longest - 1, 1)}
+        longest, generated = lengths.max_length, memory.Lengths(lengths.prompt_max, lengths.response_length)
+        rows = {"sft": memory.Lengths(1, longest - 1), "reward": memory.Lengths(longest - 1, 1)}
         rows |= {"ppo": generated, "eval": generated}
         return cls(body, target, FIRST, rows, lambda stage, values: _config(stage, values, lengths))
 
@@ -164,7 +164,7 @@ class MemoryPlanner:
         bodies, lengths = dict.fromkeys(MODEL_KEYS, self.body), self.lengths[stage]
         _, phases = stage_phases(made, bodies, mode_of(made), self.target, lengths, **sampled)
         peak = max(phase.total for phase in phases)
-        return peak + fragmentation(peak, self.target) + library_bytes(stage, self.target, self.process)
+        return peak + fragmentation(stage, peak, self.target) + library_bytes(stage, self.target, self.process)
 
 
 def memory_line(what: object, chosen: Placement, target: Target, other: str = "", than: Placement | None = None) -> str:
@@ -217,9 +217,9 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     files = {stage: folder / f"{stage}.yaml" for stage in MAX_ROWS if (folder / f"{stage}.yaml").exists()}
     own: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
     settings, kind = {stage: getattr(each, stage) for stage, each in own.items()}, adapter_kind(own["ppo"])
-    generated = plan_phases.Lengths(prompt, settings["ppo"].max_response_length)
+    generated = memory.Lengths(prompt, settings["ppo"].max_response_length)
     lengths = {
-        stage: generated if stage in ("ppo", "eval") else plan_phases.Lengths(1, each.max_length - 1)
+        stage: generated if stage in ("ppo", "eval") else memory.Lengths(1, each.max_length - 1)
         for stage, each in settings.items()
     }
     first = {"eval": Batch(settings["eval"].per_device_batch_size, settings["eval"].n)}

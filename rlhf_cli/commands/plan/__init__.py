@@ -97,7 +97,7 @@ def _plan(
     """Return the plan of a stage, as printed by --json."""
     config, name, data = stage.config, stage.config.stage, stage.data
     libraries = library_bytes(name, stage.target, libraries)
-    holes = fragmentation(stage.peak.total, stage.target)
+    holes = fragmentation(stage.config.stage, stage.peak.total, stage.target)
     needed = stage.peak.total + holes + libraries
     time_s = estimate_duration(stage, flops)
     step_s = sum(time_s.phases.values())
@@ -173,7 +173,7 @@ def _combine(
             continue
         if smaller.peak.total < 0.99 * peak.total:
             chosen, peak = [*kept, *changes], smaller.peak
-            needed = peak.total + fragmentation(peak.total, stage.target) + libraries
+            needed = peak.total + fragmentation(stage.config.stage, peak.total, stage.target) + libraries
             found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
             if found["fits"]:
                 break

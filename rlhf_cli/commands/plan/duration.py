@@ -10,16 +10,17 @@ one with all tokens of a micro-batch as rows for reading and learning, and one w
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.memory import Lengths
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.plan_estimate import Estimate
-from rlhf_cli.stages.plan_phases import Lengths, Phase, StageModel
+from rlhf_cli.stages.plan_phases import Phase, StageModel
 
 MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
 SHALLOW_LAYERS = (1, 5)  # of a deep model
@@ -65,7 +66,8 @@ def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
 
 def _shallow_layers(policy: StageModel, available: int) -> tuple[int, ...]:
     """Return the numbers of layers to measure of a model whose layers are alike; none if they take too much memory."""
-    if policy.layers <= SHALLOW_LAYERS[-1] or not memory.has_equal_layers(policy.model):
+    config, kind = policy.model.config, cast("Any", type(policy.model.config))
+    if policy.layers <= SHALLOW_LAYERS[-1] or not memory.has_equal_layers(kind, config.to_json_string()):
         return ()
     rest = 1 - SHALLOW_LAYERS[-1] / policy.layers
     parameters = policy.parameters - rest * memory.layer_bytes(policy.model) / policy.model.dtype.itemsize
