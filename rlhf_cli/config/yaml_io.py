@@ -247,7 +247,7 @@ def with_comment(line: str, comment: str) -> str:
 
 
 def with_value(text: str, key: str, value: Any, comment: str) -> str:
-    """Return the text of a config with the value of a key `section.name` on a line of its own, with a comment."""
+    """Return the text of a config with the value of a key `section.name` on a separate line, with a comment."""
     lines, reader, (section, name) = text.splitlines(), _Reader(""), key.split(".")
     node = _compose(text, "")
     assert node

@@ -1,8 +1,11 @@
 """The device that models run on: the first GPU or the CPU, its memory, its dtypes and its threads."""
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -61,6 +64,13 @@ def memory_bytes() -> int:
 def available_bytes() -> int:
     """Return the bytes of the GPU that this process has, or can take beside other processes."""
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, which glibc's malloc keeps (malloc_trim(3)); elsewhere only collect it."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -31,17 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.models import build, lora, sharding
 
-WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter in float32
-CHECKPOINT_BYTES = WEIGHT_BYTES + MOMENT_BYTES
+WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per parameter in float32
 WORKING, WORKING_WITH_ADAPTERS, WORKING_BACKWARD = 0.67, 0.8, 0.35  # shares of what a layer keeps
 LENGTH_STEP = 8  # lengths are rounded up to a multiple: similar ones are counted once
 COUNTED_LAYERS = (1, 2)  # of a deeper model whose layers are alike; what the others keep follows
 MIN_8BIT_NUMBERS, BLOCK_8BIT = 4096, 256  # of bitsandbytes: smaller weights have moments of 32 bits; numbers per scale
-
-
-def training_bytes(trained: int, frozen: int) -> int:
-    """Return the bytes of a number of parameters in float32: weights, and gradients and moments of the trained."""
-    return (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * trained + WEIGHT_BYTES * frozen
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,5 +1,6 @@
 """Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,14 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
 from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages import plan_models, plan_phases, ppo_setup, training_setup
 from rlhf_cli.stages.plan_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
 from rlhf_cli.stages.plan_models import Bodies, Target
 from rlhf_cli.stages.plan_phases import Phase, StageModel
+from rlhf_cli.stages.training_setup import SAMPLING_BATCH_SIZE
 
 # Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md). PPO leaves more:
 # its phases allocate tensors of different sizes in turn.
@@ -68,7 +71,10 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
         sampled = _num_sampled(config, chain, data.rows, target)
         options = {"adapters": chain.adapters_of_sft(config), "sampled": sampled}
     models, phases = stage_phases(config, bodies, mode, target, data.lengths, **options)
-    return Estimate(config, mode, models, data, phases, _steps(config, data.rows, target.processes), target)
+    steps = _steps(config, data.rows, target.processes)
+    if isinstance(config, SFTConfig | RewardConfig):
+        phases += measuring_phases(config, next(iter(models.values())), data, steps, target.processes)
+    return Estimate(config, mode, models, data, phases, steps, target)
 
 
 def stage_phases(
@@ -103,6 +109,27 @@ def stage_phases(
     return {"reward" if isinstance(config, RewardConfig) else "policy": model}, phases
 
 
+def measuring_phases(
+    config: SFTConfig | RewardConfig, model: StageModel, data: DataSize, steps: int, processes: int
+) -> list[Phase]:
+    """Return what SFT and the reward stage measure: held-out rows in training and at its end, report card, scale."""
+    settings, average, phases = training_setup.settings_of(config), data.lengths.average, list[Phase]()
+    step_rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * processes
+    times = math.ceil(steps / settings.eval_steps if settings.eval_steps else steps * step_rows / max(1, data.rows))
+    rows, read = settings.per_device_eval_batch_size, times * data.evaluated
+    if isinstance(config, RewardConfig):
+        read = 2 * read + len(PROBE_LABELS) * min(MAX_PROBED, data.evaluated)
+    if data.evaluated:
+        reading = {"weights": model.weights, "activations": model.working(rows, data.lengths.row)}
+        answers = read * average.response if isinstance(config, SFTConfig) else 0
+        phases.append(Phase("evaluate", rows, [reading], model.forward_flops(read, average.row, answers), once=True))
+    if isinstance(config, RewardConfig) and config.reward.normalize == "sft":
+        cache = {"weights": model.weights, "cache": model.cache * SAMPLING_BATCH_SIZE * data.answers.row}
+        flops = model.generation_flops(config.reward.normalize_samples, data.answers)
+        phases.append(Phase("normalize", SAMPLING_BATCH_SIZE, [cache], flops, once=True))
+    return phases
+
+
 def evaluation_phases(
     policies: Sequence[StageModel], judges: Sequence[StageModel], weights: int, rows: int, total: int, lengths: Lengths
 ) -> list[Phase]:
@@ -121,16 +148,15 @@ def evaluation_phases(
     ]
 
 
-def fragmentation(stage: str, peak: int, target: Target) -> int:
-    """Return the bytes of freed memory that malloc keeps beside `peak` bytes of tensors, on a CPU."""
-    return 0 if target.gpu else round(FRAGMENTATION[stage] * peak)
+def overhead_bytes(stage: str, peak: int, target: Target, process: int) -> dict[str, int]:
+    """Return what a process on a CPU needs beside `peak` bytes of tensors: freed memory that malloc keeps, libraries.
 
-
-def library_bytes(stage: str, target: Target, process: int) -> int:
-    """Return the bytes of a stage's libraries on a CPU; `process`: of this process before it computes."""
+    `process`: bytes of this process before it computes.
+    """
     if target.gpu:
-        return 0
-    return process + (TRL_BYTES if stage in ("sft", "reward") else 0)
+        return {"holes": 0, "libraries": 0}
+    libraries = process + (TRL_BYTES if stage in ("sft", "reward") else 0)
+    return {"holes": round(FRAGMENTATION[stage] * peak), "libraries": libraries}
 
 
 def _num_sampled(config: EvalConfig, chain: ModelResolver, prompts: int, target: Target) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ class DataSize:
     """Rows that a stage uses: their lengths, their unit and their number; and the dropped rows.
 
     `how` certain the number is: "about" if estimated from a sample, "at most" if no row was tokenized.
+    `evaluated`: rows of data.eval. `answers`: tokens of an average prompt and of the longest chosen answer of pairs.
     """
 
     lengths: Lengths
@@ -40,6 +41,8 @@ class DataSize:
     left_out: int = 0
     asked: int = 0
     how: Certainty = "exact"
+    evaluated: int = 0
+    answers: Lengths = field(default_factory=lambda: Lengths(1, 1))
 
 
 def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> DataSize:
@@ -51,7 +54,10 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
         if isinstance(config, RewardConfig):
             pairs = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
             mean = _mean_length(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
-            return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
+            longest = max((len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in pairs), default=1)
+            answers = Lengths(round(_mean_length(row["prompt_ids"] for row in pairs)), longest)
+            size = _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
+            return replace(size, evaluated=_count_evaluated(config), answers=answers)
         assert isinstance(config, PPOConfig | EvalConfig)
         prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
     mean = _mean_length(prompt.ids for prompt in prompts)
@@ -90,7 +96,13 @@ def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
     mean = _mean_length(row["input_ids"] for row in rows)
-    return _data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows")
+    size = _data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows")
+    return replace(size, evaluated=_count_evaluated(config))
+
+
+def _count_evaluated(config: Config) -> int:
+    source = config.sources().get("data.eval")
+    return sum(1 for _ in sources.read_rows(source)) if source else 0
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:

@@ -35,12 +35,13 @@ Bytes = Mapping[str, float]  # by kind
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of a phase at its possible peaks, and its FLOPs per update (PPO), optimizer step or evaluation."""
+    """Memory of a phase at its possible peaks, and its FLOPs per update (PPO), step, or stage if `once`."""
 
     name: str
     rows: int  # at a time
     moments: Sequence[Bytes]
     flops: float = 0
+    once: bool = False
 
     @cached_property
     def bytes(self) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """`rlhf reward`: train a one-label head on the SFT model with TRL's RewardTrainer, and evaluate it."""
 
-import gc
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,10 +27,9 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup, trl_common
-from rlhf_cli.stages.training_setup import check_can_sample, prepare_tokenizer, read_rows
+from rlhf_cli.stages.training_setup import SAMPLING_BATCH_SIZE, check_can_sample, prepare_tokenizer, read_rows
 
 NUM_PROBES = 8
-SAMPLING_BATCH_SIZE = 64
 HEADLINE = (
     "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
 )  # fmt: skip
@@ -71,7 +69,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         base = trl_common.trained_base(trainer, config)
         del trainer
-        gc.collect()  # before a model is loaded again
+        devices.release_memory()  # before a model is loaded again
         # Everything measured describes the saved files.
         answers: list[list[int]] = []
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
@@ -84,7 +82,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
             if base is None and config.model.adapters is not None:
                 base = load.init_reward_model_on(sft_model, parent.model, stage.options.trust_remote_code)
         del sft_model
-        gc.collect()
+        devices.release_memory()
         scorer = trl_common.load_saved_model(load.load_reward_model, config, stage.options, base)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:

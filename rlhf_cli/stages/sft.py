@@ -1,6 +1,5 @@
 """`rlhf sft`: fine-tune a causal language model, loaded or newly initialised, with TRL's SFTTrainer."""
 
-import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -119,7 +118,7 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
         trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
         base = trl_common.trained_base(trainer, config)
         del trainer
-        gc.collect()  # before the model is loaded again
+        devices.release_memory()  # before the model is loaded again
         metrics: dict[str, float] = {}
         if eval_rows:
             model = trl_common.load_saved_model(load.load_causal_lm, config, stage.options, base)

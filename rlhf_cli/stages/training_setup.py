@@ -17,6 +17,7 @@ TOKENIZER_DATA_KEY = "model.new.tokenizer.train"
 SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
 TRLConfig = SFTConfig | RewardConfig
 IGNORE_INDEX = -100  # label of a token that is not trained
+SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
 TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
 
 

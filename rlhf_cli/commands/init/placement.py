@@ -14,7 +14,7 @@ from rlhf_cli.config.yaml_io import YamlFile, to_yaml, with_value
 from rlhf_cli.errors import RLHFError, did_you_mean
 from rlhf_cli.models import build, memory
 from rlhf_cli.stages import plan_phases
-from rlhf_cli.stages.plan_estimate import fragmentation, library_bytes, stage_phases
+from rlhf_cli.stages.plan_estimate import overhead_bytes, stage_phases
 from rlhf_cli.stages.plan_models import Target, adapter_kind, mode_of
 
 MAX_ROWS = {"sft": 32, "reward": 16, "ppo": 32, "eval": 64}
@@ -164,7 +164,7 @@ class MemoryPlanner:
         bodies, lengths = dict.fromkeys(MODEL_KEYS, self.body), self.lengths[stage]
         _, phases = stage_phases(made, bodies, mode_of(made), self.target, lengths, **sampled)
         peak = max(phase.total for phase in phases)
-        return peak + fragmentation(stage, peak, self.target) + library_bytes(stage, self.target, self.process)
+        return peak + sum(overhead_bytes(stage, peak, self.target, self.process).values())
 
 
 def memory_line(what: object, chosen: Placement, target: Target, other: str = "", than: Placement | None = None) -> str:

@@ -196,7 +196,7 @@ def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
     """Choose batches of 32 rows, or fewer for small data, and more epochs the fewer rows there are."""
     count, eval_rows = inputs.rows[TRAIN_FILES[stage]], min(inputs.rows[f"{TRAIN_FILES[stage]}_eval"], MAX_EVAL_ROWS)
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
-    batch = min(batch, _power_of_two(count / 2))
+    batch = min(batch, 2 ** int(math.log2(max(1.0, count / 2))))  # a power of two up to half of the rows
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
     if stage == "reward":  # reward models overfit early (InstructGPT, appendix C.2)
         epochs = 1 if count >= 5000 else 2
@@ -248,11 +248,6 @@ def _fit_training_time(training: Training, row_s: float, limit: float) -> tuple[
     steps = min(training.steps, max(MIN_STEPS, _round_to_two_digits(int((limit - eval_s) / step_s))))
     max_steps = steps if steps < training.steps else None
     return replace(training, max_steps=max_steps, steps=steps), steps * step_s + eval_s
-
-
-def _power_of_two(limit: float) -> int:
-    """Return the largest power of two up to the limit, at least 1."""
-    return 2 ** int(math.log2(max(1.0, limit)))
 
 
 def _whole_updates(episodes: int) -> int:

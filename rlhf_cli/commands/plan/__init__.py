@@ -18,7 +18,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shell_word, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, fragmentation, library_bytes
+from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, overhead_bytes
 from rlhf_cli.stages.plan_inputs import ModelResolver
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.stages.plan_phases import KINDS, MODES
@@ -66,9 +66,9 @@ def run(
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
         stages = [estimate_stage(config, chain, mode, target) for config in configs]
-        libraries = 0 if target.gpu else system.process_memory()  # before measurements use memory
+        process = 0 if target.gpu else system.process_memory()  # before measurements use memory
         for stage in stages:
-            plans.append(_plan(stage, flops, routed[stage.config.stage], chain, libraries))
+            plans.append(_plan(stage, flops, routed[stage.config.stage], chain, process))
             bar.advance()
     total = _total(plans, load_seconds)
     if as_json:
@@ -92,14 +92,14 @@ def _load_configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], d
 
 
 def _plan(
-    stage: Estimate, flops: float | None, overrides: Sequence[str], chain: ModelResolver, libraries: int
+    stage: Estimate, flops: float | None, overrides: Sequence[str], chain: ModelResolver, process: int
 ) -> dict[str, Any]:
     """Return the plan of a stage, as printed by --json."""
     config, name, data = stage.config, stage.config.stage, stage.data
-    libraries = library_bytes(name, stage.target, libraries)
-    holes = fragmentation(stage.config.stage, stage.peak.total, stage.target)
-    needed = stage.peak.total + holes + libraries
+    overhead = overhead_bytes(name, stage.peak.total, stage.target, process)
+    needed = stage.peak.total + sum(overhead.values())
     time_s = estimate_duration(stage, flops)
+    once_s = {phase.name: time_s.phases.pop(phase.name) for phase in stage.phases if phase.once}
     step_s = sum(time_s.phases.values())
     return {
         "stage": name,
@@ -113,12 +113,12 @@ def _plan(
             for phase in stage.phases
         ],
         "fullest": stage.peak.name,
-        "holes": holes,
-        "libraries": libraries,
+        **overhead,
         "memory_bytes": needed,
         "fits": fits(stage, needed),
         "step_seconds": time_s.phases,
-        "seconds": step_s * stage.steps,
+        "once_seconds": once_s,
+        "seconds": step_s * stage.steps + sum(once_s.values()),
         "run": time_s.run,
         "share": time_s.share,
         "unit": data.unit,
@@ -128,7 +128,7 @@ def _plan(
         "rows_are": data.how,
         "steps": stage.steps,
         "steps_are": stage.steps_are,
-        "advice": [] if needed <= stage.target.memory else advice(stage, overrides, chain, libraries),
+        "advice": [] if needed <= stage.target.memory else advice(stage, overrides, chain, process),
     }
 
 
@@ -140,7 +140,7 @@ def fits(stage: Estimate, needed: int) -> bool | None:
     return False if optimizer.startswith(("adamw", "paged_adamw")) else None
 
 
-def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libraries: int) -> list[dict[str, Any]]:
+def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int) -> list[dict[str, Any]]:
     """Return {set, memory_bytes, fits}: combinations of settings, with adapters first and then without.
 
     Each goes as far as it has to fit; if none fits, both go to the end.
@@ -148,12 +148,12 @@ def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libr
     return [
         combination
         for adapters in (True, False)
-        if (combination := _combine(stage, overrides, chain, libraries, adapters=adapters))
+        if (combination := _combine(stage, overrides, chain, process, adapters=adapters))
     ]
 
 
 def _combine(
-    stage: Estimate, overrides: Sequence[str], chain: ModelResolver, libraries: int, *, adapters: bool
+    stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int, *, adapters: bool
 ) -> dict[str, Any] | None:
     """Return settings that are added, one after the other if it saves memory, until the stage fits.
 
@@ -173,7 +173,8 @@ def _combine(
             continue
         if smaller.peak.total < 0.99 * peak.total:
             chosen, peak = [*kept, *changes], smaller.peak
-            needed = peak.total + fragmentation(stage.config.stage, peak.total, stage.target) + libraries
+            overhead = overhead_bytes(config.stage, peak.total, stage.target, process)
+            needed = peak.total + sum(overhead.values())
             found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
             if found["fits"]:
                 break
@@ -265,10 +266,11 @@ def show(plan: dict[str, Any], target: Target) -> None:
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
     count = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
     limit = ", with all responses at their limit" if plan["stage"] in GENERATING else ""
-    total = f"{_bound(plan)} {terminal.duration(step * plan['steps'])}{limit}"
-    terminal.out(f"         {count} x {terminal.duration(step)}: {total}")
+    total = f"{_bound(plan)} {terminal.duration(plan['seconds'])}{limit}"
+    once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
+    terminal.out(f"         {count} x {terminal.duration(step)}{once}: {total}")
     if plan["share"] < devices.MIN_CPU_SHARE:
-        idle = terminal.duration(step * plan["steps"] * plan["share"])
+        idle = terminal.duration(plan["seconds"] * plan["share"])
         terminal.out(f"         other processes leave {plan['share']:.0%} of the processor now; alone about {idle}")
     terminal.out(f"data     {_rows(plan)}")
     terminal.out()

@@ -8,9 +8,9 @@ one with all tokens of a micro-batch as rows for reading and learning, and one w
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from rlhf_cli.stages.plan_estimate import Estimate
 from rlhf_cli.stages.plan_phases import Phase, StageModel
 
 MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
+TRAINING_BYTES = 16  # per parameter: weights, gradients and moments of AdamW in float32
 SHALLOW_LAYERS = (1, 5)  # of a deep model
 MAX_SHALLOW_TOKENS, MAX_SHALLOW_NEW_TOKENS = 512, 32  # of its measured rows, and of a measured response
 MAX_SHALLOW_SHARE = 0.25  # of the memory, for weights, gradients and moments of a shallow model
@@ -52,7 +53,7 @@ def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
     devices.set_num_threads(largest)
     policy, seconds, shares = stage.policy, dict[str, float](), list[float]()
     for phase in computing:
-        width = 1 if phase.name == "rollout" else stage.data.lengths.row
+        width = 1 if phase.name in ("rollout", "normalize") else stage.data.lengths.row
         rate, share = measure_flops(phase.rows * width, policy.hidden)
         seconds[phase.name] = phase.flops / rate
         shares.append(share)
@@ -60,7 +61,7 @@ def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
     if not stage.target.gpu and not policy.four_bits:
         layers = (policy.layers,) if small else _shallow_layers(policy, stage.target.memory)
         if layers:
-            return _measure(stage, computing, layers)
+            return _measure(stage, computing, layers, seconds)
     return Duration(seconds, False, min(shares))
 
 
@@ -71,15 +72,21 @@ def _shallow_layers(policy: StageModel, available: int) -> tuple[int, ...]:
         return ()
     rest = 1 - SHALLOW_LAYERS[-1] / policy.layers
     parameters = policy.parameters - rest * memory.layer_bytes(policy.model) / policy.model.dtype.itemsize
-    return SHALLOW_LAYERS if memory.training_bytes(round(parameters), 0) < MAX_SHALLOW_SHARE * available else ()
+    return SHALLOW_LAYERS if TRAINING_BYTES * parameters < MAX_SHALLOW_SHARE * available else ()
 
 
-def _measure(stage: Estimate, computing: list[Phase], layers: tuple[int, ...]) -> Duration:
-    """Measure a pass of the stage's first model with `layers`; each phase takes as many of them as its FLOPs say."""
+def _measure(
+    stage: Estimate, computing: list[Phase], layers: tuple[int, ...], products: Mapping[str, float]
+) -> Duration:
+    """Measure a pass of the stage's first model with `layers`; each phase takes as many of them as its FLOPs say.
+
+    `products`: seconds of the phases by matrix products, for normalize, which samples from another model.
+    """
     policy, mean = stage.policy, stage.data.lengths.average
     is_scorer = policy.model.get_output_embeddings() is None
     rollout = next((phase for phase in computing if phase.name == "rollout"), None)
-    rows = computing[-1].rows * (2 if is_scorer else 1)
+    last = next(phase for phase in reversed(computing) if not phase.once)
+    rows = last.rows * (2 if is_scorer else 1)
     new_tokens, generated = (mean.response, rollout.rows) if rollout else (0, 1)
     if len(layers) > 1:
         rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
@@ -93,17 +100,18 @@ def _measure(stage: Estimate, computing: list[Phase], layers: tuple[int, ...]) -
     answers = 0 if is_scorer else rows * mean.response
     passes = {
         "rollout": (times.generate, policy.generation_flops(generated, Lengths(mean.prompt, new_tokens))),
-        "judge": (times.forward, policy.forward_flops(rows, mean.row, answers)),
+        "judge": (forward := (times.forward, policy.forward_flops(rows, mean.row, answers))),
+        "evaluate": forward,
     }
     training = times.train, policy.training_flops(rows, mean.row, answers)
-    seconds = {}
-    for phase in computing:
+    seconds = dict(products)
+    for phase in [each for each in computing if each.name != "normalize"]:
         pass_seconds, pass_flops = passes.get(phase.name, training)
         seconds[phase.name] = phase.flops / pass_flops * pass_seconds
     config, steps = stage.config, int(stage.config.stage != "eval")  # of an update, for each trained model
     if isinstance(config, PPOConfig):
         steps = config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
-    seconds[computing[-1].name] += times.step * steps
+    seconds[last.name] += times.step * steps
     return Duration(seconds, True, times.share)
 
 
@@ -120,19 +128,14 @@ def _make_model(policy: StageModel, layers: int, is_scorer: bool) -> Any:
 def _extrapolate(few: "PassTimes", more: "PassTimes", layers: int) -> "PassTimes":
     """Return the times of a model with `layers` layers from those of two shallow ones."""
     steps = (layers - SHALLOW_LAYERS[0]) / (SHALLOW_LAYERS[1] - SHALLOW_LAYERS[0])
-    names = ("train", "forward", "step", "generate")
-    low, high = ({name: getattr(times, name) for name in names} for times in (few, more))
-    return PassTimes(
-        **{name: low[name] + steps * max(0.0, high[name] - low[name]) for name in names},
-        share=min(few.share, more.share),
-    )
+    times = PassTimes(*(low + steps * max(0.0, high - low) for low, high in zip(few, more, strict=True)))
+    return times._replace(share=min(few.share, more.share))
 
 
 # Speed of this machine, by short measurements
 
 
-@dataclass(frozen=True)
-class PassTimes:
+class PassTimes(NamedTuple):
     """Seconds of passes of a model, and the share of the processor that the measurement had."""
 
     train: float  # forward and backward

@@ -236,6 +236,8 @@ def frontier_panel(judge: str, report: Mapping[str, Any], colors: Sequence[str],
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
     KL, the true quality rises and falls.
     """
+    import numpy as np
+
     ppo_color, best_of_n_color, ring_color = colors
 
     def draw(axis: Any) -> None:
@@ -259,7 +261,8 @@ def frontier_panel(judge: str, report: Mapping[str, Any], colors: Sequence[str],
                 (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
                 mark(ring, label)
         end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
-        axis.set_xscale("function", functions=(_root, _square))
+        root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
+        axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
         axis.set_xlim(-end / 800, end)
         axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
         axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
@@ -282,19 +285,6 @@ def ticks(end: float) -> list[float]:
         if tick <= end and math.sqrt(tick) - math.sqrt(shown[-1]) > 0.07 * math.sqrt(end):
             shown.append(tick)
     return shown
-
-
-def _root(values: Any) -> Any:
-    """Return the square root, continued to the left of 0, where the axis begins."""
-    import numpy as np
-
-    return np.sign(values) * np.sqrt(np.abs(values))
-
-
-def _square(values: Any) -> Any:
-    import numpy as np
-
-    return np.sign(values) * np.square(values)
 
 
 def draw_frontier(report: Mapping[str, Any], path: Path) -> None:
