@@ -472,8 +472,45 @@ def test_time_is_a_lower_bound_for_large_models_and_other_machines(
     assert not is_measured() and ": at least " in plan("sft.yaml").stdout
 
 
+@on_a_cpu
+def test_the_time_of_a_deep_model_follows_from_shallow_ones(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(model: Any, *_: Any, bf16: bool) -> duration.PassTimes:
+        layers = model.config.num_hidden_layers
+        return duration.PassTimes(2 + 3 * layers, 1 + layers, layers / 2, 4 + 2 * layers, 1)
+
+    monkeypatch.setattr(duration, "measure_passes", measure)
+    monkeypatch.setattr(duration, "SHALLOW_LAYERS", (0, 1))
+    for limit in ("MAX_SHALLOW_TOKENS", "MAX_SHALLOW_NEW_TOKENS"):
+        monkeypatch.setattr(duration, limit, 10**9)
+    times = []
+    for small in (10**9, 100):
+        monkeypatch.setattr(devices, "SMALL_MODEL_PARAMETERS", small)
+        stages = json.loads(plan(".", "--json").stdout)["stages"].values()
+        times.append({stage["stage"]: stage["step_seconds"] for stage in stages})
+        assert all(stage["run"] for stage in stages)
+    for stage, seconds in times[0].items():
+        assert times[1][stage] == pytest.approx(seconds), stage
+
+
+def test_held_out_rows_are_counted_once_a_stage(three: Path) -> None:
+    """SFT reads them after each epoch, the reward stage twice, with five probes of each pair at the end."""
+
+    def evaluate(stage: str, epochs: int) -> float:
+        overrides = (f"{stage}.num_train_epochs={epochs}", f"data.eval={json.dumps(str(yaml_value(stage, 'train')))}")
+        return float(phase(planned(f"{stage}.yaml", *overrides)[stage], "evaluate")["flops"])
+
+    assert evaluate("sft", 6) == pytest.approx(3 * evaluate("sft", 2))
+    assert evaluate("reward", 2) / evaluate("reward", 1) == pytest.approx((2 * 2 + 5) / (2 + 5))
+    reward = planned("reward.yaml", "reward.normalize=sft", "reward.normalize_samples=64")["reward"]
+    assert phase(reward, "normalize")["flops"] > 0 and "normalize" in reward["once_seconds"]
+    assert reward["seconds"] == pytest.approx(
+        reward["steps"] * sum(reward["step_seconds"].values()) + sum(reward["once_seconds"].values())
+    )
+
+
 def test_measured_rows_have_the_average_length(three: Path) -> None:
     assert Lengths(20, 80, mean=50).average == Lengths(10, 40) and Lengths(20, 80).average == Lengths(20, 80)
+    assert Lengths(20, 80, prompt_mean=5).average == Lengths(5, 80)  # a response may reach its limit
     (_, row), *_ = read_jsonl(Path("rows.jsonl"))
     append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
     chain, config = ModelResolver([], Options(), None), load("sft", Path("sft.yaml"))
@@ -488,7 +525,8 @@ def test_measured_rows_have_the_average_length(three: Path) -> None:
 def test_other_processes_are_reported(
     share: float, printed: bool, capsys: pytest.CaptureFixture[str], three: Path
 ) -> None:
-    show({**ppo(), "steps": 4, "step_seconds": {"update": 10}, "share": share, "run": True}, Target.of(None, 1))
+    times = {"step_seconds": {"update": 10}, "seconds": 40, "share": share, "run": True}
+    show({**ppo(), "steps": 4, **times}, Target.of(None, 1))
     out = capsys.readouterr().out
     assert "4 x 10 s: about 40 s" in out and ("25% of the processor now; alone about 10 s" in out) == printed
 

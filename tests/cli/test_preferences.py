@@ -253,6 +253,18 @@ def write_answers(path: Path, answer: str, count: int = 40, prompt: str = "Say")
     return pairs
 
 
+def test_a_slow_cpu_with_bfloat16_gets_it_and_fewer_passes(
+    world: World, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(200.0, 400.0, bf16_gain=1.5))
+    run = tmp_path / "run"
+    result = init(run, data["texts"], world.base)
+    assert result.exit_code == 0 and "tokens a second in bfloat16" in result.stdout
+    made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.STAGES}
+    assert all(getattr(each, stage).bf16 for stage, each in made.items())
+    assert (made["ppo"].ppo.num_ppo_epochs, made["ppo"].ppo.num_mini_batches) == (1, 4)
+
+
 def test_answers_of_one_word_and_of_three_thousand(world: World, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     write_answers(pairs, "Yes")

@@ -216,6 +216,7 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
     assert short.minutes and short.minutes <= 3 and short.total_episodes < long.total_episodes
     slow = choose_sizes(replace(INPUTS, speed=Speed(20.0, 4.0)), 10)
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
+    assert (long.ppo_epochs, slow.ppo_epochs) == (4, 1)
     assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
     unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
     assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
@@ -339,6 +340,20 @@ def test_comments_are_aligned_in_one_column() -> None:
 
 
 # Speed
+
+
+@pytest.mark.parametrize(("supported", "gain", "chosen"), [(True, 1.5, True), (True, 1.1, False), (False, 9.0, False)])
+def test_bfloat16_on_a_cpu_is_chosen_by_its_speed(
+    supported: bool, gain: float, chosen: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, bf16: bool, **__: Any) -> duration.PassTimes:
+        return duration.PassTimes(*[1 / gain if bf16 else 1.0] * 4, 1)
+
+    monkeypatch.setattr(sizes, "measure_passes", measure)
+    monkeypatch.setattr(devices, "cpu_multiplies_bf16", lambda: supported)
+    speed = sizes.measure_speed(world.base)
+    assert speed.bf16_gain == (pytest.approx(gain) if chosen else None)
+    assert speed.training == pytest.approx((gain if chosen else 1) * 512)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training."""
 
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from rlhf_cli import system
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, save, tokenizers
 from rlhf_cli.models import load as loading
@@ -314,6 +316,15 @@ def test_an_added_token_changes_no_other_logit_and_has_no_large_one(world: World
     assert after.shape[-1] == before.shape[-1] + 1 == model.config.vocab_size
     assert torch.allclose(after[..., :-1], before, atol=1e-5)
     assert (after[..., -1] < before.amax(-1)).all()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives memory back by itself or never")
+def test_freed_memory_is_given_back_to_the_system() -> None:
+    tensors = [torch.ones(25_000) for _ in range(2000)]  # 200 MB in pieces that malloc keeps
+    used = system.process_memory()
+    del tensors[:-1]  # the last one is at the end of the heap
+    devices.release_memory()
+    assert system.process_memory() < used - 150e6
 
 
 def test_a_saved_tree_is_loaded_exactly_and_shares_no_tensor(tmp_path: Path) -> None:
