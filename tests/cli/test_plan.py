@@ -496,8 +496,9 @@ def test_held_out_rows_are_counted_once_a_stage(three: Path) -> None:
     """SFT reads them after each epoch, the reward stage twice, with five probes of each pair at the end."""
 
     def evaluate(stage: str, epochs: int) -> float:
-        overrides = (f"{stage}.num_train_epochs={epochs}", f"data.eval={json.dumps(str(yaml_value(stage, 'train')))}")
-        return float(phase(planned(f"{stage}.yaml", *overrides)[stage], "evaluate")["flops"])
+        steps = f"{stage}.max_steps=null", f"{stage}.num_train_epochs={epochs}"
+        rows = "rows.jsonl" if stage == "sft" else "pairs.jsonl"
+        return float(phase(planned(f"{stage}.yaml", *steps, f"data.eval={rows}")[stage], "evaluate")["flops"])
 
     assert evaluate("sft", 6) == pytest.approx(3 * evaluate("sft", 2))
     assert evaluate("reward", 2) / evaluate("reward", 1) == pytest.approx((2 * 2 + 5) / (2 + 5))

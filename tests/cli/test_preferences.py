@@ -258,7 +258,7 @@ def test_a_slow_cpu_with_bfloat16_gets_it_and_fewer_passes(
 ) -> None:
     monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(200.0, 400.0, bf16_gain=1.5))
     run = tmp_path / "run"
-    result = init(run, data["texts"], world.base)
+    result = init(run, data["columns"], world.base)
     assert result.exit_code == 0 and "tokens a second in bfloat16" in result.stdout
     made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.STAGES}
     assert all(getattr(each, stage).bf16 for stage, each in made.items())

@@ -12,7 +12,7 @@ from conftest import World
 from run_cli import is_one_error, rlhf
 
 from rlhf_cli import jsonl, terminal
-from rlhf_cli.commands.init import placement
+from rlhf_cli.commands.init import placement, sizes
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
 from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
