@@ -298,6 +298,7 @@ def test_the_plan_of_the_written_folder_fits(
         assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
     planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
     assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
+    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= GPU_SHARE * gib * 2**30
 
 
 def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(

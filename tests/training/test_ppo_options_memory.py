@@ -48,7 +48,7 @@ def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypa
     metrics = run_folder / "ppo/metrics.jsonl"
     expected, identity = untimed(metrics), (run_folder / "ppo/identity.json").read_bytes()
     target = Target(True, 0, "a GPU")
-    monkeypatch.setattr(ppo_setup, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_: target)}))
+    monkeypatch.setattr(ppo_setup, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_, **__: target)}))
     gib, few = next((gib, count) for gib, count in zip(sizes, rows, strict=True) if count < 8)
     monkeypatch.setattr(devices, "available_bytes", lambda: round(gib * 2**30))
     batches.clear()

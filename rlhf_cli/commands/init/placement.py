@@ -25,7 +25,7 @@ BEST_OF = 4
 ADAPTER_RATE = 10  # times the learning rate of whole weights, as the defaults have it (docs/scaling.md)
 KINDS = (None, "lora", "qlora")  # of adapters, each in less memory than the one before
 ADAPTERS = ("auto", "none", "lora", "qlora")
-MODEL_KEYS = ("model.path", "models.sft", "models.ppo", "models.reward")
+MODEL_KEYS = ("model.path", "models.sft", "models.ppo", "models.reward", "rewards.reward.model")
 
 
 @dataclass(frozen=True)
