@@ -27,7 +27,7 @@ TRAINING_BYTES = 16  # per parameter: weights, gradients and moments of AdamW in
 SHALLOW_LAYERS = (1, 5)  # of a deep model
 MAX_SHALLOW_TOKENS, MAX_SHALLOW_NEW_TOKENS = 512, 32  # of its measured rows, and of a measured response
 MAX_SHALLOW_SHARE = 0.25  # of the memory, for weights, gradients and moments of a shallow model
-MAX_CALLS, MAX_CALLS_S = 3, 5.0  # per function and round: number of calls, seconds after which none is added
+MAX_CALLS, MAX_CALLS_S = 3, 2.5  # per function and round: number of calls, seconds after which none is added
 MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, seconds after which none is added
 MAX_PRODUCT_ROWS = 4096
 
