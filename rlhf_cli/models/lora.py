@@ -159,6 +159,7 @@ def autocast_matrices(model: Any) -> None:
     for _, _, layer in linear_layers(model):
         if not layer.weight.requires_grad and layer.weight.dtype == torch.float32:
             layer.weight.data = layer.weight.data.bfloat16()
+    devices.release_memory()  # of the float32 matrices
 
 
 def can_quantize(layer: Any) -> bool:

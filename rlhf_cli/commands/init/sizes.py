@@ -109,15 +109,13 @@ def measure_inputs(
 
 
 def measure_speed(folder: Path) -> Speed:
-    """Measure the speed of a folder's model, on a CPU with instructions for bfloat16 in both formats."""
+    """Measure the speed of a folder's model, in both formats on a CPU that multiplies in bfloat16."""
     model = load.load_causal_lm(folder).to(devices.device())
     width = min(BATCH_TOKENS, load.context_length(model.config.get_text_config()) or BATCH_TOKENS)
     prompt = min(NEW_TOKENS, width // 2)
     speeds = []
     for bf16 in (False, True) if devices.cpu_multiplies_bf16() else (devices.use_bf16(None),):
-        times = measure_passes(
-            model, BATCH_ROWS, prompt, width - prompt, new_tokens=prompt, generated=EPISODES_PER_UPDATE, bf16=bf16
-        )
+        times = measure_passes(model, BATCH_ROWS, prompt, width - prompt, prompt, EPISODES_PER_UPDATE, bf16=bf16)
         speeds.append(Speed(BATCH_ROWS * width / times.train, EPISODES_PER_UPDATE * prompt / times.generate))
     gain = speeds[-1].training / speeds[0].training
     return replace(speeds[-1], bf16_gain=gain) if gain >= MIN_BF16_GAIN else speeds[0]

@@ -17,7 +17,6 @@ import torch
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.batch import Prompts
-from rlhf_cli.models.memory import Lengths
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.plan_estimate import Estimate
 from rlhf_cli.stages.plan_phases import Phase, StageModel
@@ -25,7 +24,8 @@ from rlhf_cli.stages.plan_phases import Phase, StageModel
 MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
 TRAINING_BYTES = 16  # per parameter: weights, gradients and moments of AdamW in float32
 SHALLOW_LAYERS = (1, 5)  # of a deep model
-MAX_SHALLOW_TOKENS, MAX_SHALLOW_NEW_TOKENS = 512, 32  # of its measured rows, and of a measured response
+MAX_SHALLOW_TOKENS = 512  # of its measured rows
+MAX_NEW_TOKENS = 9  # of a measured response
 MAX_SHALLOW_SHARE = 0.25  # of the memory, for weights, gradients and moments of a shallow model
 MAX_CALLS, MAX_CALLS_S = 3, 2.5  # per function and round: number of calls, seconds after which none is added
 MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, seconds after which none is added
@@ -90,16 +90,12 @@ def _measure(
     new_tokens, generated = (mean.response, rollout.rows) if rollout else (0, 1)
     if len(layers) > 1:
         rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
-        new_tokens = min(new_tokens, MAX_SHALLOW_NEW_TOKENS)
-    measured = []
-    for count in layers:
-        model = _make_model(policy, count, is_scorer)
-        sizes = rows, mean.prompt, mean.response, new_tokens, generated
-        measured.append(measure_passes(model, *sizes, bf16=policy.bf16))
+    sizes = rows, mean.prompt, mean.response, new_tokens, generated
+    measured = [measure_passes(_make_model(policy, n, is_scorer), *sizes, bf16=policy.bf16) for n in layers]
     times = measured[0] if len(layers) == 1 else _extrapolate(measured[0], measured[1], policy.layers)
     answers = 0 if is_scorer else rows * mean.response
     passes = {
-        "rollout": (times.generate, policy.generation_flops(generated, Lengths(mean.prompt, new_tokens))),
+        "rollout": (times.generate, policy.generation_flops(generated, mean)),
         "judge": (forward := (times.forward, policy.forward_flops(rows, mean.row, answers))),
         "evaluate": forward,
     }
@@ -150,7 +146,7 @@ def measure_passes(
 ) -> PassTimes:
     """Measure passes on `rows` rows of prompt and response, with the logits of the responses if it has a head.
 
-    Generation is of `generated` rows of `new_tokens` tokens each. With `bf16` all of it is under autocast.
+    Generation is of `generated` rows of `new_tokens` tokens: a few in the middle are measured. `bf16`: under autocast.
     """
     head, vocabulary = model.get_output_embeddings(), model.config.get_text_config().vocab_size
     ids = torch.arange(rows * (prompt + response), device=model.device).remainder(vocabulary).reshape(rows, -1)
@@ -163,12 +159,19 @@ def measure_passes(
     def train() -> None:
         forward().sum().backward()
 
-    engine = HFEngine(model, None, 0, bf16=bf16)
-    prompts = Prompts.from_lists(ids[:1, :prompt].tolist() * generated)
-    seeded = Prompts(prompts.ids, prompts.mask, tuple(range(generated)), new_tokens)
+    engine, few = HFEngine(model, None, 0, bf16=bf16), min(new_tokens, MAX_NEW_TOKENS)
+    width = prompt + (new_tokens - few) // 2
+    read = torch.arange(generated * width).remainder(vocabulary).reshape(generated, width)  # different prompts
+
+    def generate(count: int) -> None:
+        if count:
+            engine.generate(Prompts(read, torch.ones_like(read, dtype=torch.bool), tuple(range(generated)), count))
+
     step = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad).step
-    calls = (train, torch.no_grad()(forward), step, lambda: engine.generate(seeded) if new_tokens else None)
-    return PassTimes(*fastest(*calls))
+    calls = (train, torch.no_grad()(forward), step, lambda: generate(min(few, 1)), lambda: generate(few))
+    *seconds, prefill, written, share = fastest(*calls)
+    token = max(0.0, written - prefill) / max(1, few - 1)
+    return PassTimes(*seconds, prefill * prompt / width + token * max(0, new_tokens - 1), share)
 
 
 def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
