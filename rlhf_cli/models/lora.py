@@ -223,21 +223,8 @@ def head_weights(folder: Path) -> set[str]:
 
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
-    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01.
-
-    The sum is computed in the model's dtype, also of layers that `autocast_matrices` stored in bfloat16.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    peft_model = _attach(model, folder, TRAINABLE[:1], model.dtype)
-    for layer in peft_model.modules():
-        if isinstance(layer, LoraLayer):
-            weight = layer.get_base_layer().weight
-            stored, weight.data = weight.dtype, weight.data.to(model.dtype)
-            layer.merge()
-            weight.data = weight.data.to(stored)
-    with warnings.catch_warnings(action="ignore"):  # that the layers are merged already
-        peft_model.merge_and_unload()
+    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
+    _attach(model, folder, TRAINABLE[:1], model.dtype).merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _copy_trained_config(model, folder, config)
 

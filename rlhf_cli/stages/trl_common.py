@@ -10,6 +10,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import transformers
 import trl
 from transformers import PrinterCallback, TrainerCallback
@@ -209,13 +210,20 @@ def trained_base(trainer: Any, config: TRLConfig) -> Any:
 
 
 def load_saved_model(loader: Callable[..., Any], config: TRLConfig, options: Options, base: Any) -> Any:
-    """Return the stage's saved model, frozen, on the device: by `loader`, or its adapters merged into `base`."""
-    folder = config.folder / "model"
+    """Return the stage's saved model, frozen, on the device: by `loader`, or its adapters on `base`.
+
+    They are merged into a float32 base. In bfloat16 they stay beside it, as in PPO and evaluations: a sum stored in
+    bfloat16 would lose changes of less than 1/512 of a weight.
+    """
+    folder, bf16 = config.folder / "model", devices.use_bf16(settings_of(config).bf16)
     if base is None:
         base = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code))
+    elif bf16 or base.dtype != torch.float32:
+        adapted = load.read_config(folder, options.trust_remote_code)
+        base = lora.load_adapter(base, folder, adapted, folder).get_base_model()
     else:
         lora.merge_adapter(base, folder, load.read_config(folder, options.trust_remote_code))
-    return setup.place_frozen(base, bf16=devices.use_bf16(settings_of(config).bf16))
+    return setup.place_frozen(base, bf16=bf16)
 
 
 def log_final_evaluation(log: MetricsLog, steps: int, metrics: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl_stage
 from conftest import World
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl_stage import base_padded_with_eos, metrics_of, signal_at, train, trainer_of
@@ -128,17 +129,39 @@ def test_probes_are_the_scores_that_ppo_finds(world: World, tmp_path: Path, sft_
     assert ("reward_mean" in manifest) == hasattr(scorer.config, "reward_std") == (normalize == "sft")
 
 
-def test_probes_in_bfloat16_are_marked_and_near_those_in_float32(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    """The model trains and is measured in bfloat16; PPO that computes in float32 finds nearly the same scores."""
+def test_probes_in_bfloat16_are_marked_and_checked_in_it(
+    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model trains and is measured in bfloat16; in that format PPO finds nearly the same scores."""
     config = config_of(world, tmp_path, sft_stage, reward={"bf16": True})
     manifest = train(config)
     assert manifest["probes_dtype"] == "bfloat16"
+    formats, score = list[bool](), forward.pooled_scores
+    monkeypatch.setattr(
+        forward, "pooled_scores", lambda *given: formats.append(torch.is_autocast_enabled("cpu")) or score(*given)
+    )
     parent = runs.open_parent(str(config.folder), expect=("reward",), key="models.reward", where="")
     scorer = load_reward_model(config.folder / "model").eval()
     setup.check_probes(scorer, parent, where="")
+    assert formats and all(formats)
     scorer.score.weight.data *= -1
     with pytest.raises(RLHFError, match="M09"):
         setup.check_probes(scorer, parent, where="")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adapters_are_measured_beside_a_base_in_bfloat16(
+    bf16: bool, world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that is stored in bfloat16 would lose their small changes; a float32 base has them added."""
+    measured, card = list[Any](), reward.make_report_card
+    monkeypatch.setattr(
+        reward, "make_report_card", lambda config, scorer, *rest: measured.append(scorer) or card(config, scorer, *rest)
+    )
+    model = {"path": str(sft_stage), "adapters": {"kind": "lora"}}
+    train(config_of(world, tmp_path, sft_stage, model=model, reward={"bf16": bf16, "normalize": "none"}))
+    (scorer,) = measured
+    assert any(isinstance(layer, LoraLayer) for layer in scorer.modules()) == bf16
 
 
 @pytest.mark.parametrize(("coefficient", "margin"), [(0.0, None), (0.5, None), (0.0, 2.0), (0.5, 2.0)])
