@@ -169,9 +169,9 @@ def measure_passes(
 
     step = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad).step
     calls = (train, torch.no_grad()(forward), step, lambda: generate(min(few, 1)), lambda: generate(few))
-    *seconds, prefill, written, share = fastest(*calls)
+    training, reading, stepping, prefill, written, share = fastest(*calls)
     token = max(0.0, written - prefill) / max(1, few - 1)
-    return PassTimes(*seconds, prefill * prompt / width + token * max(0, new_tokens - 1), share)
+    return PassTimes(training, reading, stepping, prefill * prompt / width + token * max(0, new_tokens - 1), share)
 
 
 def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
