@@ -27,7 +27,8 @@ JUDGE_YAML = """\
 seed: {seed}
 model: {{path: ../run/sft, adapters: {{kind: lora}}}}
 data: {{train: pairs.jsonl, eval: pairs_eval.jsonl}}
-reward: {{learning_rate: 1e-4, num_train_epochs: 1, per_device_train_batch_size: 8, max_length: 512}}
+reward:
+  {{learning_rate: 1e-4, max_steps: 40, per_device_train_batch_size: 8, gradient_accumulation_steps: 2, max_length: 512}}
 """
 
 
