@@ -28,7 +28,8 @@ seed: {seed}
 model: {{path: ../run/sft, adapters: {{kind: lora}}}}
 data: {{train: pairs.jsonl, eval: pairs_eval.jsonl}}
 reward:
-  {{learning_rate: 1e-4, max_steps: 40, per_device_train_batch_size: 8, gradient_accumulation_steps: 2, max_length: 512}}
+  {{learning_rate: 1e-4, max_steps: 40, per_device_train_batch_size: 8, gradient_accumulation_steps: 2,
+    max_length: 512}}
 """
 
 
