@@ -217,12 +217,13 @@ def load_saved_model(loader: Callable[..., Any], config: TRLConfig, options: Opt
     """
     folder, bf16 = config.folder / "model", devices.use_bf16(settings_of(config).bf16)
     if base is None:
-        base = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code))
-    elif bf16 or base.dtype != torch.float32:
-        adapted = load.read_config(folder, options.trust_remote_code)
+        model = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code))
+        return setup.place_frozen(model, bf16=bf16)
+    adapted = load.read_config(folder, options.trust_remote_code)
+    if bf16 or base.dtype != torch.float32:
         base = lora.load_adapter(base, folder, adapted, folder).get_base_model()
     else:
-        lora.merge_adapter(base, folder, load.read_config(folder, options.trust_remote_code))
+        lora.merge_adapter(base, folder, adapted)
     return setup.place_frozen(base, bf16=bf16)
 
 

@@ -99,8 +99,8 @@ def _plan(
     overhead = overhead_bytes(name, stage.peak.total, stage.target, process)
     needed = stage.peak.total + sum(overhead.values())
     time_s = estimate_duration(stage, flops)
-    once_s = {phase.name: time_s.phases.pop(phase.name) for phase in stage.phases if phase.once}
-    step_s = sum(time_s.phases.values())
+    once = {phase.name for phase in stage.phases if phase.once}
+    once_s, step_s = ({n: s for n, s in time_s.phases.items() if (n in once) == part} for part in (True, False))
     return {
         "stage": name,
         "mode": stage.mode,
@@ -116,9 +116,9 @@ def _plan(
         **overhead,
         "memory_bytes": needed,
         "fits": fits(stage, needed),
-        "step_seconds": time_s.phases,
+        "step_seconds": step_s,
         "once_seconds": once_s,
-        "seconds": step_s * stage.steps + sum(once_s.values()),
+        "seconds": sum(step_s.values()) * stage.steps + sum(once_s.values()),
         "run": time_s.run,
         "share": time_s.share,
         "unit": data.unit,

@@ -18,6 +18,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.stages import setup
 from rlhf_cli.stages.plan_estimate import Estimate
 from rlhf_cli.stages.plan_phases import Phase, StageModel
 
@@ -152,7 +153,7 @@ def measure_passes(
     ids = torch.arange(rows * (prompt + response), device=model.device).remainder(vocabulary).reshape(rows, -1)
 
     def forward() -> torch.Tensor:
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+        with setup.autocast(bf16=bf16):
             states = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
             return states if head is None else head(states[:, -response:]).float().log_softmax(-1)[..., 0]
 
