@@ -94,6 +94,7 @@ class PPOModels(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
     adapters: PPOAdapters | None = None
+    engine: Literal["hf", "graph"] = "hf"
 
 
 class PPOConfig(TrainingConfig):
@@ -130,6 +131,8 @@ class PPOConfig(TrainingConfig):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
                 raise invalid(text, "remove it", f"ppo.{key}")
+        if self.models.engine == "graph" and self.ppo.fsdp:
+            raise invalid("engine: graph cannot sample from sharded weights", "set hf", "models.engine")
         if self.rewards and len(self.held_out) == len(self.rewards):
             text = "all rewards have weight 0, so there is nothing to optimise"
             raise invalid(text, "set the weight of at least one of them", "rewards")

@@ -23,6 +23,7 @@ class ObjectiveSettings(Settings):
     target: float = Field(6.0, gt=0)
     horizon: int = Field(10000, gt=0)
     kl_stop: float | None = Field(None, gt=0)
+    max_logprob_gap: float = Field(0.1, gt=0)
 
     # Rewards and advantages
     whiten_rewards: bool = False

@@ -100,6 +100,7 @@ class Rollout:
     response_mask: Tensor  # (B, R) bool: response tokens that count, through the first stop token
     ended: Tensor  # (B,) bool: the response ended with a stop token
     row_offset: int = 0  # of a slice of a batch: the batch's row number of the first row
+    logprobs: Tensor | None = None  # (B, R) float32: of the drawn tokens by the engine that drew them; 0 after the end
 
     @classmethod
     def from_lists(
@@ -138,21 +139,26 @@ class Rollout:
     def rows(self, part: slice) -> "Rollout":
         """Return the rows of a slice, with all columns."""
         offset = self.row_offset + (part.start or 0)
-        return Rollout(self.ids[part], self.mask[part], self.response_mask[part], self.ended[part], offset)
+        return replace(self, row_offset=offset, **{name: tensor[part] for name, tensor in self._tensors.items()})
 
     @classmethod
     def concat(cls, parts: Sequence["Rollout"]) -> "Rollout":
         """Concatenate the rows of rollouts whose prompts have the same width."""
         width = max(part.response_mask.shape[1] for part in parts)
-        ids, mask, response_mask = (
-            torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
-            for name in ("ids", "mask", "response_mask")
-        )
-        return cls(ids, mask, response_mask, torch.cat([part.ended for part in parts]))
+        wide = [name for name in parts[0]._tensors if name != "ended"]
+        padded = {
+            name: torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
+            for name in wide
+        }
+        return cls(**padded, ended=torch.cat([part.ended for part in parts]))
 
     def to(self, device: torch.device) -> "Rollout":
-        names = ("ids", "mask", "response_mask", "ended")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {name: getattr(self, name) for name in ("ids", "mask", "response_mask", "ended", "logprobs")}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def prompt_width(self) -> int:

@@ -32,6 +32,7 @@ _import_name = import_on_first_use(
         "ppo.experience": "Experience",
         "ppo.monitor": "Watchdog",
         "ppo.rollout": "HFEngine",
+        "ppo.graph_engine": "GraphEngine",
         "ppo.trainer": "PPOTrainer",
         "rewards": "FunctionReward ModelReward",
     },

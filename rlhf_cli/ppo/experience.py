@@ -9,11 +9,13 @@ Shapes: B rows (episodes), R response width, N response tokens of a micro-batch.
 import math
 from dataclasses import dataclass, fields
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
 from rlhf_cli.ppo import losses
 
@@ -68,6 +70,16 @@ class ScoreResult:
     weighted_sum: Tensor  # clipped raw scores times their weights, before normalisation
     moments: RunningMeanStd  # of `weighted_sum` over the run, this rollout included
     final: Tensor  # normalised, clipped, less penalties: the reward at the last real token
+
+
+def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
+    """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
+    scores = result.score if isinstance(result, EnsembleScores) else result
+    scores = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
+    if scores.shape != (len(rollout),):
+        text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
+        raise RLHFError("R05", text, hint="return one number per response")
+    return scores
 
 
 def weighted_sum(raw: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float]) -> Tensor:
@@ -151,6 +163,12 @@ class Experience:
         """log pi - log ref of each response token, (B, R) float32, in nats: the k1 estimator of the KL."""
         return torch.where(self.mask, self.logprobs - self.ref_logprobs, 0)
 
+    @property
+    def logprob_gap(self) -> Tensor:
+        """|log-prob here - log-prob of the engine| of each response token, (T,) float32; empty without the engine's."""
+        drawn = self.rollout.logprobs
+        return self.logprobs.new_empty(0) if drawn is None else (self.logprobs - drawn)[self.mask].abs()
+
     def token_batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
         names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -189,6 +207,8 @@ class Experience:
             members = ensemble.members.items()
             metrics |= {f"objective/score/{name}/{member}": float(raw.mean()) for member, raw in members}
             metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
+        if len(gap := self.logprob_gap):
+            metrics |= {"rollout/logprob_gap": float(gap.mean()), "rollout/logprob_gap_p99": float(gap.quantile(0.99))}
         return metrics | {
             "objective/kl_coef": self.kl_coef,
             "objective/response_length": float(rollout.response_lengths.float().mean()),

@@ -51,6 +51,15 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     return NonFiniteError(step, "loss", int(micro_batch.rows[micro_batch.row_index[bad.nonzero()[0, 0]]]))
 
 
+def check_engine(experience: Experience, limit: float, step: int) -> None:
+    """Raise RLHFError R19 if the engine's log-probs differ from the trainer's by more than `limit` nats on average."""
+    gap = experience.logprob_gap
+    if len(gap) and float(gap.mean()) > limit:
+        text = f"step {step}: the engine's log-probs differ from the policy's by {float(gap.mean()):.3g} nats a token, "
+        text += f"more than ppo.max_logprob_gap {limit:g}: it draws from other weights; nothing was trained on them"
+        raise RLHFError("R19", text, hint="the same command resumes; check that the engine gets the last weights")
+
+
 class StopTraining(RLHFError):
     """Ends a run that keeps its best policy. `key` is the setting that set the limit."""
 

@@ -1,12 +1,9 @@
-"""Rollout engines: generate responses to prompts.
-
-An engine is any object with `generate(Prompts) -> Rollout`. To add one, add a class here.
-"""
+"""Rollout engines: generate responses to prompts. To add one, add a class with the methods of `RolloutEngine`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +18,18 @@ NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they f
 
 
 class RolloutEngine(Protocol):
+    deterministic: bool  # row i's tokens depend on `prompts.seeds[i]` alone
+
     def generate(self, prompts: Prompts) -> Rollout:
-        """Return responses of at most `prompts.response_length` tokens; `prompts.seeds[i]` alone keys row i's draws."""
+        """Return responses of at most `prompts.response_length` tokens, with the engine's own log-probs of them."""
+        ...
+
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Take the policy's weights after `update` updates; called before the first draw from them."""
+        ...
+
+    def release_memory(self) -> None:
+        """Free what the next rollout can allocate again: scoring and training come next."""
         ...
 
 
@@ -44,6 +51,7 @@ class HFEngine:
     batch_size: int | None = None  # rows per batch; None: all
     bf16: bool | None = None  # bfloat16 autocast, as in the forward passes of log-probs; None: on a GPU that can
     compact_batch: bool = True
+    deterministic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.bf16 = devices.use_bf16(self.bf16)
@@ -55,14 +63,21 @@ class HFEngine:
         size = self.batch_size or len(prompts)
         with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
             starts = track_progress("batch", range(0, len(prompts), size))
-            responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
+            parts = [self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts]
+        responses, logprobs = map(torch.cat, zip(*parts, strict=True))
         response_mask = losses.response_mask(responses, self.stop_token_id)
         ended, width = is_stop(responses, self.stop_token_id).any(1), int(response_mask.sum(1).max())
         responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
         response_mask = response_mask[:, :width]
         ids = torch.cat([prompts.ids.to(responses.device), responses], 1)
         mask = torch.cat([prompts.mask.to(responses.device), response_mask], 1)
-        return Rollout(ids, mask, response_mask, ended)
+        return Rollout(ids, mask, response_mask, ended, logprobs=logprobs[:, :width])
+
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Do nothing: the engine samples from the model that is trained."""
+
+    def release_memory(self) -> None:
+        """Do nothing: a rollout leaves nothing in memory."""
 
     @torch.no_grad()
     def stream(self, prompt: Prompts) -> Iterator[int]:
@@ -71,34 +86,31 @@ class HFEngine:
         The tokens are those of `generate`.
         """
         assert len(prompt) == len(prompt.seeds) == 1 and prompt.response_length > 0
-        for _, tokens in self._decode_steps(prompt):
+        for _, tokens, _ in self._decode_steps(prompt):
             yield int(tokens)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
 
-    def _generate_ids(self, prompts: Prompts) -> Tensor:
-        """Return response ids (b, response_length), padded after a row's stop token."""
-        responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=self.model.device)
-        for step, (rows, tokens) in enumerate(self._decode_steps(prompts)):
-            responses[rows, step] = tokens
-        return responses
+    def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Return response ids (b, response_length), padded after a row's stop token, and their log-probs."""
+        shape = len(prompts), prompts.response_length
+        responses = torch.full(shape, self.pad_token_id, device=self.model.device)
+        logprobs = torch.zeros(shape, device=self.model.device)
+        for step, (rows, tokens, drawn) in enumerate(self._decode_steps(prompts)):
+            responses[rows, step], logprobs[rows, step] = tokens, drawn
+        return responses, logprobs
 
-    def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each step the unfinished rows (n,) of `prompts` and their next tokens (n,)."""
+    def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for each step the unfinished rows (n,) of `prompts`, next tokens (n,) and their log-probs (n,)."""
         device = self.model.device
-        start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
-        ids, mask = prompts.ids[:, start:].to(device), prompts.mask[:, start:].to(device)
         batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
         unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
-        decoder = self._prefill(ids, mask)
+        decoder = self._prefill(prompts)
         keys, counters = row_keys(prompts.seeds, device), token_counters(decoder.logits.shape[1], device)
         for step in track_progress("rollout: token", range(prompts.response_length)):
-            if self.temperature:
-                tokens = gumbel_sample(decoder.logits / self.temperature, keys, step, counters)
-            else:
-                tokens = decoder.logits.argmax(-1)
-            yield batch_rows[unfinished], tokens[unfinished]
+            tokens, logprobs = sample(decoder.logits, self.temperature, keys, step, counters)
+            yield batch_rows[unfinished], tokens[unfinished], logprobs[unfinished]
             if self.stop_token_id is not None:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == prompts.response_length:
@@ -109,8 +121,10 @@ class HFEngine:
                 batch_rows, tokens, unfinished, keys = batch_rows[rows], tokens[rows], unfinished[rows], keys[rows]
             decoder.append(tokens)
 
-    def _prefill(self, ids: Tensor, mask: Tensor) -> "_CachedDecoder":
-        """Return a decoder that has read the prompts (b, P)."""
+    def _prefill(self, prompts: Prompts) -> "_CachedDecoder":
+        """Return a decoder that has read the prompts."""
+        start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
+        ids, mask = (tensor[:, start:].to(self.model.device) for tensor in (prompts.ids, prompts.mask))
         if not self.compact_batch:
             return _CachedDecoder(self.model, ids, mask, self._autocast)
         is_new = torch.ones_like(mask[:, 0])
@@ -121,7 +135,12 @@ class HFEngine:
         return decoder
 
 
-class _AutocastCache(DynamicCache):
+def accepts_position_ids(model: Any) -> bool:
+    """Return True if a model takes positions; others number the tokens that a mask shows."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+class AutocastMixin:
     """Cache in autocast's dtype: attention casts keys and values to it anyway, and most models give float32."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +148,11 @@ class _AutocastCache(DynamicCache):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        return super().update(key_states, value_states, *args, **kwargs)
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+
+
+class _AutocastCache(AutocastMixin, DynamicCache):
+    pass
 
 
 class _CachedDecoder:
@@ -140,7 +163,7 @@ class _CachedDecoder:
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], torch.autocast]):
         self.model, self.mask, self.autocast = model, mask.long(), autocast
         self.cache = _AutocastCache(config=model.config)
-        self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
+        self.accepts_position_ids = accepts_position_ids(model)
         self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
 
     def append(self, tokens: Tensor) -> None:
@@ -159,6 +182,18 @@ class _CachedDecoder:
         cached = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
         with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
             self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
+
+
+def sample(
+    logits: Tensor, temperature: float, keys: Tensor, step: int | Tensor, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a token of each row of logits (b, V) and its log-prob, (b,) each: 0 at temperature 0."""
+    if not temperature:
+        tokens = logits.argmax(-1)
+        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+    logits = logits / temperature
+    tokens = gumbel_sample(logits, keys, step, counters)
+    return tokens, losses.token_logprobs(logits, tokens, 1.0)
 
 
 # Random numbers are a function of (row's seed, step, token), by a counter-based generator (Salmon et al. 2011,
@@ -191,18 +226,19 @@ def token_counters(vocab_size: int, device: torch.device) -> Tensor:
     return hash_int32(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 
-def log_exponential(keys: Tensor, step: int, counters: Tensor) -> Tensor:
+def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tensor:
     """Return log E of independent E ~ Exp(1), (b, V) float32, from 31 random bits each.
 
-    Resolution is finest near E = 0, which decides the argmax in `gumbel_sample`.
+    `step` is a number, or an int32 tensor (1,) on the device. Resolution is finest near E = 0, which decides the argmax
+    in `gumbel_sample`.
     """
-    first = hash_int32(keys[:, :1] ^ hash_int32(torch.full_like(keys[:, :1], step)))
+    first = hash_int32(keys[:, :1] ^ hash_int32(torch.zeros_like(keys[:, :1]) + step))
     second = hash_int32(keys[:, 1:] + first)
     bits = hash_int32((counters[None] ^ first).add_(second)).bitwise_and_(0x7FFFFFFF)
     return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
 
 
-def gumbel_sample(logits: Tensor, keys: Tensor, step: int, counters: Tensor) -> Tensor:
+def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Tensor) -> Tensor:
     """Sample a token (b,) int64 from the softmax of each row of logits (b, V) as argmax_v (z_v - log E_v).
 
     This is the Gumbel-max trick: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030).

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
@@ -28,6 +27,7 @@ from rlhf_cli.ppo.experience import (
     ScoreResult,
     Stats,
     apply_penalties,
+    as_row_scores,
     normalize_scores,
     weighted_sum,
 )
@@ -121,6 +121,7 @@ class PPOTrainer:
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
         self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
         self.experience: Experience | None = None  # of the last step
+        self.engine_has_weights = False  # of the policy as it is now
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
@@ -153,10 +154,16 @@ class PPOTrainer:
         seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
         seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
         engine = engine or self.engine
+        if engine is self.engine and not self.engine_has_weights:
+            self.engine.update_weights(self.updates, self.policy)
+            self.engine_has_weights = True
         if self.process_group.world_size == 1:
-            return engine.generate(seeded)
+            rollout = engine.generate(seeded)
+            engine.release_memory()
+            return rollout
         with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
+        engine.release_memory()
         return Rollout.concat(parts)
 
     @property
@@ -174,7 +181,8 @@ class PPOTrainer:
         """Compute log-probs, values, scores, rewards and advantages of a rollout. The trainer's state is unchanged.
 
         `scores` (B,) replace those of the reward sources; they are normalised and clipped, and no penalty is
-        subtracted. Raises RLHFError R01 if a number is not finite, R05 if scores have the wrong shape.
+        subtracted. Raises RLHFError R01 if a number is not finite, R05 if scores have the wrong shape, R19 if the
+        rollout was drawn from other weights.
         """
         rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
@@ -191,7 +199,9 @@ class PPOTrainer:
         if settings.advantage_norm == "batch":
             advantages = losses.masked_whiten(advantages, mask)
         tensors = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
-        return Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
+        experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
+        monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1)
+        return experience
 
     judge = make_experience  # the former name
 
@@ -201,11 +211,8 @@ class PPOTrainer:
         if given is None:
             results = {name: self._call_source(source, rollout) for name, source in self.rewards.items()}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
-        raw = {name: _as_row_scores(name, scores, rollout) for name, scores in results.items()}
-        by_member = [
-            (f"{name}/{key}", score) for name, each in ensembles.items() for key, score in each.members.items()
-        ]
-        members = dict(by_member)
+        raw = {name: as_row_scores(name, scores, rollout) for name, scores in results.items()}
+        members = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
         monitor.check_finite({f"score `{name}`": row for name, row in (members | raw).items()}, self.updates + 1)
         summed = weighted_sum(raw, self.reward_weights, self.reward_clips) if given is None else raw["given"]
         moments = self.score_moments + RunningMeanStd.of(summed)
@@ -265,6 +272,7 @@ class PPOTrainer:
         settings = self.settings
         learning_rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
         step_stats: list[Stats] = []
+        self.engine_has_weights = False
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 minibatches = self._make_minibatches(experience.rollout, epoch) if epoch else experience.minibatches
@@ -375,18 +383,8 @@ class PPOTrainer:
             missing, unexpected = getattr(self, name).load_state_dict(state[name], strict=False)
             if wrong := unexpected or sorted(set(missing) - frozen):
                 raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
-        self.updates, self.kl_coef = state["updates"], state["kl_coef"]
+        self.updates, self.kl_coef, self.engine_has_weights = state["updates"], state["kl_coef"], False
         self.score_moments = RunningMeanStd(**state["moments"])
-
-
-def _as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
-    """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
-    scores = result.score if isinstance(result, EnsembleScores) else result
-    scores = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
-    if scores.shape != (len(rollout),):
-        text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
-        raise RLHFError("R05", text, hint="return one number per response")
-    return scores
 
 
 def _to_cpu(scores: Any) -> Any:

@@ -17,6 +17,7 @@ from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import devices, hub, load, lora, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
@@ -77,7 +78,8 @@ def load_components(
     cache = RewardModelCache(config, options, parents, policy_text, base, *placement)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
-    engine = HFEngine(policy, stop_id, pad_id, settings.temperature, batch_size, bf16=settings.bf16)
+    sampling: Any = (stop_id, pad_id, settings.temperature, batch_size, settings.bf16)
+    engine = engine_class(config, policy)(policy, *sampling)
     num_updates = settings.num_updates(len(prompts))
     saved_value = cache.value_model(policy)
     trainer = PPOTrainer(
@@ -94,11 +96,20 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
-    ref_engine = replace(engine, model=ref)
     return PPOComponents(
-        tokenizer, stop_id, prompts, eval_prompts or [], trainer, ref_engine, num_updates, saved_policy, saved_value,
-        base,
+        tokenizer, stop_id, prompts, eval_prompts or [], trainer, HFEngine(ref, *sampling), num_updates, saved_policy,
+        saved_value, base,
     )  # fmt: skip
+
+
+def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
+    """Return the class of models.engine; hf, with a line that says why, for a model that graph cannot sample from."""
+    if config.models.engine == "hf":
+        return HFEngine
+    if reason := graph_engine.reason_against(policy):
+        terminal.say(f"ppo      models.engine: hf instead of graph for this {policy.config.model_type} model: {reason}")
+        return HFEngine
+    return graph_engine.GraphEngine
 
 
 def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], components: PPOComponents) -> None:
@@ -123,6 +134,7 @@ def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], component
 
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
     """Load the weights saved in `folder` into the policy. Raises RLHFError M01, M04."""
+    components.trainer.engine_has_weights = False
     if components.base:
         lora.load_adapter_weights(components.policy, folder)
     else:

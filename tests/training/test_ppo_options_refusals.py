@@ -108,6 +108,7 @@ BOUNDS = {
     "target": ([0.0, -6.0, None], [6.0]),
     "horizon": ([0, -1, 1.5, None], [10000]),
     "kl_stop": ([0.0, -1.0], [15.0, None]),
+    "max_logprob_gap": ([0.0, -0.1], [0.01, 3.0]),
     "require_reward": ([{}, {"accuracy": 1.1}, {"ece": -0.1}, 0.6], [{"accuracy_low": 0.5}, None]),
     "watchdog": (
         [

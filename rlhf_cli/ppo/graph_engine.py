@@ -1,0 +1,215 @@
+"""Rollout engine whose token step has fixed shapes: on a GPU it is captured once as a CUDA graph, and replayed.
+
+A step reads nothing back from the device and allocates no tensor of another shape than the step before it. Eagerly, a
+step of a small batch takes as long as it takes to start its kernels: about ten for each layer.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
+from rlhf_cli.ppo.rollout import AutocastMixin, HFEngine, accepts_position_ids, row_keys, sample, token_counters
+
+READ_INTERVAL = 16  # steps between two reads of which rows have ended: a read waits for the device
+WIDTH_MULTIPLE = 64  # a cache's width: one captured step serves prompts and responses of several lengths
+
+
+class _StaticCache(AutocastMixin, StaticCache):
+    pass
+
+
+def reason_against(model: Any) -> str | None:
+    """Return why a model's token step cannot have fixed shapes, None if it can."""
+    if model.config._attn_implementation != "sdpa":
+        return f"its attention is computed by {model.config._attn_implementation}, not by sdpa"
+    if not accepts_position_ids(model):
+        return "it takes no positions"
+    try:
+        layers = _StaticCache(config=model.config, max_cache_len=1).layers
+    except (KeyError, ValueError, TypeError) as error:
+        return f"transformers has no static cache for it ({error})"
+    if any(type(layer) is not StaticLayer for layer in layers):
+        return "it has layers with another cache than full attention's, such as sliding windows"
+    return None
+
+
+def row_bucket(rows: int) -> int:
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least `rows`."""
+    power = 1 << (rows - 1).bit_length()
+    return power // 4 * 3 if power >= 4 and rows <= power // 4 * 3 else power
+
+
+@dataclass
+class GraphEngine(HFEngine):
+    """HFEngine with fixed shapes: the same draws, and in float32 the same tokens except in a near-tie.
+
+    On a GPU with bf16 a policy without adapters is sampled from a bfloat16 copy, which `update_weights` makes anew.
+    """
+
+    steps: dict[tuple[int, int], "FixedStep"] = field(default_factory=dict)  # by rows and width
+
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Copy the policy's weights in bfloat16, if the engine samples from a copy."""
+        if policy.device.type != "cuda" or not self.bf16 or any(not p.requires_grad for p in policy.parameters()):
+            return
+        if self.model is policy:
+            self.model = copy.deepcopy(policy).requires_grad_(False)
+            for weight in self.model.parameters():
+                weight.data = weight.data.bfloat16()
+        for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            ours.copy_(theirs)
+
+    def release_memory(self) -> None:
+        """Free the caches and the captured steps."""
+        self.steps.clear()
+
+    def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        device, length = self.model.device, prompts.response_length
+        responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
+        logprobs = torch.zeros_like(responses, dtype=torch.float32)
+        decoder = self._prefill(prompts)
+        rows = torch.arange(len(prompts), device=device)  # of `prompts`, in the order of the step's first rows
+        width = decoder.mask.shape[1] + length
+        step = self._step(len(rows), width)
+        step.start(decoder, row_keys(prompts.seeds, device))
+        for number in range(1, length):
+            if number % READ_INTERVAL == 0:
+                unfinished = step.unfinished.nonzero()[:, 0]
+                if not len(unfinished):
+                    break
+                if row_bucket(len(unfinished)) < step.rows:
+                    responses[rows], logprobs[rows] = step.results(len(rows), length)
+                    smaller = self._step(len(unfinished), width)
+                    smaller.take_rows(step, unfinished)
+                    step, rows = smaller, rows[unfinished]
+            step()
+        responses[rows], logprobs[rows] = step.results(len(rows), length)
+        return responses, logprobs
+
+    def _step(self, rows: int, width: int) -> "FixedStep":
+        shape = row_bucket(rows), -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        if shape not in self.steps:
+            autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
+            settings = self.temperature, self.stop_token_id, self.pad_token_id
+            self.steps[shape] = FixedStep(self.model, *shape, *settings, autocast)
+        return self.steps[shape]
+
+
+class FixedStep:
+    """One token for each of `rows` rows, with a cache of `width` positions, in tensors that never move.
+
+    Rows beyond those in use have ended.
+    """
+
+    def __init__(
+        self, model: Any, rows: int, width: int, temperature: float, stop: StopTokenId, pad: int, autocast: Any
+    ) -> None:
+        self.model, self.rows, self.temperature, self.stop, self.pad = model, rows, temperature, stop, pad
+        self.autocast, self.graph = autocast, None  # type: Any, Any
+        zeros = partial(torch.zeros, device=model.device)
+        self.cache = _StaticCache(config=model.config, max_cache_len=width)
+        self.tokens, self.positions = (zeros(rows, 1, dtype=torch.int64) for _ in range(2))
+        self.mask = zeros(rows, 1, 1, width, dtype=torch.bool)  # positions of the cache that are read
+        self.column, self.number = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int32)  # of cache and response
+        self.unfinished, self.keys = zeros(rows, dtype=torch.bool), zeros(rows, 2, dtype=torch.int32)
+        self.ids, self.logprobs = zeros(rows, width, dtype=torch.int64), zeros(rows, width)
+        self.counters = token_counters(model.get_output_embeddings().weight.shape[0], model.device)
+
+    def start(self, decoder: Any, keys: Tensor) -> None:
+        """Take the rows of a decoder that has read the prompts, with their keys (n, 2), and draw their first tokens."""
+        count, read = len(keys), decoder.mask.shape[1]
+        index = self._fill(torch.arange(count, device=keys.device))
+        decoder.select_rows(index)
+        for layer, source in zip(self.cache.layers, decoder.cache.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+            layer.keys[:, :, :read].copy_(source.keys)
+            layer.values[:, :, :read].copy_(source.values)
+            layer.cumulative_length.fill_(read)
+        self.mask.zero_()[:, 0, 0, :read] = decoder.mask.bool()
+        self.positions.copy_(decoder.mask.sum(1, keepdim=True))
+        self.column.fill_(read)
+        self.number.zero_()
+        self.unfinished.zero_()[:count] = True
+        self.keys.copy_(keys[index])
+        self.ids.fill_(self.pad)
+        self.logprobs.zero_()
+        self._draw(decoder.logits)
+
+    def take_rows(self, other: "FixedStep", rows: Tensor) -> None:
+        """Go on with some unfinished rows (n,) of a larger step."""
+        index = self._fill(rows)
+        for layer, source in zip(self.cache.layers, other.cache.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys[: self.rows], source.values[: self.rows])
+            layer.keys.copy_(source.keys[index])
+            layer.values.copy_(source.values[index])
+            layer.cumulative_length.copy_(source.cumulative_length)
+        for name in ("tokens", "positions", "mask", "keys", "ids", "logprobs"):
+            getattr(self, name).copy_(getattr(other, name)[index])
+        self.column.copy_(other.column)
+        self.number.copy_(other.number)
+        self.unfinished.zero_()[: len(rows)] = True
+
+    def results(self, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probs, (count, length) each, of the rows in use; padding after a row's stop token."""
+        return self.ids[:count, :length], self.logprobs[:count, :length]
+
+    def __call__(self) -> None:
+        """Append a row's last token and draw the next one: on a GPU by replaying the captured graph."""
+        if self.model.device.type != "cuda":
+            self._forward_and_draw()
+            return
+        if self.graph is None:
+            self._capture()
+        self.graph.replay()
+
+    def _forward_and_draw(self) -> None:
+        self.mask.index_fill_(3, self.column, True)
+        with self.autocast(cache_enabled=False), forward.float32_logits(self.model):
+            logits = self.model(
+                input_ids=self.tokens, position_ids=self.positions, attention_mask=self.mask,
+                past_key_values=self.cache, use_cache=True,
+            ).logits[:, -1].float()  # fmt: skip
+        self.column += 1
+        self.positions += 1
+        self._draw(logits)
+
+    def _draw(self, logits: Tensor) -> None:
+        tokens, logprobs = sample(logits, self.temperature, self.keys, self.number, self.counters)
+        tokens = torch.where(self.unfinished, tokens, self.pad)
+        at = self.number.long()
+        self.ids.index_copy_(1, at, tokens[:, None])
+        self.logprobs.index_copy_(1, at, torch.where(self.unfinished, logprobs, 0)[:, None])
+        self.unfinished &= ~is_stop(tokens, self.stop)
+        self.tokens.copy_(tokens[:, None])
+        self.number += 1
+
+    def _fill(self, rows: Tensor) -> Tensor:
+        """Return `rows` (n,) and the first of them again for each row that is not in use, (self.rows,)."""
+        return torch.cat([rows, rows[:1].expand(self.rows - len(rows))])
+
+    def _capture(self) -> None:
+        """Capture a step as a CUDA graph, after two that are undone: the first ones choose kernels and workspaces."""
+        moved = (self.tokens, self.positions, self.mask, self.column, self.number, self.unfinished, self.ids)
+        moved += (self.logprobs, *(layer.cumulative_length for layer in self.cache.layers))
+        before = [tensor.clone() for tensor in moved]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward_and_draw()
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, value in zip(moved, before, strict=True):
+            tensor.copy_(value)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._forward_and_draw()
