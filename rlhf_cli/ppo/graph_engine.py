@@ -7,7 +7,7 @@ step of a small batch takes as long as it takes to start its kernels: about ten 
 import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class GraphEngine(HFEngine):
     """
 
     steps: dict[tuple[int, int], "FixedStep"] = field(default_factory=dict)  # by rows and width
+    name: ClassVar[str] = "graph"
 
     def update_weights(self, update: int, policy: Any) -> None:
         """Copy the policy's weights in bfloat16, if the engine samples from a copy."""

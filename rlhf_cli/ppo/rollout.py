@@ -51,6 +51,7 @@ class HFEngine:
     batch_size: int | None = None  # rows per batch; None: all
     bf16: bool | None = None  # bfloat16 autocast, as in the forward passes of log-probs; None: on a GPU that can
     compact_batch: bool = True
+    name: ClassVar[str] = "hf"  # of models.engine
     deterministic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

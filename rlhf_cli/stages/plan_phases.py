@@ -267,7 +267,15 @@ class PPOPlan:
     """The phases of an update after the first, per process, each with `memory` bytes."""
 
     def __init__(
-        self, models: PPOModels, settings: PPOSettings, lengths: Lengths, *, gpu: bool, memory: int, processes: int
+        self,
+        models: PPOModels,
+        settings: PPOSettings,
+        lengths: Lengths,
+        *,
+        gpu: bool,
+        memory: int,
+        processes: int,
+        engine: str = "hf",
     ):
         self.models, self.settings, self.lengths, self.gpu, self.memory = models, settings, lengths, gpu, memory
         self.policy, self.episodes, self.processes = models.policy, settings.episodes_per_update, processes
@@ -282,6 +290,8 @@ class PPOPlan:
         self.shared = models.share_layers(settings.num_shared_layers or 0)
         in_bf16 = bool(settings.bf16) and not settings.num_shared_layers and (settings.offload or not settings.fsdp)
         self.weights, self.trained = models.weights(bf16_reference=in_bf16), models.trained
+        if engine == "graph" and gpu and settings.bf16 and models.mode == "full":
+            self.weights["engine"] = 2 * self.policy.parameters  # a copy in bfloat16
         learning = [model.model for model in models.learning]
         self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")
 
@@ -314,7 +324,7 @@ class PPOPlan:
 
     def _fixed(self, *read: str, training: bool = False) -> Bytes:
         """Return what is in memory: all models, with offload the trained and `read` ones; gradients if `training`."""
-        names = {"policy", "value", *read} if self.settings.offload else self.weights
+        names = {"policy", "value", "engine", *read} & self.weights.keys() if self.settings.offload else self.weights
         reference_shares = self.shared if "reference" in names else 0
         learning = {**self.learning, "gradients": self.learning["gradients"] * training}
         return {"weights": sum(self.weights[name] for name in names) - reference_shares, **learning}

@@ -67,6 +67,7 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
         {
             **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
             "metrics": metrics,
+            "engine": getattr(components.trainer.engine, "name", None),
             **outcome,
             "step": step,
             **runner.snapshots.manifest_fields(),

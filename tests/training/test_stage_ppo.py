@@ -47,6 +47,20 @@ METRICS = """episode objective/kl objective/entropy objective/non_score_reward o
 SAMPLE = "step episode index prompt response ended length kl score scores tokens"
 
 
+def test_graph_draws_the_tokens_of_hf_and_resumes_to_the_same_bytes(run_folder, ppo_run):
+    engine = ("-s", "models.engine=graph")
+    stop_in_update(run_folder, 3, *engine)
+    assert "resumes at step" in ppo(run_folder, *engine).stderr
+    resumed = weights(run_folder), weights(run_folder, "value"), untimed(run_folder / "ppo/metrics.jsonl")
+    assert ppo(run_folder, *engine, "--fresh").exit_code == 0
+    assert resumed == (weights(run_folder), weights(run_folder, "value"), untimed(run_folder / "ppo/metrics.jsonl"))
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+    assert (manifest(run_folder)["engine"], manifest(ppo_run)["engine"]) == ("graph", "hf")
+    refused = ppo(run_folder, "-s", "models.engine=hf")
+    assert refused.exit_code == 2 and "models.engine" in refused.stderr
+
+
 def evaluate(folder: Path, *arguments: str):
     return rlhf("eval", "-c", folder / "eval.yaml", *arguments)
 

@@ -1,7 +1,9 @@
 """R01-R05 and the best policy, through the real `rlhf ppo` on tiny models."""
 
+import copy
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +20,7 @@ from rlhf_cli.config.base import Output
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import save
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
@@ -72,6 +75,24 @@ def test_r01_a_learning_rate_that_diverges_leaves_only_finite_checkpoints(run_fo
     saved = list((run_folder / "ppo/state").glob("step_*/tensors.safetensors"))
     assert all(tensor.isfinite().all() for path in saved for tensor in load_file(path).values())
     assert not (run_folder / "ppo/manifest.json").exists()
+
+
+def test_r19_an_engine_with_old_weights_ends_the_run_after_a_save(run_folder, monkeypatch):
+    plain, stale = HFEngine.generate, []
+
+    def generate(self, prompts):
+        stale.append(copy.deepcopy(self.model))
+        return plain(replace(self, model=stale[0 if len(stale) > 2 else -1]), prompts)
+
+    options = settings("learning_rate=0.01", "max_logprob_gap=0.02", "num_sample_generations=0", "output.save_steps=4")
+    with monkeypatch.context() as patched:
+        patched.setattr(HFEngine, "generate", generate)
+        result = ppo(run_folder, *options)
+    fails(result, "R19", "error[R19]: step 3: the engine's log-probs differ", "ppo.max_logprob_gap 0.02", exit_code=1)
+    assert steps(run_folder / "ppo/state") == {2} and len(metrics_of(run_folder)) == 2
+    again = ppo(run_folder, *options)
+    assert again.exit_code == 0 and "resumes at step 2 of 4" in again.stderr
+    assert all(row["rollout/logprob_gap_p99"] < 1e-4 for row in metrics_of(run_folder))
 
 
 def test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_after_a_resume(run_folder):
