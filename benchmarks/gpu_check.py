@@ -38,6 +38,7 @@ from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.models import forward, lora
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine, _CachedDecoder, gumbel_sample, row_keys, token_counters
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
@@ -158,9 +159,46 @@ def left_padding(bench: Bench) -> dict[str, Any]:
     batch = prompts(4)
     for dtype in (torch.float32, torch.bfloat16):
         engine = HFEngine(model(bench, SMALL, dtype=dtype), None, PAD, bf16=False)
-        decoder = engine._prefill(batch.ids.to(bench.device), batch.mask.to(bench.device))
+        decoder = engine._prefill(batch)
         require(bool(decoder.logits.isfinite().all()), f"logits in {dtype} are not finite")
     return {}
+
+
+def graph_engine(bench: Bench) -> dict[str, Any]:
+    """Captured steps give hf's tokens in float32, and in bfloat16 log-probs near those of a pass over whole rows."""
+    policy, batch = model(bench, SMALL), prompts(40)
+    plain, captured = (kind(policy, None, PAD, bf16=False).generate(batch) for kind in (HFEngine, GraphEngine))
+    same = int((plain.ids == captured.ids).all(1).sum())
+    require(same >= len(QUERIES) - 1, f"{same} of {len(QUERIES)} rows are hf's")
+    gap = float((plain.logprobs - captured.logprobs)[(plain.ids == captured.ids).all(1)].abs().max())
+    require(gap < RATIO_LIMITS[False], f"log-probs differ by {gap}")
+    for weight in policy.parameters():
+        weight.requires_grad_(True)
+    engine = GraphEngine(policy, None, PAD, bf16=True)
+    engine.update_weights(0, policy)
+    rollout = engine.generate(batch)
+    micro = rollout.micro_batch(torch.arange(len(rollout), device=rollout.ids.device))
+    with torch.no_grad(), torch.autocast(bench.device.type, dtype=torch.bfloat16):
+        logits = forward.response_logits(policy, micro)
+    exact = losses.token_logprobs(logits, micro.response_ids, 1.0)
+    gap_bf16 = float((rollout.logprobs[micro.response_index] - exact).abs().mean())
+    require(gap_bf16 < RATIO_LIMITS[True], f"log-probs in bfloat16 differ by {gap_bf16} on average")
+    return {"same_rows": same, "of": len(QUERIES), "largest_gap": gap, "mean_gap_bf16": gap_bf16}
+
+
+def engine_speed(bench: Bench, tiny: bool) -> dict[str, Any]:
+    """Milliseconds of a token step of 64 and 256 rows, by hf and by captured steps."""
+    shape, length = (SMALL, 8) if tiny else (BIG, 64)
+    policy, times = model(bench, shape), {}
+    for rows in (8,) if tiny else (64, 256):
+        batch = replace(Prompts.from_lists([[5] * 128] * rows), seeds=tuple(range(rows)), response_length=length)
+        for kind in (HFEngine, GraphEngine):
+            engine = kind(policy, None, PAD, bf16=True)
+            engine.update_weights(0, policy)
+            took = milliseconds(bench, partial(engine.generate, batch))
+            times[f"{kind.name}_{rows}_rows_ms_a_token"] = round(took / length, 2)
+            engine.release_memory()
+    return times
 
 
 def cache_dtype(bench: Bench) -> dict[str, Any]:
@@ -336,6 +374,7 @@ def checks(bench: Bench, tiny: bool) -> dict[str, dict[str, Callable[[], dict[st
         "number": {
             "tokens as on the CPU": partial(same_tokens_as_on_the_cpu, bench),
             "left padding": partial(left_padding, bench),
+            "graph engine": partial(graph_engine, bench),
             "cache in bfloat16": partial(cache_dtype, bench),
             "product of a bfloat16 head": partial(head_product, bench, tiny),
             "4-bit base": partial(four_bit_base, bench),
@@ -347,6 +386,7 @@ def checks(bench: Bench, tiny: bool) -> dict[str, dict[str, Callable[[], dict[st
         },
         "time": {
             "noise of a token": partial(noise, bench, tiny),
+            "token step of the engines": partial(engine_speed, bench, tiny),
             "widths of the head": partial(head_widths, bench, tiny),
             "reward model": partial(reward_model, bench, tiny),
         },

@@ -57,6 +57,7 @@ class GraphEngine(HFEngine):
     steps: dict[tuple[int, int], "FixedStep"] = field(default_factory=dict)  # by rows and width
     name: ClassVar[str] = "graph"
 
+    @torch.no_grad()
     def update_weights(self, update: int, policy: Any) -> None:
         """Copy the policy's weights in bfloat16, if the engine samples from a copy."""
         if policy.device.type != "cuda" or not self.bf16 or any(not p.requires_grad for p in policy.parameters()):
