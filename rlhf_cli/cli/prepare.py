@@ -25,6 +25,7 @@ from rlhf_cli.errors import RLHFError, did_you_mean
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
+BALANCE_TEXT = "preferences: drop pairs until length does not tell the chosen answer."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
 
@@ -41,6 +42,7 @@ def init(
     base: Annotated[str | None, option("--base", "MODEL", "preferences: model to start from.")] = None,
     column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
     plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
+    balance_length: Annotated[bool, flag("--balance-length", BALANCE_TEXT)] = False,
     minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
     adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
     gpu: Annotated[str | None, option("--gpu", "NAME|GIB", GPU_TEXT)] = None,
@@ -51,7 +53,10 @@ def init(
     """Create a run folder from a preset, or from your preference pairs."""
     from rlhf_cli.commands import init as presets
 
-    preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    preference_options = {
+        "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
+        "minutes": minutes,
+    }  # fmt: skip
     used = [name for name, value in preference_options.items() if value]
     if from_trl is not None or trl is not None:  # the old name of `rlhf convert FILE DIR`
         if from_trl is None or preset is None or folder is not None or used or adapters or gpu or seed:
@@ -72,8 +77,8 @@ def init(
         from rlhf_cli.commands.init import preferences
 
         preferences.init(
-            folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes,
-            adapters=adapters or "auto", gpu=gpu, seed=seed,
+            folder, data=data, base=base, columns=column or [], plain=plain, balance_length=balance_length,
+            minutes=minutes, adapters=adapters or "auto", gpu=gpu, seed=seed,
         )  # fmt: skip
         return
     if preset in presets.PRESETS and used:

@@ -218,6 +218,21 @@ def decoder(model: Any) -> Any:
     return backbone(model) if found is model else found
 
 
+def can_load_bf16(folder: Path, config: Any) -> bool:
+    """Return True if all weights of a folder are stored in bfloat16, and loading them so rounds nothing else.
+
+    Buffers that no file stores take the format of the load; only rotary frequencies are always float32 in transformers.
+    """
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            if any(file.get_slice(name).get_dtype() != "BF16" for name in list(file.keys())):
+                return False
+    if getattr(config, "auto_map", None):  # custom code
+        return False
+    buffers = empty_model(AutoModel, config).named_buffers()
+    return not any(buffer.is_floating_point() and not name.endswith("inv_freq") for name, buffer in buffers)
+
+
 def disable_router_logits(model: Any) -> None:
     """Turn off the balancing loss of a mixture of experts, which TRL turns on: with a key-value cache it fails."""
     config = model.config.get_text_config()

@@ -37,13 +37,14 @@ class LoadOptions(TypedDict, total=False):
     dtype: str  # default: "auto", which is float32
     attn_implementation: str | None
     trust_remote_code: bool
+    bf16_matrices: bool  # of a base that is not trained and computes under autocast, if its file is in bfloat16
     empty: bool  # without weights, on the meta device: for `sharding.broadcast_weights`
 
 
-def load_kwargs(section: ModelSection, trust_remote_code: bool) -> dict[str, Any]:
+def load_kwargs(section: ModelSection, trust_remote_code: bool, *, bf16_matrices: bool = False) -> dict[str, Any]:
     """Return the keyword arguments of the load functions for a config section."""
     options = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
-    return {**options, "trust_remote_code": trust_remote_code}
+    return {**options, "trust_remote_code": trust_remote_code, "bf16_matrices": bf16_matrices}
 
 
 def context_length(config: Any) -> int | None:
@@ -271,15 +272,20 @@ def _load(
     dtype, attention = options.get("dtype", "auto"), options.get("attn_implementation")
     settings = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     with _translate_load_errors(folder):
+        loaded_dtype = devices.resolve_dtype(dtype)
+        narrow = options.get("bf16_matrices", False) and not empty and loaded_dtype == torch.float32
+        narrow = narrow and build.can_load_bf16(Path(folder), config)
         if empty:
             model, missing = build.empty_model(auto_class, config, dtype=dtype, **settings), ()
         else:
             model, report = auto_class.from_pretrained(
-                folder, dtype=devices.resolve_dtype(dtype), use_safetensors=True, local_files_only=True,
+                folder, dtype=torch.bfloat16 if narrow else loaded_dtype, use_safetensors=True, local_files_only=True,
                 output_loading_info=True, **settings, **({} if num_labels is None else {"num_labels": num_labels}),
             )  # fmt: skip
             missing = build.require_fit(folder, model, report, auto_class, config)
             build.check_tied_embeddings(folder, model)
+    if narrow:
+        lora.widen_all_but_matrices(model)
     build.disable_router_logits(model)
     devices.set_num_threads(model.num_parameters())
     if attention is None:

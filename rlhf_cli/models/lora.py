@@ -50,6 +50,12 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
         )
 
 
+def trains_on_bf16(config: SFTConfig | RewardConfig) -> bool:
+    """Return True if a stage trains adapters on a base whose matrices are stored in bfloat16."""
+    adapters, settings = config.model.adapters, config.sft if isinstance(config, SFTConfig) else config.reward
+    return adapters is not None and adapters.kind == "lora" and devices.use_bf16(settings.bf16)
+
+
 def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_config: Any) -> None:
     """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules."""
     key, model = ("models", config.models) if isinstance(config, PPOConfig) else ("model", config.model)
@@ -162,6 +168,21 @@ def autocast_matrices(model: Any) -> None:
     devices.release_memory()  # of the float32 matrices
 
 
+def widen_all_but_matrices(model: Any) -> None:
+    """Convert a bfloat16 model to the formats of `autocast_matrices`, without its matrices in float32 on the way."""
+    matrices = {layer.weight for _, _, layer in linear_layers(model)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor not in matrices:
+            tensor.data = tensor.data.float()
+    for config in (model.config, model.config.get_text_config()):
+        config.dtype = torch.float32
+
+
+def has_bf16_matrices(model: Any) -> bool:
+    """Return True if a model computes under autocast only: `autocast_matrices` was applied to it."""
+    return any(layer.weight.dtype == torch.bfloat16 for _, _, layer in linear_layers(model))
+
+
 def can_quantize(layer: Any) -> bool:
     """Return True if a linear layer can be stored in 4 bits."""
     return (layer.nx if isinstance(layer, Conv1D) else layer.in_features) % BLOCK_SIZE == 0
@@ -223,8 +244,21 @@ def head_weights(folder: Path) -> set[str]:
 
 
 def merge_adapter(model: Any, folder: Path, config: Any) -> None:
-    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01."""
-    _attach(model, folder, TRAINABLE[:1], model.dtype).merge_and_unload()
+    """Merge the adapter in `folder` into its base `model`; `config` is that of the result. Raises RLHFError M01.
+
+    A layer at a time is added in float32: in bfloat16 a change of less than 1/512 of a weight would often be lost.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    peft_model = _attach(model, folder, TRAINABLE[:1], torch.float32)
+    for layer in [module for module in peft_model.modules() if isinstance(module, BaseTunerLayer)]:
+        weight = layer.get_base_layer().weight
+        dtype = weight.dtype
+        weight.data = weight.data.float()
+        layer.merge()
+        weight.data = weight.data.to(dtype)
+    with warnings.catch_warnings(action="ignore"):  # that all are merged
+        peft_model.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _copy_trained_config(model, folder, config)
 

@@ -61,6 +61,8 @@ class PPOTrainer:
     Results equal those of a single process up to rounding.
     """
 
+    engine_has_weights = False  # of the policy as it is now
+
     def __init__(
         self,
         policy: Any,
@@ -119,9 +121,8 @@ class PPOTrainer:
             forward.enable_gradient_checkpointing(model)
         self.optimizer = optimizer or build_optimizer(self.trained_models, settings)
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
-        self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
         self.experience: Experience | None = None  # of the last step
-        self.engine_has_weights = False  # of the policy as it is now
+        self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""

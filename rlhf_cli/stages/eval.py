@@ -185,22 +185,24 @@ class EvaluatedModels:
     def __init__(self, config: EvalConfig, stage: setup.StageRun, tokenizer: Any) -> None:
         self.config, self.stage, self.tokenizer = config, stage, tokenizer
         self.bf16, parent = devices.use_bf16(config.eval.bf16), stage.parents["models.sft"]
-        model = setup.load_model(load.load_causal_lm, config, stage.options, parent, tokenizer)
-        self.sft = setup.place_frozen(model, bf16=self.bf16)
+        self.sft = self._load(load.load_causal_lm, parent, tokenizer)
         self.base = SharedBaseModels(config, stage.options, parent, self.sft)
 
     def policy(self, parent: Parent) -> Any:
         """Return a policy: an adapter on the weights of models.sft, or a model with its own."""
         if self.base.own_weights_reason(parent, self.tokenizer) is None:
             return self.base.load_policy(parent).requires_grad_(False).eval()
-        model = setup.load_model(load.load_causal_lm, self.config, self.stage.options, parent, self.tokenizer)
-        return setup.place_frozen(model, bf16=self.bf16)
+        return self._load(load.load_causal_lm, parent, self.tokenizer)
 
     def reward_model(self, parent: Parent, tokenizer: Any) -> Any:
         """Return a reward model, which reads the tokens of `tokenizer`."""
         if self.base.own_weights_reason(parent, tokenizer) is None:
             return self.base.load_scorer(parent).get_base_model().requires_grad_(False).eval()
-        model = setup.load_model(load.load_reward_model, self.config, self.stage.options, parent, tokenizer)
+        return self._load(load.load_reward_model, parent, tokenizer)
+
+    def _load(self, loader: Callable[..., Any], parent: Parent, tokenizer: Any) -> Any:
+        options = {"bf16_matrices": self.bf16}
+        model = setup.load_model(loader, self.config, self.stage.options, parent, tokenizer, **options)
         return setup.place_frozen(model, bf16=self.bf16)
 
 

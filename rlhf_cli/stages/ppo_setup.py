@@ -55,14 +55,7 @@ def load_components(
     reward_fns = build_reward_fns(config, options, parents)
     tokenizer = setup.load_tokenizer(config, options, sft)
     loading = process_group if settings.fsdp else SINGLE_PROCESS
-    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer, loading)
-    copied = sharding.clone_sharing_storage if settings.fsdp else copy.deepcopy  # on the CPU: offload keeps it there
-    ref = start if config.models.adapters else copied(start)
-    if not settings.fsdp:
-        start.to(devices.device())
-    if hardware.adapter_kind(config) == "qlora":
-        with at_location(config.where("models.adapters.kind")):
-            lora.quantize(start, devices.device(), bf16=bool(settings.bf16))
+    start, ref = _load_sft_model(config, options, sft, tokenizer, loading)
     base = SharedBaseModels(config, options, sft, start) if config.models.adapters else None
     saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)
@@ -110,6 +103,24 @@ def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
         terminal.say(f"ppo      models.engine: hf instead of graph for this {policy.config.model_type} model: {reason}")
         return HFEngine
     return graph_engine.GraphEngine
+
+
+def _load_sft_model(
+    config: PPOConfig, options: Options, sft: Parent, tokenizer: Any, loading: ProcessGroup
+) -> tuple[Any, Any]:
+    """Return the model to train and the reference: two copies, or with adapters one base for both."""
+    settings, kind = hardware.settings_for_this_machine(config.ppo), hardware.adapter_kind(config)
+    bf16 = bool(settings.bf16)
+    options_of_base = {"bf16_matrices": bf16 and kind == "lora"}
+    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer, loading, **options_of_base)
+    copied = sharding.clone_sharing_storage if settings.fsdp else copy.deepcopy  # on the CPU: offload keeps it there
+    ref = start if kind else copied(start)
+    if not settings.fsdp:
+        start.to(devices.device())
+    if kind == "qlora":
+        with at_location(config.where("models.adapters.kind")):
+            lora.quantize(start, devices.device(), bf16=bf16)
+    return start, ref
 
 
 def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], components: PPOComponents) -> None:

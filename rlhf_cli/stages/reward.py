@@ -123,14 +123,16 @@ def load_tokenizer_and_models(
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
     loader = load.load_causal_lm if shares else load.init_reward_model
-    model = setup.load_model(loader, config, options, parent, tokenizer)
+    bf16_base = {"bf16_matrices": lora.trains_on_bf16(config)}
+    model = setup.load_model(loader, config, options, parent, tokenizer, **bf16_base)
     tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
     if shares:
         sft_model = grow_embeddings(model, tokenizer)
         model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
         if model is None:
             sft_model = None
-            model = load.init_reward_model(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+            kwargs = load.load_kwargs(config.model, options.trust_remote_code, **bf16_base)
+            model = load.init_reward_model(parent.model, **kwargs)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer), sft_model
 
 
@@ -209,7 +211,8 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
 
 def load_sft_model(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load model.path as a language model."""
-    model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+    kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=use_bf16(config))
+    model = load.load_causal_lm(parent.model, **kwargs)
     return grow_embeddings(model, tokenizer)
 
 

@@ -142,6 +142,8 @@ def load_model(
     parent: Parent,
     tokenizer: Any,
     loading: ProcessGroup = SINGLE_PROCESS,
+    *,
+    bf16_matrices: bool = False,
 ) -> Any:
     """Load a model on the CPU with `loader`, of models.load, and check that it has an embedding for each token.
 
@@ -150,7 +152,7 @@ def load_model(
     """
     assert isinstance(config, AnyConfig)
     section = config.model if isinstance(config, SFTConfig | RewardConfig) else config.models
-    kwargs = load.load_kwargs(section, options.trust_remote_code)
+    kwargs = load.load_kwargs(section, options.trust_remote_code, bf16_matrices=bf16_matrices)
     if loader is load.load_classifier:  # of a reward's `pipeline`, which keeps its own dtype
         kwargs = {"trust_remote_code": options.trust_remote_code}
     with at_location(config.where(parent.key)):
@@ -254,7 +256,7 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """Raise RLHFError M09 if a reward model's scores, in the format of those stored with it, differ from these."""
     probes = parent.manifest["probes"]
     rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
-    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16"
+    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16" or lora.has_bf16_matrices(model)
     with autocast(bf16=stored_in_bf16):
         scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])

@@ -146,7 +146,8 @@ def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mappi
     else:
         assert parent is not None
         tokenizer = setup.load_tokenizer(config, options, parent)
-        model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer)
+        bf16_base = lora.trains_on_bf16(config)
+        model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
         tokenizer = prepare_tokenizer(config, tokenizer)
         set_seed(config.seed)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)

@@ -31,6 +31,7 @@ from rlhf_cli.tracking import MetricsLog, Trackers, read_log
 LOG_NAMES = {"learning_rate": "lr"}
 NOT_LOGGED = ("runtime", "per_second")  # timings, which differ between identical runs
 STATE_FILE = "trainer_state.json"  # the last file transformers writes into a checkpoint
+TRIM_STEPS = 4  # optimizer steps between two looks at freed memory that malloc keeps: giving it back takes time, too
 CALLBACK_STATE = "Follower"  # key of TrainingCallback's state in STATE_FILE
 
 
@@ -217,7 +218,7 @@ def load_saved_model(loader: Callable[..., Any], config: TRLConfig, options: Opt
     """
     folder, bf16 = config.folder / "model", devices.use_bf16(settings_of(config).bf16)
     if base is None:
-        model = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code))
+        model = loader(folder, **load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=bf16))
         return setup.place_frozen(model, bf16=bf16)
     adapted = load.read_config(folder, options.trust_remote_code)
     if bf16 or base.dtype != torch.float32:
@@ -262,6 +263,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
 
     bar: Progress
     evaluation: Progress | None = None
+    memory = 0  # of the process, when freed memory was given back the last time
 
     def __init__(
         self, trainer: Any, log: MetricsLog, stage: str, stop: GracefulStop, bars: ExitStack, resumed: Mapping[str, Any]
@@ -307,6 +309,8 @@ class TrainingCallback(TrainerCallback, ExportableState):
         last step has none, because the stage measures the finished model itself, unless the best checkpoint is loaded.
         """
         self.bar.advance()
+        if state.global_step % TRIM_STEPS == 0 and devices.device().type == "cpu":
+            self.memory = devices.limit_memory(self.memory)
         self.stop.sync(self.trainer.process_group.all_gather_object)
         last = state.global_step >= state.max_steps
         control.should_log |= last

@@ -228,6 +228,22 @@ def test_a_file_of_pairs_leads_to_a_finished_run(
     assert written == {stage: (run / f"{stage}.yaml").read_text() for stage in written}
 
 
+def test_pairs_of_the_reward_model_can_be_balanced_by_length(world: World, tmp_path: Path) -> None:
+    answers = [(" yes" * (2 + i % 3), " no" * (1 + i % 7)) for i in range(240)]
+    rows = [{"prompt": f"Q{i % 40}:", "chosen": one, "rejected": two} for i, (one, two) in enumerate(answers)]
+    file = tmp_path / "pairs.jsonl"
+    jsonl.write_jsonl(file, rows)
+    plain, balanced = init(tmp_path / "a", file, world.base), init(tmp_path / "b", file, world.base, "--balance-length")
+    for name in ("sft", "sft_eval", "prompts", "heldout"):
+        assert (tmp_path / f"a/data/{name}.jsonl").read_text() == (tmp_path / f"b/data/{name}.jsonl").read_text()
+    for name in ("pairs", "pairs_eval"):
+        a, b = ([row for _, row in jsonl.read_jsonl(tmp_path / f"{run}/data/{name}.jsonl")] for run in "ab")
+        longer = [len(row["chosen"]) > len(row["rejected"]) for row in b if len(row["chosen"]) != len(row["rejected"])]
+        assert 0 < len(b) < len(a) and all(row in a for row in b) and 2 * sum(longer) == len(longer)
+    assert "--balance-length" in plain.stdout
+    assert "noted: of 108 and 24 pairs of the reward model" in balanced.stdout.replace("\n", " ")
+
+
 def test_sft_learns_at_most_four_answers_per_prompt(world: World, tmp_path: Path) -> None:
     pairs = [{"prompt": p, "chosen": f"{c} {n}", "rejected": r} for p, c, r in ROWS for n in range(6)]
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)

@@ -13,7 +13,15 @@ from run_cli import is_one_error, rlhf
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.commands.init import placement, sizes
-from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
+from rlhf_cli.commands.init.pairs import (
+    Length,
+    Lengths,
+    balance_lengths,
+    fit_lengths,
+    longer_share,
+    most_chosen,
+    split_pairs,
+)
 from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import duration
@@ -56,6 +64,17 @@ def test_parts_share_no_prompt_and_keep_every_pair() -> None:
         numbers = [each.location.number for each in part]
         assert numbers != sorted(numbers)
     assert split_pairs(pairs, 1) == split_pairs(pairs, 1) != split_pairs(pairs, 2)
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["the longer is chosen", "the shorter is chosen"])
+def test_balanced_pairs_do_not_tell_by_length_which_answer_was_chosen(swaps: bool) -> None:
+    lengths = [(30, 10), (20, 20), (10, 21), (80, 10), (40, 20), (10, 80), (12, 9), (9, 9), (60, 10), (50, 50)]
+    lengths = [(two, one) if swaps else (one, two) for one, two in lengths]
+    assert balance_lengths(lengths) == [1, 2, 3, 4, 5, 7, 9]  # 10:21 keeps 40:20, 10:80 keeps 80:10
+    assert balance_lengths(lengths[1:2]) == [0] and balance_lengths(lengths[:1]) == []
+    pairs = [replace(pair("x", 0), chosen="a" * one, rejected="b" * two) for one, two in lengths]
+    assert longer_share(pairs) == pytest.approx(2 / 7 if swaps else 5 / 7)
+    assert longer_share(pairs[1:2]) == 0.5
 
 
 def test_conversations_with_the_same_first_message_share_a_part() -> None:

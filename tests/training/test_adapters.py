@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.loading import load
-from rlhf_cli.models import tokenizers
+from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.stages import hardware
 from rlhf_cli.stages.plan_models import Target
@@ -74,6 +74,14 @@ def test_loading_merges_the_adapter_as_peft_does(adapters_run: Path, monkeypatch
     assert (merged.generation_config.eos_token_id, merged.config.pad_token_id) == (1, 0)
     monkeypatch.chdir(adapters_run / "sft/model")  # plain from_pretrained() resolves the relative path of the base
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32)), expected, atol=1e-5)
+
+
+def test_adapters_are_merged_in_float32_into_a_base_stored_in_bf16(adapters_copy: Path) -> None:
+    load_causal_lm(adapters_copy / "model", dtype="bfloat16").save_pretrained(adapters_copy / "model")
+    wide, narrow = (load_causal_lm(adapters_copy / "sft/model", bf16_matrices=each) for each in (False, True))
+    assert lora.has_bf16_matrices(narrow) and not lora.has_bf16_matrices(wide)
+    lora.autocast_matrices(wide.requires_grad_(False))
+    assert all(map(torch.equal, wide.state_dict().values(), narrow.state_dict().values()))
 
 
 def test_a_reward_model_is_loaded_with_its_own_head_and_scale(adapters_run: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import build, devices, save, tokenizers
+from rlhf_cli.models import build, devices, lora, save, tokenizers
 from rlhf_cli.models import load as loading
 from rlhf_cli.models.load import (
     init_reward_model,
@@ -254,6 +254,37 @@ def test_dtype_auto_and_unsupported_dtypes_load_in_float32(
         pytest.skip("this machine supports float16")
     load_causal_lm(world.base).bfloat16().save_pretrained(tmp_path)
     assert load_causal_lm(tmp_path, dtype=name).dtype == dtype
+
+
+@pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
+def test_a_frozen_base_stored_in_bf16_never_has_its_matrices_in_float32(name: str, tmp_path: Path) -> None:
+    """It equals the base that was loaded in float32 and stored for autocast later, in each weight and buffer."""
+    if name in families.FAMILIES:
+        families.write_causal(tmp_path, name, ["Tell me of the sun. It is bright."])
+    else:
+        tiny.causal(name).save_pretrained(tmp_path)
+    load_causal_lm(tmp_path, dtype="bfloat16").save_pretrained(tmp_path)
+    wide, narrow = load_causal_lm(tmp_path), load_causal_lm(tmp_path, bf16_matrices=True)
+    has_other_buffers = [
+        key for key, each in wide.named_buffers() if "inv_freq" not in key and each.is_floating_point()
+    ]
+    assert lora.has_bf16_matrices(narrow) is not bool(has_other_buffers)
+    for model in (wide, narrow):
+        lora.autocast_matrices(model.requires_grad_(False))
+    assert tiny.description(wide) == tiny.description(narrow) and wide.config.to_dict() == narrow.config.to_dict()
+    for one, other in zip(
+        (*wide.parameters(), *wide.buffers()), (*narrow.parameters(), *narrow.buffers()), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_one_float32_weight_in_a_file_is_not_rounded(causal: Path) -> None:
+    load_causal_lm(causal, dtype="bfloat16").save_pretrained(causal)
+    assert lora.has_bf16_matrices(load_causal_lm(causal, bf16_matrices=True))
+    exact = torch.full((SIZES["hidden_size"],), 1 + 2**-12)
+    change(causal, {"model.norm.weight": exact})
+    loaded = load_causal_lm(causal, bf16_matrices=True)
+    assert torch.equal(loaded.model.norm.weight, exact) and not lora.has_bf16_matrices(loaded)
 
 
 def test_a_reward_model_has_the_causal_models_backbone_and_keeps_its_head(world: World, tmp_path: Path) -> None:

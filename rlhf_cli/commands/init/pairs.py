@@ -6,6 +6,7 @@ prompt.
 
 import math
 import random
+from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -122,14 +123,51 @@ def most_chosen(pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for key, pair in first.items() if key in selected]
 
 
-def rows_of_files(parts: Parts) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file in data/."""
+def balance_lengths(lengths: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the indices of pairs whose lengths (chosen, rejected) do not tell which answer was chosen, in order.
+
+    Each pair whose chosen answer is the shorter one keeps the nearest of those whose chosen answer is as many times the
+    longer one, or the other way round if these are fewer.
+    """
+    sides: tuple[list[tuple[float, int]], list[tuple[float, int]]] = ([], [])
+    kept = set()
+    for index, (chosen, rejected) in enumerate(lengths):
+        if chosen == rejected:
+            kept.add(index)
+        else:
+            sides[chosen > rejected].append((abs(math.log((chosen + 1) / (rejected + 1))), index))
+    rarer, other = sorted(map(sorted, sides), key=len)
+    for ratio, index in rarer:
+        place = bisect(other, (ratio, index))
+        nearest = min(range(max(0, place - 1), min(place + 1, len(other))), key=lambda i: abs(other[i][0] - ratio))
+        kept |= {index, other.pop(nearest)[1]}
+    return sorted(kept)
+
+
+def character_lengths(pairs: Sequence[Pair]) -> list[tuple[int, int]]:
+    """Return the lengths of chosen and rejected answers in characters."""
+    return [(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+
+
+def longer_share(pairs: Sequence[Pair]) -> float:
+    """Return the share of pairs in which the longer answer is the chosen one; 0.5 if all lengths are equal."""
+    longer = [chosen > rejected for chosen, rejected in character_lengths(pairs) if chosen != rejected]
+    return sum(longer) / len(longer) if longer else 0.5
+
+
+def rows_of_files(parts: Parts, *, balance: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each file in data/; `balance` the lengths of the reward model's pairs."""
     held_out = parts["held-out"]
+
+    def preferences(pairs: list[Pair]) -> list[dict[str, Any]]:
+        kept = balance_lengths(character_lengths(pairs)) if balance else range(len(pairs))
+        return [_preference(pairs[index]) for index in kept]
+
     return {
         "sft": [_example(pair) for pair in most_chosen(parts["sft"])],
         "sft_eval": [_example(pair) for pair in most_chosen(held_out)],
-        "pairs": [_preference(pair) for pair in parts["pairs"]],
-        "pairs_eval": [_preference(pair) for pair in held_out],
+        "pairs": preferences(parts["pairs"]),
+        "pairs_eval": preferences(held_out),
         "prompts": [{"prompt": prompt} for prompt in distinct_prompts(parts["prompts"])],
         "heldout": [{"prompt": prompt} for prompt in distinct_prompts(held_out)],
     }

@@ -17,7 +17,9 @@ from rlhf_cli.commands.init.pairs import (
     Parts,
     distinct_prompts,
     fit_lengths,
+    longer_share,
     measure_lengths,
+    percent,
     read_pairs,
     rows_of_files,
     split_pairs,
@@ -36,6 +38,7 @@ from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
+MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
     "take one with a chat template, add --plain, or take a smaller one"
@@ -49,6 +52,7 @@ def init(
     base: str | None,
     columns: Sequence[str] = (),
     plain: bool = False,
+    balance_length: bool = False,
     minutes: float | None = None,
     adapters: str = "auto",
     gpu: str | None = None,
@@ -57,7 +61,8 @@ def init(
     """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
 
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
-    the texts without the model's chat template; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
+    the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
+    answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
     GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
@@ -79,7 +84,7 @@ def init(
     context = _context_length(parent.model)
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
-    contents = rows_of_files(parts)
+    contents = rows_of_files(parts, balance=balance_length)
     counts = {name: len(rows) for name, rows in contents.items()}
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
@@ -99,7 +104,7 @@ def init(
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
-    print_summary(folder, formatted, parts, inputs, sizes)
+    print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, counts, balanced=balance_length))
 
 
 def _context_length(base: Path) -> int | None:
@@ -167,8 +172,10 @@ def write_configs(folder: Path, values: Mapping[str, Any]) -> None:
     json_schema.write_schemas(folder, STAGES)
 
 
-def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: SizingInputs, sizes: Sizes) -> None:
-    """Print the data read and the sizes chosen."""
+def print_summary(
+    folder: Path, formatted: PairFormat, parts: Parts, inputs: SizingInputs, sizes: Sizes, note: str | None
+) -> None:
+    """Print the data read, the sizes chosen, and a note on the data."""
     used = sum(map(len, parts.values()))
     terminal.out(f"{formatted.read} rows read, {used} pairs used, as {formatted.text}")
     rows = [
@@ -187,6 +194,16 @@ def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: Siz
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
         )
-    for note in sizes.notes:
-        terminal.out(f"noted: {note}")
+    for each in (*sizes.notes, *([note] if note else [])):
+        terminal.out(f"noted: {each}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
+
+
+def length_note(parts: Parts, counts: Mapping[str, int], *, balanced: bool) -> str | None:
+    """Return what --balance-length did, or that it would help."""
+    share = longer_share(parts["pairs"])
+    if balanced:
+        text = f"of {len(parts['pairs'])} and {len(parts['held-out'])} pairs of the reward model {counts['pairs']} and "
+        return f"{text}{counts['pairs_eval']} are kept, in which no answer is chosen for its length"
+    text = f"the longer answer is the chosen one in {percent(share)} of the pairs: a reward model may learn that"
+    return f"{text}; --balance-length drops such pairs" if share > MAX_LONGER_SHARE else None
