@@ -6,7 +6,6 @@ from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
     from rlhf_cli.config.base import *  # noqa: F403
-    from rlhf_cli.config.eval import *  # noqa: F403
     from rlhf_cli.config.json_schema import *  # noqa: F403
     from rlhf_cli.config.loading import *  # noqa: F403
     from rlhf_cli.config.ppo import *  # noqa: F403
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "config.base": "Config Options",
-        "config.eval": "EvalConfig Select",
+        "config.base": "Config",
         "config.json_schema": "completion_values schema",
-        "config.loading": "accepts_key keys load load_partial stage_of",
+        "config.loading": "accepts_key keys load",
         "config.ppo": "PPOConfig",
-        "config.training": "CONFIGS RewardConfig SFTConfig",
+        "config.training": "CONFIGS",
     },
 )

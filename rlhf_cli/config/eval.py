@@ -1,7 +1,6 @@
 """Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -104,7 +103,3 @@ class EvalConfig(Config):
                 hint = did_you_mean(judge, judges) or f"available judges: {', '.join(sorted(judges)) or 'none'}"
                 raise invalid(f"{location}: {key} does not name a judge of this file", hint, location)
         return self
-
-    def code(self) -> dict[str, Path]:
-        """Return the Python files of judge functions next to the config, by key path."""
-        return self._beside({f"judges.{name}": judge for name, judge in self.judges.items()})

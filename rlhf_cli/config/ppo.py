@@ -1,13 +1,11 @@
 """Config of ppo.yaml: reinforcement learning."""
 
-import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name, Section, invalid
-from rlhf_cli.config.common import PPOAdapters, PPOData, TrainingConfig
+from rlhf_cli.config.common import LoRA, PPOData, TrainingConfig
 from rlhf_cli.config.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
@@ -27,11 +25,10 @@ OPTIONS = {
     "input": ("pipeline",),
     "batch_size": ("url", "pipeline"),
 }
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _env_name(name: str) -> str:
-    if not ENV_NAME.fullmatch(name):  # not shown: it may be the secret itself
+    if not (name.isidentifier() and name.isascii()):  # not shown: it may be the secret itself
         hint = "set the value in the environment, and write the variable's name here"
         raise invalid("not the name of an environment variable", hint, code="C16")
     return name
@@ -93,7 +90,7 @@ class PPOModels(Section):
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
-    adapters: PPOAdapters | None = None
+    adapters: LoRA | None = None
 
 
 class PPOConfig(TrainingConfig):
@@ -151,15 +148,3 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
-
-    def identity(self) -> dict[str, Any]:
-        """Return the identity without connection options, so that a run can resume with another timeout."""
-        tree = super().identity()
-        for source in tree["rewards"].values():
-            for key in ("timeout", "retries", "headers"):
-                del source[key]
-        return tree
-
-    def code(self) -> dict[str, Path]:
-        """Return the Python files of reward functions next to the config, by key path."""
-        return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})

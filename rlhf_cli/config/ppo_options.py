@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Range, Settings, invalid
+from rlhf_cli.config.base import Range, Section, invalid
 from rlhf_cli.config.ppo_algorithm import ObjectiveSettings, TrainingSettings, WatchdogSettings
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -15,14 +15,14 @@ class LengthRange(Range):
     """Response length, sampled uniformly from min..max (inclusive) for each update."""
 
 
-class OverlongPenalty(Settings):
+class OverlongPenalty(Section):
     """Penalty -factor x max(0, length - (limit - tokens)) / tokens, which grows over the last `tokens`."""
 
     tokens: int = Field(ge=1)
     factor: float = Field(gt=0)
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(Section):
     """Episodes of a run and of an update, and sampling."""
 
     total_episodes: int | None = Field(None, ge=1)
@@ -81,7 +81,7 @@ class RolloutSettings(Settings):
         return self.response_length.max if isinstance(self.response_length, LengthRange) else self.response_length
 
 
-class RewardRequirements(Settings):
+class RewardRequirements(Section):
     """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
 
     accuracy: float | None = Field(None, ge=0, le=1)
