@@ -29,7 +29,12 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
         raise RLHFError("D01", f"no such folder {name}", where=where)
     data = _data_files(folder)
     if not data:
-        raise _no_data_error(folder, name, where)
+        others = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        text = f"{name} contains no data files" + (f", but {first_names(others)}" if others else "")
+        hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
+        if any(path.suffix == ".arrow" for path in others):
+            hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
+        raise RLHFError("D01", text, where=where, hint=hint)
     readme = folder / README
     has_configs = readme.is_file() and b"\nconfigs:" in readme.read_bytes()
     with TemporaryDirectory() as scratch:
@@ -86,15 +91,6 @@ def _data_files(folder: Path) -> list[Path]:
     visible = [path for path in relative if not any(part.startswith((".", "__")) for part in path.parts)]
     data = [path for path in visible if suffix(path) in DATA_SUFFIXES]
     return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
-
-
-def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{name} contains no data files" + (f", but {first_names(files)}" if files else "")
-    hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
-    if any(path.suffix == ".arrow" for path in files):
-        hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
-    return RLHFError("D01", text, where=where, hint=hint)
 
 
 def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) -> dict[str, Path]:
