@@ -23,10 +23,9 @@ __getattr__ = import_on_first_use(
         "runs.checkpoints": "commit_state delete_state latest_state newest_step remove_damaged_checkpoint seal_state "
         "state_at state_steps valid_states",
         "runs.locks": "new_folder release require_empty scratch_folder",
-        "runs.parents": "ADAPTER_CONFIG ADAPTER_WEIGHTS FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of "
-        "is_available_locally open_parent read_manifest require_unchanged",
-        "runs.resolve": "LAST SELECTED Reference ResolvedModel check_same_tokenizer open_parents open_reference "
-        "references resolve_model",
+        "runs.parents": "FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of is_available_locally open_parent "
+        "read_manifest require_unchanged",
+        "runs.resolve": "Reference check_same_tokenizer open_parents open_reference references resolve_model",
         "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder recorded_num_processes start_stage "
         "versions",
         "runs.status": "StageStatus compute_identity identity_difference quick_stage_status require_current "

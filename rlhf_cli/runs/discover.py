@@ -22,21 +22,16 @@ def is_preset(folder: Path) -> bool:
 
 def has_output(folder: Path) -> bool:
     """Return True if a stage wrote this folder. An unreadable folder counts, so that its reader reports the error."""
-    names = ("identity.json", "manifest.json")
-    return any(os.path.isfile(folder / name) for name in names) or _is_unreadable(folder)
-
-
-def _is_unreadable(folder: Path) -> bool:
     if not os.path.isdir(folder):
         return False
     try:
         os.scandir(folder).close()
         os.stat(folder / "identity.json")
     except FileNotFoundError:
-        return False
+        return os.path.isfile(folder / "manifest.json")
     except OSError:
         return True
-    return False
+    return any(os.path.isfile(folder / name) for name in ("identity.json", "manifest.json"))
 
 
 def configs_in(folder: Path) -> list[Path]:

@@ -68,31 +68,27 @@ def open_parent(
     M10 for a stage that is unfinished, damaged or not one of `expect`, E08 for files that cannot be read now.
     """
     with at_location(where), translate_read_errors(path):
-        return _open(path, expect, key, revision, hashed=hashed)
-
-
-def _open(path: str, expect: tuple[str, ...], key: str, revision: str | None, *, hashed: bool) -> Parent:
-    folder = Path(path)
-    if not path_exists(folder):
-        if folder.is_absolute() or path.startswith((".", "~")):
-            raise _no_folder_error(folder, expect, key)
-        cached = _from_hub(path, revision, key)
-        _refuse_adapter(cached, key)
-        return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
-    if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
-        text = f"{key}: {shown(folder)} is inside a stage's folder"
-        raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
-    if folder.parent.name == SNAPSHOTS and read_adapter(folder):
-        return _snapshot(folder, key, hashed=hashed)
-    _refuse_adapter(folder, key)
-    if (folder / "config.json").is_file():
-        return _foreign(folder, key, hashed=hashed)
-    if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
-        return _stage(folder, expect, key, hashed=hashed)
-    stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
-    hint = f"did you mean {stages}?" if stages else f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
-    text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
-    raise RLHFError("M01", text, hint=hint)
+        folder = Path(path)
+        if not path_exists(folder):
+            if folder.is_absolute() or path.startswith((".", "~")):
+                raise _no_folder_error(folder, expect, key)
+            cached = _from_hub(path, revision, key)
+            _refuse_adapter(cached, key)
+            return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
+        if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
+            text = f"{key}: {shown(folder)} is inside a stage's folder"
+            raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
+        if folder.parent.name == SNAPSHOTS and read_adapter(folder):
+            return _snapshot(folder, key, hashed=hashed)
+        _refuse_adapter(folder, key)
+        if (folder / "config.json").is_file():
+            return _foreign(folder, key, hashed=hashed)
+        if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
+            return _stage(folder, expect, key, hashed=hashed)
+        stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
+        hint = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
+        text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
+        raise RLHFError("M01", text, hint=f"did you mean {stages}?" if stages else hint)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -118,10 +114,8 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> 
         raise RLHFError("M10", text, hint=f"finish it: {_command(stage, folder)}; or change {key}")
     for name in manifest["files"]:
         safe_join(folder, name, where=shown(folder / "manifest.json"))
-    if manifest_problem:
-        raise damaged_stage_error(key, folder, stage, manifest_problem)
     models = select_files(manifest["files"], "model/")
-    problem = find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
+    problem = manifest_problem or find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
         raise damaged_stage_error(key, folder, stage, problem or "its manifest names no model file")
     base = None

@@ -313,7 +313,7 @@ def _selected(run: Run) -> int:
 # Settings, by their dotted keys in config.yaml
 
 RUN_FOLDERS = {f"../{name}" for name in STAGES} | {".."}  # the default paths in a config.yaml
-REQUIRED, UNKNOWN = object(), object()  # keys without a default: required, or chosen by the user
+REQUIRED = object()  # in place of a default
 
 
 @dataclass(frozen=True)
@@ -333,11 +333,10 @@ def from_defaults(stage: Stage) -> list[Difference]:
         if key == "stage" or _is_run_folder(stage.name, key, value):
             continue
         config_key = key_at(CONFIGS[stage.name], key.split("."))
-        default = UNKNOWN if config_key is None else config_key.default(REQUIRED)
-        if default is REQUIRED or default is UNKNOWN:
-            differences.append(Difference(stage.name, key, value_text(value), None if default is REQUIRED else "-"))
-        elif default != value:
-            differences.append(Difference(stage.name, key, value_text(value), value_text(default)))
+        default = config_key.default(REQUIRED) if config_key else REQUIRED
+        if default != value:
+            text = None if default is REQUIRED else value_text(default)
+            differences.append(Difference(stage.name, key, value_text(value), text if config_key else "-"))
     return differences
 
 
