@@ -47,7 +47,12 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
                 _refuse_duplicate_keys(row, raw, path, number)
             yield number, row
         elif decode(raw, path, number).strip():
-            yield number, _row(raw.rstrip(b"\r\n"), path, number)
+            row = parse_json(raw.rstrip(b"\r\n"), path, number)
+            if not isinstance(row, dict):
+                kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+                text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
+                raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_PER_LINE)
+            yield number, row
 
 
 def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -71,7 +76,10 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
     """Open a data file for its bytes, decompressed if its name ends in .gz. Raises D01 if that fails."""
     if not os.path.isfile(path):
-        raise _missing(path, where_key)
+        kind = "a folder" if os.path.isdir(path) else "a device or a pipe" if os.path.exists(path) else None
+        text = f"{shown(path)} is {kind}, a data file is needed" if kind else f"no such file {shown(path)}"
+        near = None if kind else closest_path(path)
+        raise RLHFError("D01", text, where=where_key, hint=near and f"did you mean {near}?")
     try:
         return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
     except OSError as error:
@@ -90,15 +98,6 @@ def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
     with Path(path).open("ab") as file:
         file.write(line)
     return line
-
-
-def _missing(path: Path, where: str | None) -> RLHFError:
-    if os.path.isdir(path):
-        return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
-    if os.path.exists(path):
-        return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
-    near = closest_path(path)
-    return RLHFError("D01", f"no such file {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
 def decode(raw: bytes, path: Path, number: int) -> str:
@@ -141,7 +140,12 @@ def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:
         raise RLHFError("D03", f"not valid JSON: {reason}", where=at) from error
     # only a \u escape can produce half a surrogate pair, which cannot be tokenized or written
     if "\\u" in text:
-        _refuse_half_surrogates(value, at)
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            problem = f"the escape \\u{ord(error.object[error.start]):04x} is half of a surrogate pair"
+            hint = "write both halves, or the character itself"
+            raise RLHFError("D04", problem, where=at, hint=hint) from error
     _refuse_duplicate_keys(value, raw, path, number)
     return value
 
@@ -170,30 +174,8 @@ def _count_keys(value: Any) -> int:
     return (len(value) if isinstance(value, dict) else 0) + sum(map(_count_keys, inner))
 
 
-def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:
-    row = parse_json(raw, path, number)
-    if not isinstance(row, dict):
-        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-        text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
-        raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_PER_LINE)
-    return row
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _refuse_half_surrogates(value: Any, where: str) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise RLHFError(
-            "D04",
-            f"the escape \\u{ord(half):04x} is half of a surrogate pair",
-            where=where,
-            hint="write both halves, or the character itself",
-        ) from error
 
 
 def to_json(value: object, **style: Any) -> str:
