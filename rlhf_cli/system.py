@@ -130,10 +130,7 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 class OutOfResources(RLHFError):
     """E03 raised at run time, when disk or memory ran out."""
 
-    @property
-    def exit_code(self) -> int:
-        """1: the command had started."""
-        return 1
+    exit_code = 1  # the command had started
 
 
 @contextmanager

@@ -186,8 +186,7 @@ class Config(Section):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        sources: dict[str, DataSource] = self.data.sources(self.where)
-        return sources
+        return dict(self.data.sources(self.where))
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values next to the config, by key path."""

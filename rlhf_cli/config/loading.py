@@ -169,10 +169,16 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     is_incomplete = bool(problems)  # parts of the YAML or an override could not be read
     folder, working_dir = str(file.parent), os.getcwd()
     resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else folder)
-    config, invalid = _validate(model, source.tree, origin)
+    trainer = source.tree.get("trainer") if "trainer" in model.model_fields else None
+    problems += check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
+    try:
+        config: Config | None = model.model_validate(source.tree)
+    except ValidationError as error:
+        config = _without_invalid_keys(invalid_keys(error, source.tree), model, source.tree)
+        problems += translate_validation_error(error, source.tree, model, origin.where)
     if config is not None:
         config._origin = origin
-    return None if is_incomplete else config, sorted([*problems, *invalid], key=_line_number)
+    return None if is_incomplete else config, sorted(problems, key=_line_number)
 
 
 def _rename_keys(source: YamlFile) -> YamlFile:
@@ -203,16 +209,6 @@ def accepts_key(stage: str, key: str) -> bool:
         return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
     *tables, own = (key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts) + 1))
     return own is not None or any(table is not None and table.allows_any_key for table in tables)
-
-
-def _validate(model: type[Config], tree: dict[str, Any], origin: Origin) -> tuple[Config | None, list[Problem]]:
-    trainer = tree.get("trainer") if "trainer" in model.model_fields else None
-    problems = check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
-    try:
-        return model.model_validate(tree), problems
-    except ValidationError as error:
-        config = _without_invalid_keys(invalid_keys(error, tree), model, tree)
-        return config, problems + translate_validation_error(error, tree, model, origin.where)
 
 
 def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:

@@ -12,18 +12,12 @@ from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
-# Options that only some kinds of source accept.
+# Kind of source -> options that only it accepts, or only it and others that have them here.
 OPTIONS = {
-    "combine": ("models",),
-    "std_coef": ("models",),
-    "parameters": ("builtin",),
-    "timeout": ("url",),
-    "retries": ("url",),
-    "headers": ("url",),
-    "label": ("pipeline",),
-    "output": ("pipeline",),
-    "input": ("pipeline",),
-    "batch_size": ("url", "pipeline"),
+    "models": ("combine", "std_coef"),
+    "builtin": ("parameters",),
+    "url": ("timeout", "retries", "headers", "batch_size"),
+    "pipeline": ("label", "output", "input", "batch_size"),
 }
 
 
@@ -73,7 +67,8 @@ class RewardSource(Section):
             raise invalid("an ensemble needs at least two models", "use model for a single one")
         if self.clip is not None and self.weight == 0:
             raise invalid("clip has no effect on a source of weight 0", "remove it", "clip")
-        for key, kinds in OPTIONS.items():
+        for key in (option for options in OPTIONS.values() for option in options):
+            kinds = [kind for kind, options in OPTIONS.items() if key in options]
             needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
             used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
             if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):

@@ -26,8 +26,7 @@ SET_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 
 @cache
 def _file() -> dict[str, dict[str, Any]]:
-    content: dict[str, dict[str, Any]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
-    return content
+    return dict(json.loads(FIELDS_FILE.read_text(encoding="utf-8")))
 
 
 def fields_of(stage: str) -> dict[str, dict[str, Any]]:
