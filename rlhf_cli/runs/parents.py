@@ -69,12 +69,14 @@ def open_parent(
     """
     with at_location(where), translate_read_errors(path):
         folder = Path(path)
+        usual = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
         if not path_exists(folder):
             if folder.is_absolute() or path.startswith((".", "~")):
-                raise _no_folder_error(folder, expect, key)
-            cached = _from_hub(path, revision, key)
-            _refuse_adapter(cached, key)
-            return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
+                if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
+                    hint = f"run that stage first: {_command(folder.name, folder)}"
+                    raise RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
+                raise missing_folder_error(folder, f"{key}: ", usual)
+            return _from_hub(path, revision, key, hashed=hashed)
         if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
             text = f"{key}: {shown(folder)} is inside a stage's folder"
             raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
@@ -86,9 +88,8 @@ def open_parent(
         if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
             return _stage(folder, expect, key, hashed=hashed)
         stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
-        hint = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
         text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
-        raise RLHFError("M01", text, hint=f"did you mean {stages}?" if stages else hint)
+        raise RLHFError("M01", text, hint=f"did you mean {stages}?" if stages else usual)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -132,9 +133,10 @@ def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     return Parent(key, folder, FOREIGN, folder, sha256, {}, file_stats=file_stats)
 
 
-def _from_hub(name: str, revision: str | None, key: str) -> Path:
+def _from_hub(name: str, revision: str | None, key: str, *, hashed: bool) -> Parent:
     if folder := cached_model(name, revision):
-        return folder
+        _refuse_adapter(folder, key)
+        return replace(_foreign(folder, key, hashed=hashed), hub=name, revision=revision)
     if name.count("/") > 1:  # a hub id is OWNER/NAME
         raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME")
     at = f" at revision {revision}" if revision else ""
@@ -345,14 +347,6 @@ def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where:
     """Return M10 for a parent that differs from what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
     return RLHFError("M10", text, where=where, hint=f"run it again: {_command(stage, folder)} --fresh")
-
-
-def _no_folder_error(folder: Path, expect: Sequence[str], key: str) -> RLHFError:
-    if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
-        hint = f"run that stage first: {_command(folder.name, folder)}"
-        return RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
-    hint = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
-    return missing_folder_error(folder, f"{key}: ", hint)
 
 
 def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError:

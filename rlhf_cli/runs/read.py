@@ -103,31 +103,27 @@ def read_stage(name: str, folder: Path, *, logs: bool = True) -> Stage:
         return Stage(name, folder)
     try:
         with translate_read_errors(folder):
-            return _read_stage(name, folder, logs)
+            list_folder(folder)
+            stage = Stage(name, folder, "begun", identity=read_identity(folder))
+            if path_exists(folder / "manifest.json"):
+                manifest, problem = read_manifest(folder)
+                problem = problem or _damage(folder, manifest["files"])
+                stage = replace(stage, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
+            if not logs:
+                return stage
+            config, config_problem = _read_config(folder / "config.yaml")
+            odd = schema_error("manifest.json", stage.manifest) if stage.manifest else None
+            problem = stage.problem or config_problem or odd
+            return replace(
+                stage,
+                state="damaged" if problem and stage.state == "finished" else stage.state,
+                problem=problem,
+                manifest=None if odd else stage.manifest,
+                config=config,
+                metrics=tuple(read_log(folder / "metrics.jsonl")),
+            )
     except RLHFError as error:
         return Stage(name, folder, "unreadable", error.problems[0].text)
-
-
-def _read_stage(name: str, folder: Path, logs: bool) -> Stage:
-    list_folder(folder)
-    stage = Stage(name, folder, "begun", identity=read_identity(folder))
-    if path_exists(folder / "manifest.json"):
-        manifest, problem = read_manifest(folder)
-        problem = problem or _damage(folder, manifest["files"])
-        stage = replace(stage, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
-    if not logs:
-        return stage
-    config, config_problem = _read_config(folder / "config.yaml")
-    odd = schema_error("manifest.json", stage.manifest) if stage.manifest else None
-    problem = stage.problem or config_problem or odd
-    return replace(
-        stage,
-        state="damaged" if problem and stage.state == "finished" else stage.state,
-        problem=problem,
-        manifest=None if odd else stage.manifest,
-        config=config,
-        metrics=tuple(read_log(folder / "metrics.jsonl")),
-    )
 
 
 def _damage(folder: Path, files: Row) -> str | None:
