@@ -89,12 +89,12 @@ def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one line per row, keys in the order given. Raises ValueError for a number that is not finite."""
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(_line(row) for row in rows)
+        file.writelines(to_json(row, allow_nan=False) + "\n" for row in rows)
 
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
     """Append one row in one write, and return its bytes."""
-    line = _line(row).encode("utf-8")
+    line = (to_json(row, allow_nan=False) + "\n").encode("utf-8")
     with Path(path).open("ab") as file:
         file.write(line)
     return line
@@ -181,10 +181,6 @@ def _refuse_constant(name: str) -> None:
 def to_json(value: object, **style: Any) -> str:
     """Return the value as JSON without terminal control characters; `style` is passed to json."""
     return json.dumps(value, ensure_ascii=False, **style).translate(DEL_AND_C1)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return to_json(row, allow_nan=False) + "\n"
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

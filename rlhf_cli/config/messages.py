@@ -15,7 +15,7 @@ from rlhf_cli.config.base import Config, Section
 from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
-from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
+from rlhf_cli.config.yaml_io import FLOAT, INTEGER, is_yaml_1_1
 from rlhf_cli.errors import CODES, Problem, closest_match, did_you_mean
 
 # pydantic's error -> what it expected
@@ -199,7 +199,7 @@ def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | Non
     if isinstance(value, bool):
         code = "C06" if number else "C05"
         hint = 'write it in quotes: "true"' if "text" in types and not number else None
-    elif number and isinstance(value, str) and is_number(value):
+    elif number and isinstance(value, str) and (INTEGER.fullmatch(value) or FLOAT.fullmatch(value)):
         hint = f"remove the quotes: {value}"
     elif is_yaml_1_1(value) and ("true or false" in types or number):
         code, hint = "C10", "write true or false" if "true or false" in types else "write a plain decimal number"

@@ -125,11 +125,6 @@ def parse_value(text: str) -> Any:
     return value
 
 
-def is_number(text: str) -> bool:
-    """Return True if this text without quotes is a number."""
-    return (INTEGER.fullmatch(text) or FLOAT.fullmatch(text)) is not None
-
-
 def is_yaml_1_1(value: Any) -> bool:
     """Return True if YAML 1.1 would convert this text to a number, a boolean or a date."""
     return isinstance(value, str) and YAML_1_1.fullmatch(value) is not None
