@@ -64,11 +64,8 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
         blank = blank + 1 if raw in BLANK else 0
         if len(raw) > MAX_LINE_BYTES or blank > MAX_BLANK_LINES:
-            problem = (
-                f"more than {MAX_BLANK_LINES:,} empty lines"
-                if blank
-                else f"a line of more than {MAX_LINE_BYTES:,} bytes"
-            )
+            problem = f"a line of more than {MAX_LINE_BYTES:,} bytes"
+            problem = f"more than {MAX_BLANK_LINES:,} empty lines" if blank else problem
             raise RLHFError("D03", f"not a file of rows: {problem}", where=f"{shown(path)}:{number}")
         yield number, raw.removeprefix(BOM) if number == 1 else raw
 
@@ -108,12 +105,9 @@ def decode(raw: bytes, path: Path, number: int) -> str:
         line = number + raw.count(b"\n", 0, error.start)
         position = error.start - raw.rfind(b"\n", 0, error.start)
         coding = "utf16" if raw.startswith(UTF16) else "latin1"
-        raise RLHFError(
-            "D04",
-            f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8",
-            where=f"{shown(path)}:{line}",
-            hint=f"convert the file, for example: iconv -f {coding} -t utf8",
-        ) from error
+        text = f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8"
+        hint = f"convert the file, for example: iconv -f {coding} -t utf8"
+        raise RLHFError("D04", text, where=f"{shown(path)}:{line}", hint=hint) from error
 
 
 def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:

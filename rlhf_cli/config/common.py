@@ -156,9 +156,8 @@ class _Data(Section):
     def _check_chat_template_kwargs(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, value in (values or {}).items():
             if not name.isidentifier() or name in RESERVED_TEMPLATE_NAMES:
-                raise invalid(
-                    f"`{name}` is not a variable that a chat template's user sets", key="chat_template_kwargs"
-                )
+                text = f"`{name}` is not a variable that a chat template's user sets"
+                raise invalid(text, key="chat_template_kwargs")
             try:
                 if name == "date":
                     date.fromisoformat(value)

@@ -162,7 +162,7 @@ def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:
         if pairs.setdefault(repr((pair.prompt, *pair.responses.values())), pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
-    reader.finish(len(pairs), hints, "the other rows are used")
+    reader.finish(len(pairs), {**hints, "other": "the other rows are used"})
     distinct = [Pair(p.location, p.prompt, **p.responses, margin=p.margin) for p in pairs.values()]
     return distinct, reader.num_read, reader.transcripts
 

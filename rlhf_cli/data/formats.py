@@ -21,6 +21,7 @@ NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D07", "D10")
 HINTS = {
     "D07": "remove the rows from the file",
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
+    "other": "set data.on_bad: error to list them",
 }
 
 
@@ -137,12 +138,7 @@ class DatasetReader:
             shown.append(Problem(last.code, text, self.source.shown(), hint))
         raise RLHFError.from_problems(shown)
 
-    def finish(
-        self,
-        usable: int,
-        hints: Mapping[str, str] = HINTS,
-        default_hint: str = "set data.on_bad: error to list them",
-    ) -> None:
+    def finish(self, usable: int, hints: Mapping[str, str] = HINTS) -> None:
         """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
         self.require_no_problems()
         if usable == 0:
@@ -156,7 +152,7 @@ class DatasetReader:
             rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
             text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
-            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, default_hint))
+            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, hints["other"]))
 
     def _check_columns(self, raw: dict[str, Any]) -> None:
         for name, file_column in self.columns.items():

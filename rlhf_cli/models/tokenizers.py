@@ -148,9 +148,8 @@ def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None
         if beyond:
             names = first_names(tokenizer.convert_ids_to_tokens(sorted(beyond)))
             text = f"the model has no embedding for special tokens of its tokenizer ({names})"
-            terminal.warn(
-                "M06", text, where=where, hint="no action is needed unless a text contains one: an error then"
-            )
+            hint = "no action is needed unless a text contains one: an error then"
+            terminal.warn("M06", text, where=where, hint=hint)
 
 
 def vocabulary_size(tokenizer: Any, num_embeddings: int) -> int:

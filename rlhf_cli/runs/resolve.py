@@ -69,9 +69,8 @@ def weights_bytes(config: Any) -> int:
     """Return the size of the weight files of the models that a stage reads, as far as they are on this machine."""
     folders = {Path(each.path) for each in references(config)}
     folders |= {path for each in references(config) if (path := cached_model(each.path, each.revision))}
-    files = {
-        file for folder in folders for pattern in ("", "model/") for file in folder.glob(f"{pattern}*.safetensors")
-    }
+    patterns = ("*.safetensors", "model/*.safetensors")
+    files = {file for folder in folders for pattern in patterns for file in folder.glob(pattern)}
     return sum(file.stat().st_size for file in files)
 
 
