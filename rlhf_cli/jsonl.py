@@ -152,8 +152,7 @@ def _refuse_duplicate_keys(value: Any, raw: bytes, path: Path, number: int) -> N
         for name, _ in pairs:
             if name in seen:
                 text = f'not valid JSON: the key "{name}" occurs twice in one object'
-                hint = "remove one of the two"
-                raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint=hint)
+                raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint="remove one of the two")
             seen.add(name)
 
     try:

@@ -60,8 +60,7 @@ class EvalSettings(Section):
         if "sampled" not in self.modes:
             raise invalid("the summary of the report needs sampled answers", "add sampled to eval.modes")
         if self.select is not None and not self.frontier:
-            hint = "set eval.frontier: true, or remove eval.select"
-            raise invalid("eval.select needs the frontier", hint, "select")
+            raise invalid("eval.select needs the frontier", "set eval.frontier: true, or remove eval.select", "select")
         selected_key = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
         if selected_key is not None and self.select is None:
             text = f"eval.require: {selected_key} needs eval.select"

@@ -82,11 +82,9 @@ def _write(tree: dict[str, Any], segments: list[str], value: Any) -> None:
 def stage_of(path: Path) -> str:
     """Return the stage of a file. Raises RLHFError C08, C09, S02 if it cannot be read, C07 if it is ambiguous."""
     tree = yaml_io.read(path).tree
-    stage_key = tree.get("stage")
-    if isinstance(stage_key, str) and stage_key in CONFIGS:
-        return stage_key
-    if path.stem in CONFIGS:
-        return path.stem
+    for stage in (tree.get("stage"), path.stem):
+        if isinstance(stage, str) and stage in CONFIGS:
+            return stage
     counts = _count_sections(tree)
     best = max(counts, key=lambda stage: (stage in tree, counts[stage]))
     if best not in tree and list(counts.values()).count(counts[best]) > 1:

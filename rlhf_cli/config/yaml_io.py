@@ -104,8 +104,7 @@ class YamlFile:
 def read(path: str | Path) -> YamlFile:
     """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
     name = str(path)
-    text = read_text(path)
-    node = _compose(text, name)
+    node = _compose(read_text(path), name)
     if node is None:
         raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
     if not isinstance(node, MappingNode):

@@ -150,8 +150,7 @@ def prompt_rows(
         return Prompt(prompt, example.prompt, example.location)
 
     reader = DatasetReader(source, PROMPT_FORMS)
-    examples = list(_distinct_prompts(reader))
-    return _tokenised(reader, examples, make_row, tokenizer, max_length, on_long, sample)
+    return _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
 
 
 def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:

@@ -124,9 +124,8 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
             names = list(_datasets().get_dataset_config_names(name))
     reason = " ".join(str(error).replace(name, shown_name).split())
     if subset is not None and names and subset not in names:
-        near = closest_match(subset, names) or names[0]
         text = f'{shown_name} has no subset "{subset}"; it has {", ".join(names)}'
-        return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
+        return RLHFError("D01", text, where=where, hint=f"set data.subset: {closest_match(subset, names) or names[0]}")
     if subset is None and len(names) > 1:
         text = f"{shown_name} has the subsets {', '.join(names)}"
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {names[0]}")

@@ -1,7 +1,7 @@
 """Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,9 @@ class DatasetReader:
         """Raise RLHFError with the first five problems, if there are any."""
         if not self.problems:
             return
-        shown, hints = [], set()
-        for problem in self.problems[:MAX_SHOWN_PROBLEMS]:
-            hint = None if problem.hint in hints else problem.hint
-            hints.add(problem.hint)
-            shown.append(Problem(problem.code, problem.text, problem.where, hint))
+        first = self.problems[:MAX_SHOWN_PROBLEMS]
+        hints = [problem.hint for problem in first]
+        shown = [replace(each, hint=None) if each.hint in hints[:i] else each for i, each in enumerate(first)]
         if len(self.problems) > MAX_SHOWN_PROBLEMS:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
@@ -191,8 +189,7 @@ class DatasetReader:
         if form == ("text",):
             return ("messages",), {"messages": texts.parse_transcript(row["text"], self._file_column("text"))}
         if "prompt" not in form:
-            turns = {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
-            return form, {**row, **turns}
+            return form, row | {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
         prompt = texts.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
         return form, {**row, **answers, "prompt": prompt}

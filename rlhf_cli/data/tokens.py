@@ -150,9 +150,8 @@ def _trailing_special_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer appends to a text."""
     plain = tokenize(tokenizer, ["a"])[0]
     with_special = tokenize(tokenizer, ["a"], special=True)[0]
-    starts = range(len(with_special) - len(plain), -1, -1)
-    start = next(i for i in starts if with_special[i : i + len(plain)] == plain)
-    return with_special[start + len(plain) :]
+    ends = range(len(with_special), len(plain) - 1, -1)
+    return with_special[next(end for end in ends if with_special[end - len(plain) : end] == plain) :]
 
 
 def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:

@@ -139,8 +139,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
             _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
     except Exception as error:  # a network has many ways to fail
         text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
-        hint = f"resume with: {_upload_command(folder, repo, public, removed)}"
-        raise RLHFError("R17", text, hint=hint) from error
+        raise RLHFError("R17", text, hint=f"resume with: {_upload_command(folder, repo, public, removed)}") from error
     private = bool(before.private)
     return PushResult(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
 

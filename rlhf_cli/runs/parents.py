@@ -141,8 +141,7 @@ def _from_hub(name: str, revision: str | None, key: str, *, hashed: bool) -> Par
         raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME")
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
-    hint = f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /"
-    raise RLHFError("M01", text, hint=hint)
+    raise RLHFError("M01", text, hint=f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /")
 
 
 # Adapters (LoRA) and their base models
@@ -289,8 +288,7 @@ def _folders(parents: Mapping[str, Parent]) -> list[Parent]:
 
 def _verify(parent: Parent) -> None:
     if problem := _problem(parent):
-        where = shown(parent.path / "manifest.json")
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, where)
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, shown(parent.path / "manifest.json"))
 
 
 def _problem(parent: Parent) -> str | None:

@@ -243,8 +243,7 @@ def _report(parent: Parent) -> dict[str, Any] | None:
         return None
     if manifest.get("parents", {}).get(f"models.{parent.stage}", {}).get("sha256") != parent.sha256:
         return None
-    files = select_files(manifest["files"], "report.json")
-    if find_damage(folder, files, where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest["files"], "report.json"), where=str(folder), content=True):
         return None
     report = read_json_object(folder / "report.json")
     return None if report is None or schema_error("report.json", report) else report

@@ -71,8 +71,7 @@ def start_stage(
         raise
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
-        hint = "set `run:` to another folder"
-        raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
+        raise RLHFError("E03", text, where=config.where("run"), hint="set `run:` to another folder") from error
     if fresh:
         _move_aside(folder)
     status = require_current(config, identity)

@@ -186,8 +186,7 @@ def require_current(config: Config, expected: Mapping[str, Any]) -> StageStatus:
         text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
         hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
         if not (folder / "manifest.json").exists():
-            started_with = shown(folder / "config.yaml")
-            hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
+            hint = f"to resume it, use the settings it was started with ({shown(folder / 'config.yaml')}); {hint}"
         raise RLHFError("C15", text, where=shown(config.file), hint=hint)
     if status.state == "damaged":
         text = f"{shown(folder)} is finished but damaged: {reasons[0]}"
