@@ -197,10 +197,9 @@ def total_memory() -> int:
     import psutil  # not needed by the library
 
     total = psutil.virtual_memory().total
-    try:
+    with suppress(OSError, ValueError):  # no cgroup, no limit ("max"), or not Linux
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no cgroup, no limit ("max"), or not Linux
-        return total
+    return total
 
 
 def process_memory() -> int:

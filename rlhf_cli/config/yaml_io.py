@@ -141,9 +141,7 @@ def _scalar(node: ScalarNode, where: str) -> Any:
         return None
     if INTEGER.fullmatch(text):
         return int(text)
-    if FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan")) if FLOAT.fullmatch(text) else text
 
 
 def _compose(text: str, name: str) -> Node | None:

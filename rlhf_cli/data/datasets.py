@@ -81,9 +81,7 @@ def prompt_form(source: Source) -> Literal["text", "conversation", "transcript"]
     """Return the format of the prompt in the first row of any stage's data. Raises RLHFError D01-D06, D12."""
     reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS))
     form, row = _first_row(reader)
-    if reader.transcripts:
-        return "transcript"
-    return "text" if isinstance(row[form[0]], str) else "conversation"
+    return "transcript" if reader.transcripts else "text" if isinstance(row[form[0]], str) else "conversation"
 
 
 def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:

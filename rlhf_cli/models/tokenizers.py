@@ -251,8 +251,7 @@ def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trus
 def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
     """Return True if two models' tokenizers give the same token ids. Raises RLHFError M01, M08."""
     try:
-        parents = {"models.sft": first, second.key: second}
-        check_same_tokenization(parents, str, trust_remote_code=trust_remote_code)
+        check_same_tokenization({"models.sft": first, second.key: second}, str, trust_remote_code=trust_remote_code)
     except RLHFError as error:
         if error.problems[0].code not in ("T04", "T05"):
             raise
@@ -333,8 +332,7 @@ def _start_ids(tokenizer: Any) -> list[int]:
         text_ids, full = tokenize(tokenizer, ["a"])[0], tokenizer("a").input_ids
     except Exception:  # the vocabulary has neither this letter nor an unknown token
         return tokenizer("").input_ids
-    starts = (i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids)
-    return full[: next(starts, 0)]
+    return full[: next((i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids), 0)]
 
 
 def _short_texts(tokenizer: Any) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 STAGES = ("sft", "reward", "ppo", "eval")  # in pipeline order
@@ -61,9 +62,7 @@ def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -
 
 
 def _folders_in(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # unreadable
-        return []
-    return sorted(name for name in names if not name.startswith("."))
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(name for name in names if not name.startswith("."))
+    return []  # unreadable

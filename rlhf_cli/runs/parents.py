@@ -334,8 +334,7 @@ def _require_unchanged(parent: Parent, loaded: bool) -> None:
     if changed:
         names = [name for name in {**parent.file_stats, **now} if parent.file_stats.get(name) != now.get(name)]
         text = f"{parent.key}: {shown(parent.model)} changed while it was read ({', '.join(sorted(names)[:3])})"
-        hint = "undo the change and run the same command again; or start over with --fresh"
-        raise RLHFError("M14", text, hint=hint)
+        raise RLHFError("M14", text, hint="undo the change and run the same command again; or start over with --fresh")
 
 
 # Messages and manifest entries

@@ -4,6 +4,7 @@ Also its settings beside their defaults and those of other runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -137,12 +138,10 @@ def _damage(folder: Path, files: Row) -> str | None:
 
 
 def _read_config(path: Path) -> tuple[Row | None, str | None]:
-    try:
-        with translate_read_errors(path):
-            tree = with_current_names(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None, f"{path.name} is missing or not readable"
-    return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError), translate_read_errors(path):
+        tree = with_current_names(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
+    return None, f"{path.name} is missing or not readable"
 
 
 def changed_parents(stage: Stage) -> tuple[str, ...]:

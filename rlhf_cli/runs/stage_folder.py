@@ -192,10 +192,9 @@ def versions() -> dict[str, str]:
 
 def _git_revision(folder: Path) -> str | None:
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 class CheckpointTimer:
