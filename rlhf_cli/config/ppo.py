@@ -12,7 +12,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
-# Kind of source -> options that only it accepts, or only it and others that have them here.
+# Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
     "models": ("combine", "std_coef"),
     "builtin": ("parameters",),
