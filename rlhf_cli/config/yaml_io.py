@@ -161,8 +161,8 @@ def _compose(text: str, name: str) -> Node | None:
         if "\\t" in problem:
             tabs = "tabs cannot be used for indentation or before a value"
             raise RLHFError("C08", tabs, where=where, hint="use spaces") from error
-        line = "".join(text.splitlines()[mark.line : mark.line + 1])
-        quote = re.search(r":\s+[>|*&!%@`{}\[\]]", line)
+        failing = "".join(text.splitlines()[mark.line : mark.line + 1])
+        quote = re.search(r":\s+[>|*&!%@`{}\[\]]", failing)
         hint = "put a value that starts with a special character in quotes" if quote else None
         raise RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint) from error
 
