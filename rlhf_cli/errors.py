@@ -175,8 +175,7 @@ def short_reason(error: BaseException) -> str:
 
 def first_names(names: Sequence[object]) -> str:
     """Join the first three names for a message, and count the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more
+    return ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def install_hint(extra: str) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from pydantic import ValidationError
 
@@ -15,6 +15,7 @@ from rlhf_cli.config.base import Config, Origin
 from rlhf_cli.config.fields import Key, current_name, key_at, keys_of, with_current_names
 from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.paths import resolve_paths
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.yaml_io import YamlFile, parse_value
 from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path, shown
@@ -138,6 +139,12 @@ def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
             yield node, name, key
         elif isinstance(value, dict | list):
             yield from _find_secrets(value, key)
+
+
+@overload
+def load(stage: Literal["ppo"], path: str | Path, overrides: Sequence[str] = ()) -> PPOConfig: ...
+@overload
+def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 
 
 def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -79,8 +79,7 @@ def _translate_key(
     if kind == "extra_forbidden":
         return _unknown_key(path, value, model, location)
     if kind == "missing":
-        hint = f"{path[-1]}: {_first_sentence(key)}" if key else None
-        return Problem("C05", f"{name} is missing", location, hint)
+        return Problem("C05", f"{name} is missing", location, f"{path[-1]}: {_first_sentence(key)}" if key else None)
     if kind in TYPE_ERRORS or kind == "literal_error":
         return _type_or_choice_error(name, details, key, location)
     if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
@@ -234,9 +233,9 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
         near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
-        hint = near and f"did you mean {f'{stage}.' if near in own_keys else ''}{near}?"
+        nearest = near and f"did you mean {f'{stage}.' if near in own_keys else ''}{near}?"
         others = [config for other, config in TRAINERS.items() if name in trl_fields.fields_of(other)]
-        return Problem("C01", text, location, f"only {others[0]} has this field" if others else hint)
+        return Problem("C01", text, location, f"only {others[0]} has this field" if others else nearest)
     annotation: Any = field.field.annotation
     try:
         TypeAdapter(annotation, config=Section.model_config).validate_python(value)

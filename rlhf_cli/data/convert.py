@@ -56,8 +56,7 @@ def _is_full_dialogue(row: Row) -> bool:
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return False
     users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
-    last = users[-1]["value"] if users else row.get("instruction") or row.get("input")
-    question = str(last or "").strip()
+    question = str((users[-1]["value"] if users else row.get("instruction") or row.get("input")) or "").strip()
     in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
     return in_prefix or (is_transcript(chosen) and is_transcript(rejected))
 

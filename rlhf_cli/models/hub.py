@@ -140,8 +140,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     except Exception as error:  # a network has many ways to fail
         text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
         raise RLHFError("R17", text, hint=f"resume with: {_upload_command(folder, repo, public, removed)}") from error
-    private = bool(before.private)
-    return PushResult(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
+    return PushResult(f"{hub.endpoint}/{repo}", bool(before.private), commit, commit != before.sha, tuple(removed))
 
 
 def push_best(folder: Path, repo: str, message: str) -> None:

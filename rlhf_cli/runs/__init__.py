@@ -20,7 +20,8 @@ __getattr__ = import_on_first_use(
         "runs.locks": "new_folder release require_empty scratch_folder",
         "runs.parents": "FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of is_available_locally open_parent "
         "read_manifest require_unchanged",
-        "runs.resolve": "Reference check_same_tokenizer open_parents open_reference references resolve_model",
+        "runs.resolve": "LAST SELECTED Reference check_same_tokenizer open_parents open_reference references "
+        "resolve_model",
         "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder recorded_num_processes start_stage "
         "shown versions write_json",
         "runs.status": "StageStatus compute_identity identity_difference quick_stage_status require_current "

@@ -133,8 +133,7 @@ def check_same_tokenizer(
     def hashes(name: str) -> str:
         return f"({short_hash(right.get(name))} at {shown(b.path)}, {short_hash(left.get(name))} at {shown(a.path)})"
 
-    known = left.get("tokenizer_sha256") and right.get("tokenizer_sha256")
-    differs = known and left["tokenizer_sha256"] != right["tokenizer_sha256"]
+    differs = len({side.get("tokenizer_sha256") for side in (left, right)} - {None, ""}) == 2
     reason = None if differs else difference(a, b)
     if differs or reason:
         details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes("tokenizer_sha256")
