@@ -139,8 +139,7 @@ def launch_group(count: int, arguments: Sequence[str], *, weights_bytes: int = 0
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        text = f"process {rank} of {count} was killed by {name}"
+        text = f"process {rank} of {count} was killed by {signal.Signals(-failure.exitcode).name}"
         hint = "the same command resumes from the last checkpoint; SIGKILL is what a machine out of memory sends"
         raise RLHFError("R14", text, hint=hint) from failed
     return 0

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 # errors for a missing file or an impossible name; any other system error says nothing about the file
 NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -69,7 +68,7 @@ class Problem:
 
 
 class RLHFError(Exception):
-    """An error for users. It may carry several problems, which are printed together."""
+    """An error for users. It may carry several problems, which are printed together, and pickled with it."""
 
     problems: tuple[Problem, ...]
 
@@ -85,10 +84,6 @@ class RLHFError(Exception):
         error.problems = tuple(problems)
         return error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with all problems: an error may be raised in one process and printed by another."""
-        return _unpickle, (type(self), self.args, self.__dict__)
-
     @property
     def exit_code(self) -> int:
         """2 for problems that `rlhf check` finds, else 1."""
@@ -96,12 +91,6 @@ class RLHFError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
-
-
-def _unpickle(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
 
 
 def collect_errors(*checks: Callable[[], object]) -> None:
@@ -186,8 +175,7 @@ def short_reason(error: BaseException) -> str:
 
 def first_names(names: Sequence[object]) -> str:
     """Join the first three names for a message, and count the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more
+    return ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def install_hint(extra: str) -> str:

@@ -8,7 +8,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -71,10 +71,9 @@ def cached_model(name: str, revision: str | None) -> Path | None:
     """Return the folder of a hub id in the local cache; None if it is not cached or not a hub id."""
     from huggingface_hub import snapshot_download
 
-    try:
+    with suppress(OSError, ValueError):
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def json_sha256(value: object) -> str:
@@ -84,21 +83,17 @@ def json_sha256(value: object) -> str:
 
 def list_folder(folder: Path) -> list[str]:
     """Return the sorted names in a folder, [] if it is missing. Raises RLHFError E08 if it cannot be read now."""
-    try:
-        with translate_read_errors(folder):
-            return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    with suppress(OSError), translate_read_errors(folder):
+        return sorted(os.listdir(folder))
+    return []
 
 
 def path_exists(path: Path) -> bool:
     """Return True if a path exists. Raises RLHFError E08 if that cannot be determined now."""
-    try:
-        with translate_read_errors(path):
-            path.stat()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), translate_read_errors(path):
+        path.stat()
+        return True
+    return False
 
 
 def list_files(folder: Path) -> list[str]:
@@ -122,10 +117,9 @@ def sync(path: Path) -> None:
 def sync_files(folder: Path, names: Iterable[str]) -> None:
     """Flush the named files below `folder`, and the folders that contain them, to disk."""
     paths = [folder / name for name in names]
-    for path in paths:
+    parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}
+    for path in (*paths, *parents):
         sync(path)
-    for parent in {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}:
-        sync(parent)
 
 
 @contextmanager
@@ -167,12 +161,10 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
     Raises RLHFError E08 if it cannot be read now.
     """
-    try:
-        with translate_read_errors(path):
-            value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    with suppress(OSError, ValueError, RecursionError), translate_read_errors(path):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:

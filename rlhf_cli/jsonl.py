@@ -47,7 +47,12 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
                 _refuse_duplicate_keys(row, raw, path, number)
             yield number, row
         elif decode(raw, path, number).strip():
-            yield number, _row(raw.rstrip(b"\r\n"), path, number)
+            row = parse_json(raw.rstrip(b"\r\n"), path, number)
+            if not isinstance(row, dict):
+                kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+                text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
+                raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_PER_LINE)
+            yield number, row
 
 
 def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -59,11 +64,8 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
         blank = blank + 1 if raw in BLANK else 0
         if len(raw) > MAX_LINE_BYTES or blank > MAX_BLANK_LINES:
-            problem = (
-                f"more than {MAX_BLANK_LINES:,} empty lines"
-                if blank
-                else f"a line of more than {MAX_LINE_BYTES:,} bytes"
-            )
+            problem = f"a line of more than {MAX_LINE_BYTES:,} bytes"
+            problem = f"more than {MAX_BLANK_LINES:,} empty lines" if blank else problem
             raise RLHFError("D03", f"not a file of rows: {problem}", where=f"{shown(path)}:{number}")
         yield number, raw.removeprefix(BOM) if number == 1 else raw
 
@@ -71,7 +73,10 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
     """Open a data file for its bytes, decompressed if its name ends in .gz. Raises D01 if that fails."""
     if not os.path.isfile(path):
-        raise _missing(path, where_key)
+        kind = "a folder" if os.path.isdir(path) else "a device or a pipe" if os.path.exists(path) else None
+        text = f"{shown(path)} is {kind}, a data file is needed" if kind else f"no such file {shown(path)}"
+        near = None if kind else closest_path(path)
+        raise RLHFError("D01", text, where=where_key, hint=near and f"did you mean {near}?")
     try:
         return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
     except OSError as error:
@@ -81,24 +86,15 @@ def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one line per row, keys in the order given. Raises ValueError for a number that is not finite."""
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(_line(row) for row in rows)
+        file.writelines(to_json(row, allow_nan=False) + "\n" for row in rows)
 
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
     """Append one row in one write, and return its bytes."""
-    line = _line(row).encode("utf-8")
+    line = (to_json(row, allow_nan=False) + "\n").encode("utf-8")
     with Path(path).open("ab") as file:
         file.write(line)
     return line
-
-
-def _missing(path: Path, where: str | None) -> RLHFError:
-    if os.path.isdir(path):
-        return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
-    if os.path.exists(path):
-        return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
-    near = closest_path(path)
-    return RLHFError("D01", f"no such file {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
 def decode(raw: bytes, path: Path, number: int) -> str:
@@ -109,12 +105,9 @@ def decode(raw: bytes, path: Path, number: int) -> str:
         line = number + raw.count(b"\n", 0, error.start)
         position = error.start - raw.rfind(b"\n", 0, error.start)
         coding = "utf16" if raw.startswith(UTF16) else "latin1"
-        raise RLHFError(
-            "D04",
-            f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8",
-            where=f"{shown(path)}:{line}",
-            hint=f"convert the file, for example: iconv -f {coding} -t utf8",
-        ) from error
+        text = f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8"
+        hint = f"convert the file, for example: iconv -f {coding} -t utf8"
+        raise RLHFError("D04", text, where=f"{shown(path)}:{line}", hint=hint) from error
 
 
 def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:
@@ -141,7 +134,12 @@ def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:
         raise RLHFError("D03", f"not valid JSON: {reason}", where=at) from error
     # only a \u escape can produce half a surrogate pair, which cannot be tokenized or written
     if "\\u" in text:
-        _refuse_half_surrogates(value, at)
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            problem = f"the escape \\u{ord(error.object[error.start]):04x} is half of a surrogate pair"
+            hint = "write both halves, or the character itself"
+            raise RLHFError("D04", problem, where=at, hint=hint) from error
     _refuse_duplicate_keys(value, raw, path, number)
     return value
 
@@ -154,8 +152,7 @@ def _refuse_duplicate_keys(value: Any, raw: bytes, path: Path, number: int) -> N
         for name, _ in pairs:
             if name in seen:
                 text = f'not valid JSON: the key "{name}" occurs twice in one object'
-                hint = "remove one of the two"
-                raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint=hint)
+                raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint="remove one of the two")
             seen.add(name)
 
     try:
@@ -170,39 +167,13 @@ def _count_keys(value: Any) -> int:
     return (len(value) if isinstance(value, dict) else 0) + sum(map(_count_keys, inner))
 
 
-def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:
-    row = parse_json(raw, path, number)
-    if not isinstance(row, dict):
-        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-        text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
-        raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_PER_LINE)
-    return row
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _refuse_half_surrogates(value: Any, where: str) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise RLHFError(
-            "D04",
-            f"the escape \\u{ord(half):04x} is half of a surrogate pair",
-            where=where,
-            hint="write both halves, or the character itself",
-        ) from error
 
 
 def to_json(value: object, **style: Any) -> str:
     """Return the value as JSON without terminal control characters; `style` is passed to json."""
     return json.dumps(value, ensure_ascii=False, **style).translate(DEL_AND_C1)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return to_json(row, allow_nan=False) + "\n"
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

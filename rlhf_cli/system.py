@@ -130,10 +130,7 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 class OutOfResources(RLHFError):
     """E03 raised at run time, when disk or memory ran out."""
 
-    @property
-    def exit_code(self) -> int:
-        """1: the command had started."""
-        return 1
+    exit_code = 1  # the command had started
 
 
 @contextmanager
@@ -141,11 +138,28 @@ def translate_resource_errors(folder: Path) -> Iterator[None]:
     """Turn the errors that libraries raise on a full disk or memory into OutOfResources; `folder` is being written."""
     try:
         yield
+    except RLHFError:
+        raise
     except Exception as error:
-        translated = None if isinstance(error, RLHFError) else _translate(error, folder)
-        if translated is None:
-            raise
-        raise translated from error
+        causes: list[BaseException] = []
+        cause: BaseException | None = error
+        while cause is not None and cause not in causes:
+            causes.append(cause)
+            cause = cause.__cause__ or cause.__context__
+        if any(map(is_out_of_memory, causes)):
+            text = f"out of memory: {' '.join(str(error).split())[:160] or 'allocation failed'}"
+            hint = "lower the batch size or the lengths, or use a smaller model"
+            raise OutOfResources("E03", text, where=shown(folder), hint=hint) from error
+        for cause in causes:
+            number = cause.errno if isinstance(cause, OSError) else None
+            if number in DISK_FULL or any(message in str(cause) for message in DISK_FULL_MESSAGES):
+                reason = (os.strerror(number) if number else " ".join(str(cause).split()))[:160]
+                available = free_disk_bytes(folder)
+                text = f"could not write to disk: {reason}"
+                text += "" if available is None else f"; {format_bytes(available)} are free there"
+                hint = "free some disk space and run the same command again; a stage resumes from its last checkpoint"
+                raise OutOfResources("E03", text, where=shown(folder), hint=hint) from error
+        raise
 
 
 def free_disk_bytes(folder: Path) -> int | None:
@@ -183,10 +197,9 @@ def total_memory() -> int:
     import psutil  # not needed by the library
 
     total = psutil.virtual_memory().total
-    try:
+    with suppress(OSError, ValueError):  # no cgroup, no limit ("max"), or not Linux
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no cgroup, no limit ("max"), or not Linux
-        return total
+    return total
 
 
 def process_memory() -> int:
@@ -206,25 +219,3 @@ def format_bytes(count: float) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for the out-of-memory errors of Python and the libraries."""
     return isinstance(error, MemoryError) or any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES)
-
-
-def _translate(error: Exception, folder: Path) -> OutOfResources | None:
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    if any(map(is_out_of_memory, causes)):
-        text = f"out of memory: {' '.join(str(error).split())[:160] or 'allocation failed'}"
-        hint = "lower the batch size or the lengths, or use a smaller model"
-        return OutOfResources("E03", text, where=shown(folder), hint=hint)
-    for cause in causes:
-        number = cause.errno if isinstance(cause, OSError) else None
-        if number in DISK_FULL or any(message in str(cause) for message in DISK_FULL_MESSAGES):
-            reason = (os.strerror(number) if number else " ".join(str(cause).split()))[:160]
-            available = free_disk_bytes(folder)
-            text = f"could not write to disk: {reason}"
-            text += "" if available is None else f"; {format_bytes(available)} are free there"
-            hint = "free some disk space and run the same command again; a stage resumes from its last checkpoint"
-            return OutOfResources("E03", text, where=shown(folder), hint=hint)
-    return None

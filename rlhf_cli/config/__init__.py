@@ -5,21 +5,15 @@ from typing import TYPE_CHECKING
 from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
-    from rlhf_cli.config.base import *  # noqa: F403
-    from rlhf_cli.config.eval import *  # noqa: F403
     from rlhf_cli.config.json_schema import *  # noqa: F403
     from rlhf_cli.config.loading import *  # noqa: F403
-    from rlhf_cli.config.ppo import *  # noqa: F403
     from rlhf_cli.config.training import *  # noqa: F403
 
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "config.base": "Config Options",
-        "config.eval": "EvalConfig Select",
         "config.json_schema": "completion_values schema",
-        "config.loading": "accepts_key keys load load_partial stage_of",
-        "config.ppo": "PPOConfig",
-        "config.training": "CONFIGS RewardConfig SFTConfig",
+        "config.loading": "accepts_key keys load",
+        "config.training": "CONFIGS Config PPOConfig",
     },
 )

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
@@ -52,16 +51,10 @@ TRACKERS: tuple[str, ...] = get_args(Tracker)
 class Section(BaseModel):
     """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
-class Settings(Section):
-    """Section of PPO options, whose defaults are validated too."""
-
-    model_config = ConfigDict(validate_default=True)
-
-
-class Range(Settings):
+class Range(Section):
     """Integer that is sampled uniformly from min..max (inclusive) on each use."""
 
     min: int = Field(ge=1)
@@ -186,19 +179,20 @@ class Config(Section):
             del tree["data"]["chat_template_kwargs"]
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
+        for source in tree.get("rewards", {}).values():  # a run can resume with another timeout
+            for key in ("timeout", "retries", "headers"):
+                del source[key]
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        sources: dict[str, DataSource] = self.data.sources(self.where)
-        return sources
+        return dict(self.data.sources(self.where))
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values next to the config, by key path."""
-        return {}
-
-    def _beside(self, functions: Mapping[str, str | None]) -> dict[str, Path]:
-        """Return the files of `functions` by key path, ignoring values that are not `module:function`."""
+        sources = getattr(self, "rewards", {})
+        functions = {f"rewards.{name}.function": source.function for name, source in sources.items()}
+        functions |= {f"judges.{name}": judge for name, judge in getattr(self, "judges", {}).items()}
         modules = {key: name.partition(":")[0] for key, name in functions.items() if name and FUNCTION.fullmatch(name)}
         files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
         return {key: path for key, path in files.items() if os.path.isfile(path)}

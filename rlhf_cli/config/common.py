@@ -34,7 +34,9 @@ class TrainingConfig(Config):
         section = fields_of(cls)[stage].section
         if not isinstance(settings, dict) or section is None:
             return keys
-        rates = {"learning_rate": section.model_fields["learning_rate"].default, **_recipe_learning_rates(settings)}
+        defaults = {"learning_rate": (section.model_fields["learning_rate"].default, "")}
+        defaults |= RECIPES.get(str(settings.get("recipe")), {})
+        rates = {key: rate for key, (rate, _) in defaults.items() if key.endswith("learning_rate")}
         rates = {key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}
         return {**keys, stage: {**rates, **settings}}
 
@@ -50,15 +52,11 @@ class TrainingConfig(Config):
         return self
 
 
-def _recipe_learning_rates(settings: dict[str, Any]) -> dict[str, float]:
-    """Return the learning rates of the PPO recipe in `settings`."""
-    recipe = settings.get("recipe")
-    defaults = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
-    return {key: value for key, (value, _) in defaults.items() if key.endswith("learning_rate")}
-
-
 class LoRA(Section):
-    """LoRA (Hu et al. 2021, arXiv 2106.09685): W stays frozen, the layer uses W + (lora_alpha / r) B A."""
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): W stays frozen, the layer uses W + (lora_alpha / r) B A.
+
+    The adapters of PPO, without dropout, which PPO turns off.
+    """
 
     kind: Literal["lora", "qlora"]
     r: int = Field(16, gt=0)
@@ -72,10 +70,6 @@ class Adapters(LoRA):
     """Adapters of SFT and reward training."""
 
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-
-
-class PPOAdapters(LoRA):
-    """Adapters of PPO, without dropout, which PPO turns off."""
 
 
 class NewTokenizer(Section):
@@ -140,14 +134,6 @@ class RewardModel(_ModelKeys):
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
 
-def _is_date(value: Any) -> bool:
-    try:
-        date.fromisoformat(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 class _Data(Section):
     """Options for reading rows; the stages add the keys that name the data."""
 
@@ -170,11 +156,14 @@ class _Data(Section):
     def _check_chat_template_kwargs(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, value in (values or {}).items():
             if not name.isidentifier() or name in RESERVED_TEMPLATE_NAMES:
-                raise invalid(
-                    f"`{name}` is not a variable that a chat template's user sets", key="chat_template_kwargs"
-                )
-            if name == "date" and not _is_date(value):
-                raise invalid(f"date `{value}` is not a date as 2024-07-26", key="chat_template_kwargs")
+                text = f"`{name}` is not a variable that a chat template's user sets"
+                raise invalid(text, key="chat_template_kwargs")
+            try:
+                if name == "date":
+                    date.fromisoformat(value)
+            except (TypeError, ValueError):
+                text = f"date `{value}` is not a date as 2024-07-26"
+                raise invalid(text, key="chat_template_kwargs") from None
         return values
 
     @model_validator(mode="after")
@@ -204,14 +193,9 @@ class _Data(Section):
         return DataSource(
             name,
             where(f"data.{key}"),
-            subset=self.subset,
-            revision=self.revision,
-            max_rows=self.max_rows,
-            columns=self.columns,
-            format=self.format,
-            on_bad=self.on_bad,
             share=split,
             splits=("validation", "test") if held_out and split is None else ("train",),
+            **self.model_dump(include={"subset", "revision", "max_rows", "columns", "format", "on_bad"}),
         )
 
 
@@ -223,12 +207,9 @@ class SFTData(_Data):
     on_long: Literal["drop", "error"] = "drop"
 
 
-class RewardData(_Data):
+class RewardData(SFTData):
     """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
 
-    train: DataPath
-    eval: DataPath | None = None
-    on_long: Literal["drop", "error"] = "drop"
     on_identical: Literal["error", "drop"] = "error"
 
 

@@ -1,7 +1,6 @@
 """Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -61,8 +60,7 @@ class EvalSettings(Section):
         if "sampled" not in self.modes:
             raise invalid("the summary of the report needs sampled answers", "add sampled to eval.modes")
         if self.select is not None and not self.frontier:
-            hint = "set eval.frontier: true, or remove eval.select"
-            raise invalid("eval.select needs the frontier", hint, "select")
+            raise invalid("eval.select needs the frontier", "set eval.frontier: true, or remove eval.select", "select")
         selected_key = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
         if selected_key is not None and self.select is None:
             text = f"eval.require: {selected_key} needs eval.select"
@@ -104,7 +102,3 @@ class EvalConfig(Config):
                 hint = did_you_mean(judge, judges) or f"available judges: {', '.join(sorted(judges)) or 'none'}"
                 raise invalid(f"{location}: {key} does not name a judge of this file", hint, location)
         return self
-
-    def code(self) -> dict[str, Path]:
-        """Return the Python files of judge functions next to the config, by key path."""
-        return self._beside({f"judges.{name}": judge for name, judge in self.judges.items()})

@@ -64,8 +64,7 @@ class Key:
     @property
     def allows_any_key(self) -> bool:
         """Return True for a table, and for a section that accepts unknown keys (model.new)."""
-        is_open = self.section is not None and self.section.model_config.get("extra") == "allow"
-        return is_open or self.entry is not None
+        return self.entry is not None or bool(self.section and self.section.model_config.get("extra") == "allow")
 
     @cached_property
     def entry(self) -> "Key | None":

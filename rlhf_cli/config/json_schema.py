@@ -50,8 +50,7 @@ def with_modeline(text: str, file: Path, schema_file: Path) -> str:
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
     definitions = tree.get("$defs", {})
-    holders = [key.entry or key for key in keys_of(model).values()]
-    sections = {holder.section for holder in holders if holder.section}
+    sections = {inner for key in keys_of(model).values() if (inner := (key.entry or key).section)}
     for section in (model, *sections):
         properties = (tree if section is model else definitions[section.__name__])["properties"]
         for name, key in fields_of(section).items():

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,12 +12,11 @@ from pydantic import ValidationError
 from rlhf_cli import terminal
 from rlhf_cli.config import trl_fields, yaml_io
 from rlhf_cli.config.base import Config, Origin
-from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.fields import Key, current_name, key_at, keys_of, with_current_names
 from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.paths import resolve_paths
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
+from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.yaml_io import YamlFile, parse_value
 from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path, shown
 
@@ -85,11 +83,9 @@ def _write(tree: dict[str, Any], segments: list[str], value: Any) -> None:
 def stage_of(path: Path) -> str:
     """Return the stage of a file. Raises RLHFError C08, C09, S02 if it cannot be read, C07 if it is ambiguous."""
     tree = yaml_io.read(path).tree
-    stage_key = tree.get("stage")
-    if isinstance(stage_key, str) and stage_key in CONFIGS:
-        return stage_key
-    if path.stem in CONFIGS:
-        return path.stem
+    for stage in (tree.get("stage"), path.stem):
+        if isinstance(stage, str) and stage in CONFIGS:
+            return stage
     counts = _count_sections(tree)
     best = max(counts, key=lambda stage: (stage in tree, counts[stage]))
     if best not in tree and list(counts.values()).count(counts[best]) > 1:
@@ -137,26 +133,16 @@ def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Pr
 def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
     for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
         key = f"{path}.{name}" if path else str(name)
-        if TOKEN.search(str(name)) or (isinstance(value, str) and _is_secret(str(name), value)):
+        texts = [value] if isinstance(value, str) and value else []
+        in_text = any(pattern.search(text) for text in texts for pattern in (TOKEN, PASSWORD_IN_URL, SECRET_IN_QUERY))
+        if TOKEN.search(str(name)) or in_text or (texts and SECRET_KEY.fullmatch(str(name))):
             yield node, name, key
         elif isinstance(value, dict | list):
             yield from _find_secrets(value, key)
 
 
-def _is_secret(name: str, value: str) -> bool:
-    if value and SECRET_KEY.fullmatch(name):
-        return True
-    return any(pattern.search(value) for pattern in (TOKEN, PASSWORD_IN_URL, SECRET_IN_QUERY))
-
-
-@overload
-def load(stage: Literal["sft"], path: str | Path, overrides: Sequence[str] = ()) -> SFTConfig: ...
-@overload
-def load(stage: Literal["reward"], path: str | Path, overrides: Sequence[str] = ()) -> RewardConfig: ...
 @overload
 def load(stage: Literal["ppo"], path: str | Path, overrides: Sequence[str] = ()) -> PPOConfig: ...
-@overload
-def load(stage: Literal["eval"], path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig: ...
 @overload
 def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 
@@ -188,10 +174,16 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     is_incomplete = bool(problems)  # parts of the YAML or an override could not be read
     folder, working_dir = str(file.parent), os.getcwd()
     resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else folder)
-    config, invalid = _validate(model, source.tree, origin)
+    trainer = source.tree.get("trainer") if "trainer" in model.model_fields else None
+    problems += check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
+    try:
+        config: Config | None = model.model_validate(source.tree)
+    except ValidationError as error:
+        config = _without_invalid_keys(invalid_keys(error, source.tree), model, source.tree)
+        problems += translate_validation_error(error, source.tree, model, origin.where)
     if config is not None:
         config._origin = origin
-    return None if is_incomplete else config, sorted([*problems, *invalid], key=_line_number)
+    return None if is_incomplete else config, sorted(problems, key=_line_number)
 
 
 def _rename_keys(source: YamlFile) -> YamlFile:
@@ -220,26 +212,14 @@ def accepts_key(stage: str, key: str) -> bool:
     parts = current_name(key.removeprefix("*.")).split(".")
     if parts[0] == "trainer" and len(parts) > 1:
         return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
-    model = CONFIGS[stage]
-    if key_at(model, parts):
-        return True
-    parents = [key_at(model, parts[:depth]) for depth in range(1, len(parts))]
-    return any(parent is not None and parent.allows_any_key for parent in parents)
-
-
-def _validate(model: type[Config], tree: dict[str, Any], origin: Origin) -> tuple[Config | None, list[Problem]]:
-    trainer = tree.get("trainer") if "trainer" in model.model_fields else None
-    problems = check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
-    try:
-        return model.model_validate(tree), problems
-    except ValidationError as error:
-        config = _without_invalid_keys(invalid_keys(error, tree), model, tree)
-        return config, problems + translate_validation_error(error, tree, model, origin.where)
+    *tables, own = (key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts) + 1))
+    return own is not None or any(table is not None and table.allows_any_key for table in tables)
 
 
 def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
     """Validate the config without its invalid keys; None if one is in a section with paths, or if that fails too."""
-    with_paths = _sections_with_paths(model)
+    holders = {path: key.entry or key for path, key in keys_of(model).items()}
+    with_paths = {path.partition(".")[0] for path, holder in holders.items() if holder.path_field}
     tree = deepcopy(tree)
     for path in sorted(set(paths), key=len, reverse=True):
         if not path or path[0] not in model.model_fields or path[0] in with_paths:
@@ -254,13 +234,6 @@ def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config],
         return model.model_validate(tree)
     except ValidationError:
         return None
-
-
-@cache
-def _sections_with_paths(model: type[Config]) -> set[str]:
-    """Return the sections of a config class that contain path keys."""
-    holders = {path: key.entry or key for path, key in keys_of(model).items()}
-    return {path.partition(".")[0] for path, holder in holders.items() if holder.path_field}
 
 
 def _line_number(problem: Problem) -> int:

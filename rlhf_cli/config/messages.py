@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_cli.config.base import Config, Section
 from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
-from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
+from rlhf_cli.config.yaml_io import FLOAT, INTEGER, is_yaml_1_1
 from rlhf_cli.errors import CODES, Problem, closest_match, did_you_mean
 
 # pydantic's error -> what it expected
@@ -79,8 +79,7 @@ def _translate_key(
     if kind == "extra_forbidden":
         return _unknown_key(path, value, model, location)
     if kind == "missing":
-        hint = f"{path[-1]}: {_first_sentence(key)}" if key else None
-        return Problem("C05", f"{name} is missing", location, hint)
+        return Problem("C05", f"{name} is missing", location, f"{path[-1]}: {_first_sentence(key)}" if key else None)
     if kind in TYPE_ERRORS or kind == "literal_error":
         return _type_or_choice_error(name, details, key, location)
     if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
@@ -117,20 +116,16 @@ def _unknown_key(path: KeyPath, value: Any, model: type[Config], location: str) 
     alias = find_alias(name)
     new = alias.key if alias and section else None
     if alias and new and (new in siblings or ("." in new and new in keys_of(model))):
-        if alias.note:
-            return replace(unknown, hint=f"use {new}; {alias.note}")
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return replace(unknown, hint=f"write {new}: {alias.values.get(str(value), value)}")
-        return replace(unknown, hint=f"use {new}")
+        is_scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
+        replacement = f"write {new}: {alias.values.get(str(value), value)}" if is_scalar else f"use {new}"
+        return replace(unknown, hint=f"use {new}; {alias.note}" if alias.note else replacement)
     if alias and alias.key is None and section == ("ppo",):
         return replace(unknown, hint=f"{alias.note}; remove the line")
     if place := _correct_place(name, path, model):
         return Problem("C02", f"{'.'.join(path)} belongs {place[0]}", location, place[1])
-    if near := closest_match(name, siblings):
-        return replace(unknown, hint=f"did you mean {near}?")
-    if len(siblings) <= 8:
-        return replace(unknown, hint=f"keys here: {', '.join(siblings)}")
-    return replace(unknown, hint=f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys")
+    listed = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
+    listed = f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else listed
+    return replace(unknown, hint=did_you_mean(name, siblings) or listed)
 
 
 def _keys_in(section: KeyPath, model: type[Config]) -> list[str]:
@@ -181,33 +176,29 @@ def format_value(value: Any) -> str:
 
 
 def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | None, location: str) -> Problem:
-    """Return the problem of a value that no member of a union accepts, by type, choice or both."""
+    """Return the problem of a value that no member of a union accepts, by type, choice or both.
+
+    C07 for a choice, with all of them and the nearest one; C06 for a boolean as number, C10 for a YAML 1.1 spelling,
+    else C05.
+    """
     value = details[0]["input"]
     expected = [detail["ctx"]["expected"] for detail in details if detail["type"] == "literal_error"]
     choices = [choice for text in expected for choice in re.findall(r"'([^']*)'", text)]
     types = [TYPE_ERRORS[detail["type"]] for detail in details if detail["type"] in TYPE_ERRORS]
     if choices and (isinstance(value, str) or not types) and not is_yaml_1_1(value):
-        return _not_a_choice(name, [*choices, *types], value, location)
-    return _wrong_type(name, [*types, *choices], value, location, _shown_bounds(key.bounds if key else {}))
-
-
-def _not_a_choice(name: str, choices: list[str], value: Any, location: str) -> Problem:
-    """Return C07 with all choices and the nearest one."""
-    text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
-    return Problem("C07", text, location, did_you_mean(value, choices) if isinstance(value, str) else None)
-
-
-def _wrong_type(name: str, expected: Iterable[str], value: Any, location: str, bounds: str = "") -> Problem:
-    """Return C06 for a boolean as number, C10 for a YAML 1.1 spelling, else C05."""
-    types = list(dict.fromkeys(expected))
+        choices += types
+        text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
+        return Problem("C07", text, location, did_you_mean(value, choices) if isinstance(value, str) else None)
+    types = list(dict.fromkeys([*types, *choices]))
     number = any(type_name.endswith("number") for type_name in types)
+    bounds = _shown_bounds(key.bounds if key else {})
     bounded = [type_name + bounds if type_name.endswith("number") else type_name for type_name in types]
     text = f"{name}: expected {' or '.join(bounded)}, got {format_value(value)}"
     code, hint = "C05", None
     if isinstance(value, bool):
         code = "C06" if number else "C05"
         hint = 'write it in quotes: "true"' if "text" in types and not number else None
-    elif number and isinstance(value, str) and is_number(value):
+    elif number and isinstance(value, str) and (INTEGER.fullmatch(value) or FLOAT.fullmatch(value)):
         hint = f"remove the quotes: {value}"
     elif is_yaml_1_1(value) and ("true or false" in types or number):
         code, hint = "C10", "write true or false" if "true or false" in types else "write a plain decimal number"
@@ -241,20 +232,13 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     field = trl_fields.trainer_keys(model).get(name)
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
-        return Problem("C01", text, location, _suggest_field(name, stage, own_keys))
+        near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
+        nearest = near and f"did you mean {f'{stage}.' if near in own_keys else ''}{near}?"
+        others = [config for other, config in TRAINERS.items() if name in trl_fields.fields_of(other)]
+        return Problem("C01", text, location, f"only {others[0]} has this field" if others else nearest)
     annotation: Any = field.field.annotation
     try:
         TypeAdapter(annotation, config=Section.model_config).validate_python(value)
     except ValidationError as error:
         return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
     return None
-
-
-def _suggest_field(name: str, stage: str, own_keys: list[str]) -> str | None:
-    configs = [config for trainer_stage, config in TRAINERS.items() if name in trl_fields.fields_of(trainer_stage)]
-    if configs:
-        return f"only {configs[0]} has this field"
-    near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
-    if near is None:
-        return None
-    return f"did you mean {stage}.{near}?" if near in own_keys else f"did you mean {near}?"

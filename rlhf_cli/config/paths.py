@@ -82,7 +82,12 @@ def _resolve(text: str, path_field: PathField, base: str, run: str) -> str:
         return path if os.path.isfile(path) else text
     if text in path_field.keywords or (path_field.kind == "judge" and FUNCTION.fullmatch(text)):
         return text
-    return _resolve_model(text, base, run)
+    if text == "RUN" or text.startswith("RUN/"):
+        return os.path.normpath(os.path.join(run, text[4:]))
+    candidate = _absolute(text, base)
+    stages = [os.path.join(run, stage) for stage in STAGE_FOLDERS]
+    local = text.startswith((".", "/", "~")) or candidate in stages or os.path.exists(candidate)
+    return candidate if local else text
 
 
 def resolve_data(text: str, base: str) -> str:
@@ -93,15 +98,6 @@ def resolve_data(text: str, base: str) -> str:
     if not local and HUB_ID.fullmatch(name) and not os.path.isdir(_absolute(name.partition("/")[0], base)):
         return text
     return candidate + (f"[{split}]" if split else "")
-
-
-def _resolve_model(text: str, base: str, run: str) -> str:
-    if text == "RUN" or text.startswith("RUN/"):
-        return os.path.normpath(os.path.join(run, text[4:]))
-    candidate = _absolute(text, base)
-    stages = [os.path.join(run, stage) for stage in STAGE_FOLDERS]
-    local = text.startswith((".", "/", "~")) or candidate in stages or os.path.exists(candidate)
-    return candidate if local else text
 
 
 def _absolute(text: str, base: str) -> str:

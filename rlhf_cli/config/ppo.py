@@ -1,37 +1,28 @@
 """Config of ppo.yaml: reinforcement learning."""
 
-import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name, Section, invalid
-from rlhf_cli.config.common import PPOAdapters, PPOData, TrainingConfig
+from rlhf_cli.config.common import LoRA, PPOData, TrainingConfig
 from rlhf_cli.config.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
-# Options that only some kinds of source accept.
+# Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
-    "combine": ("models",),
-    "std_coef": ("models",),
-    "parameters": ("builtin",),
-    "timeout": ("url",),
-    "retries": ("url",),
-    "headers": ("url",),
-    "label": ("pipeline",),
-    "output": ("pipeline",),
-    "input": ("pipeline",),
-    "batch_size": ("url", "pipeline"),
+    "models": ("combine", "std_coef"),
+    "builtin": ("parameters",),
+    "url": ("timeout", "retries", "headers", "batch_size"),
+    "pipeline": ("label", "output", "input", "batch_size"),
 }
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _env_name(name: str) -> str:
-    if not ENV_NAME.fullmatch(name):  # not shown: it may be the secret itself
+    if not (name.isidentifier() and name.isascii()):  # not shown: it may be the secret itself
         hint = "set the value in the environment, and write the variable's name here"
         raise invalid("not the name of an environment variable", hint, code="C16")
     return name
@@ -76,7 +67,8 @@ class RewardSource(Section):
             raise invalid("an ensemble needs at least two models", "use model for a single one")
         if self.clip is not None and self.weight == 0:
             raise invalid("clip has no effect on a source of weight 0", "remove it", "clip")
-        for key, kinds in OPTIONS.items():
+        for key in (option for options in OPTIONS.values() for option in options):
+            kinds = [kind for kind, options in OPTIONS.items() if key in options]
             needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
             used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
             if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
@@ -93,7 +85,7 @@ class PPOModels(Section):
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
-    adapters: PPOAdapters | None = None
+    adapters: LoRA | None = None
     engine: Literal["hf", "graph"] = "hf"
 
 
@@ -154,15 +146,3 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
-
-    def identity(self) -> dict[str, Any]:
-        """Return the identity without connection options, so that a run can resume with another timeout."""
-        tree = super().identity()
-        for source in tree["rewards"].values():
-            for key in ("timeout", "retries", "headers"):
-                del source[key]
-        return tree
-
-    def code(self) -> dict[str, Path]:
-        """Return the Python files of reward functions next to the config, by key path."""
-        return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})

@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_cli.config.base import Settings, invalid
+from rlhf_cli.config.base import Section, invalid
 
 
-class ObjectiveSettings(Settings):
+class ObjectiveSettings(Section):
     """Scores, KL penalty, advantages, clipped losses and early stopping."""
 
     # Scores
@@ -68,7 +68,7 @@ def _refuse_fp16(value: object) -> object:
     return value
 
 
-class TrainingSettings(Settings):
+class TrainingSettings(Section):
     """Options of AdamW, which trains policy and value model with separate learning rates."""
 
     learning_rate: float = Field(3e-6, ge=0)
@@ -127,7 +127,7 @@ SIGNAL_MESSAGES: dict[Signal, str] = {
 }
 
 
-class WatchdogSettings(Settings):
+class WatchdogSettings(Section):
     """Limit of each signal (null: not watched), and the action if it is exceeded.
 
     A reading is the mean over the responses of the last `window` updates. It is compared with the SFT policy, that is,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Range, Settings, invalid
+from rlhf_cli.config.base import Range, Section, invalid
 from rlhf_cli.config.ppo_algorithm import ObjectiveSettings, TrainingSettings, WatchdogSettings
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -15,14 +15,14 @@ class LengthRange(Range):
     """Response length, sampled uniformly from min..max (inclusive) for each update."""
 
 
-class OverlongPenalty(Settings):
+class OverlongPenalty(Section):
     """Penalty -factor x max(0, length - (limit - tokens)) / tokens, which grows over the last `tokens`."""
 
     tokens: int = Field(ge=1)
     factor: float = Field(gt=0)
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(Section):
     """Episodes of a run and of an update, and sampling."""
 
     total_episodes: int | None = Field(None, ge=1)
@@ -64,8 +64,7 @@ class RolloutSettings(Settings):
                 near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2])
                 sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
                 text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
-                hint = f"nearest values that fit: {' or '.join(map(str, near))}"
-                raise invalid(text, hint, key, code="C12")
+                raise invalid(text, f"nearest values that fit: {' or '.join(map(str, near))}", key, code="C12")
         return self
 
     @property
@@ -81,7 +80,7 @@ class RolloutSettings(Settings):
         return self.response_length.max if isinstance(self.response_length, LengthRange) else self.response_length
 
 
-class RewardRequirements(Settings):
+class RewardRequirements(Section):
     """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
 
     accuracy: float | None = Field(None, ge=0, le=1)
@@ -167,13 +166,11 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
             raise invalid(text, "set kl_coef above 0, e.g. 0.01", "watchdog")
         if self.total_episodes is not None and (problem := self.value_only_problem(self.num_updates())):
-            text, hint = problem
-            raise invalid(text, hint, "value_only_updates")
+            raise invalid(*problem, "value_only_updates")
         if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
             episodes = self.episodes_per_update
             text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
-            hint = f"at least {episodes // 5 + 1}"
-            raise invalid(text, hint, "horizon", code="C06")
+            raise invalid(text, f"at least {episodes // 5 + 1}", "horizon", code="C06")
         return self
 
     def across(self, processes: int) -> Self:

@@ -77,8 +77,7 @@ def is_file_name(text: str) -> bool:
 
 def is_hub_id(name: str) -> bool:
     """Return True if a resolved name (paths are absolute by then) is a dataset of the hub, or a folder in one."""
-    local = os.path.isabs(name) or os.path.exists(name) or is_file_name(name)
-    return not local and HUB_ID.fullmatch(name) is not None
+    return bool(HUB_ID.fullmatch(name)) and not (os.path.isabs(name) or os.path.exists(name) or is_file_name(name))
 
 
 def hub_dataset(text: str) -> str | None:

@@ -25,27 +25,18 @@ SET_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 
 
 @cache
+def _file() -> dict[str, dict[str, Any]]:
+    return dict(json.loads(FIELDS_FILE.read_text(encoding="utf-8")))
+
+
 def fields_of(stage: str) -> dict[str, dict[str, Any]]:
     """Return {types, default, optional choices} of each field of the stage's TRL config, by name."""
-    fields: dict[str, dict[str, Any]] = _file()[TRAINERS[stage]]
-    return fields
-
-
-def trl_version() -> str:
-    """Return the version of TRL that the fields were read from, without its patch number."""
-    version: str = made_from()["trl"]
-    return version.rpartition(".")[0]
+    return _file()[TRAINERS[stage]]
 
 
 def made_from() -> dict[str, str]:
     """Return the versions of TRL and transformers that the fields were read from."""
-    versions: dict[str, str] = _file()["made_from"]
-    return versions
-
-
-@cache
-def _file() -> Any:
-    return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return _file()["made_from"]
 
 
 def is_set_by_rlhf(name: str) -> bool:
@@ -73,5 +64,6 @@ def trainer_keys(model: type[Config]) -> dict[str, Key]:
 def _key(name: str, field: dict[str, Any]) -> Key:
     types: list[Any] = [TYPES[kind] for kind in field["types"]]
     types = [Literal[tuple(field["choices"])] if kind is str and "choices" in field else kind for kind in types]
-    text = f"The field {name} of TRL {trl_version()}'s trainer, handed on as it is."
+    version = made_from()["trl"].rpartition(".")[0]  # without its patch number
+    text = f"The field {name} of TRL {version}'s trainer, handed on as it is."
     return Key(f"trainer.{name}", FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text))

@@ -63,55 +63,13 @@ class YamlFile:
     """Parsed file: values, line of each key path ("data.train" -> 7), and problems such as duplicate keys."""
 
     name: str
-    tree: dict[str, Any]
-    lines: dict[str, int]
-    problems: list[Problem]
-
-
-def read(path: str | Path) -> YamlFile:
-    """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
-    name = str(path)
-    text = read_text(path)
-    node = _compose(text, name)
-    if node is None:
-        raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
-    if not isinstance(node, MappingNode):
-        kind = "a list" if isinstance(node, SequenceNode) else "a single value"
-        raise RLHFError("C09", f"the config is {kind}, not keys and values", where=name)
-    reader = _Reader(name)
-    return YamlFile(name, reader.value(node, ""), reader.lines, reader.problems)
-
-
-def parse_value(text: str) -> Any:
-    """Parse the value of an override as YAML. Raises RLHFError."""
-    node = _compose(text, "")
-    reader = _Reader("")
-    value = reader.value(node, "") if node else None
-    if reader.problems:
-        raise RLHFError.from_problems(reader.problems)
-    return value
-
-
-def is_number(text: str) -> bool:
-    """Return True if this text without quotes is a number."""
-    return (INTEGER.fullmatch(text) or FLOAT.fullmatch(text)) is not None
-
-
-def is_yaml_1_1(value: Any) -> bool:
-    """Return True if YAML 1.1 would convert this text to a number, a boolean or a date."""
-    return isinstance(value, str) and YAML_1_1.fullmatch(value) is not None
-
-
-@dataclass
-class _Reader:
-    """Converts nodes to values and records the line of each key path."""
-
-    name: str
+    tree: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    size: int = 0
+    size: int = 0  # number of values
 
     def value(self, node: Node, path: str, depth: int = 0) -> Any:
+        """Return the value of a node, and record the line of each key path in it."""
         # An alias repeats its subtree, so this bounds the expansion of nested aliases and ends loops.
         self.size += 1
         if self.size > MAX_NODES or depth > MAX_DEPTH:
@@ -119,13 +77,11 @@ class _Reader:
         if isinstance(node, MappingNode):
             return dict(self._items(node, path, depth))
         if isinstance(node, SequenceNode):
-            return [self._entry(item, f"{path}.{index}", depth) for index, item in enumerate(node.value)]
+            entries = {f"{path}.{index}": entry for index, entry in enumerate(node.value)}
+            self.lines |= {key: entry.start_mark.line + 1 for key, entry in entries.items()}
+            return [self.value(entry, key, depth + 1) for key, entry in entries.items()]
         assert isinstance(node, ScalarNode)
         return _scalar(node, self._at(node))
-
-    def _entry(self, node: Node, path: str, depth: int) -> Any:
-        self.lines[path] = node.start_mark.line + 1
-        return self.value(node, path, depth + 1)
 
     def _items(self, node: MappingNode, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         first: dict[str, int] = {}
@@ -145,6 +101,34 @@ class _Reader:
         return f"{self.name}:{node.start_mark.line + 1}"
 
 
+def read(path: str | Path) -> YamlFile:
+    """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
+    name = str(path)
+    node = _compose(read_text(path), name)
+    if node is None:
+        raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
+    if not isinstance(node, MappingNode):
+        kind = "a list" if isinstance(node, SequenceNode) else "a single value"
+        raise RLHFError("C09", f"the config is {kind}, not keys and values", where=name)
+    file = YamlFile(name)
+    file.tree = file.value(node, "")
+    return file
+
+
+def parse_value(text: str) -> Any:
+    """Parse the value of an override as YAML. Raises RLHFError."""
+    node, file = _compose(text, ""), YamlFile("")
+    value = file.value(node, "") if node else None
+    if file.problems:
+        raise RLHFError.from_problems(file.problems)
+    return value
+
+
+def is_yaml_1_1(value: Any) -> bool:
+    """Return True if YAML 1.1 would convert this text to a number, a boolean or a date."""
+    return isinstance(value, str) and YAML_1_1.fullmatch(value) is not None
+
+
 def _scalar(node: ScalarNode, where: str) -> Any:
     text: str = node.value
     if "\0" in text:  # not valid in paths
@@ -157,9 +141,7 @@ def _scalar(node: ScalarNode, where: str) -> Any:
         return None
     if INTEGER.fullmatch(text):
         return int(text)
-    if FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan")) if FLOAT.fullmatch(text) else text
 
 
 def _compose(text: str, name: str) -> Node | None:
@@ -172,20 +154,17 @@ def _compose(text: str, name: str) -> Node | None:
         problem = f"the character U+{ord(text[error.position]):04X} is not allowed"
         raise RLHFError("C08", problem, where=f"{name}:{line}") from error
     except yaml.MarkedYAMLError as error:
-        raise _syntax_error(error, text, name) from error
-
-
-def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFError:
-    mark = error.problem_mark or error.context_mark
-    assert mark is not None
-    where = f"{name}:{mark.line + 1}:{mark.column + 1}"
-    problem = error.problem or error.context or "cannot be read"
-    if "\\t" in problem:
-        return RLHFError("C08", "tabs cannot be used for indentation or before a value", where=where, hint="use spaces")
-    line = "".join(text.splitlines()[mark.line : mark.line + 1])
-    quote = re.search(r":\s+[>|*&!%@`{}\[\]]", line)
-    hint = "put a value that starts with a special character in quotes" if quote else None
-    return RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint)
+        mark = error.problem_mark or error.context_mark
+        assert mark is not None
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}"
+        problem = error.problem or error.context or "cannot be read"
+        if "\\t" in problem:
+            tabs = "tabs cannot be used for indentation or before a value"
+            raise RLHFError("C08", tabs, where=where, hint="use spaces") from error
+        failing = "".join(text.splitlines()[mark.line : mark.line + 1])
+        quote = re.search(r":\s+[>|*&!%@`{}\[\]]", failing)
+        hint = "put a value that starts with a special character in quotes" if quote else None
+        raise RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint) from error
 
 
 def read_text(file: str | Path) -> str:
@@ -194,7 +173,10 @@ def read_text(file: str | Path) -> str:
     if os.path.isdir(path):
         raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
-        raise RLHFError("C09", "no such file", where=name, hint=_configs_near(path))
+        near = closest_path(path)
+        is_config = near and near.endswith(SUFFIXES) and os.path.isfile(near)
+        others = _configs_in(path.parent) if os.path.isdir(path.parent) else None
+        raise RLHFError("C09", "no such file", where=name, hint=f"did you mean {near}?" if is_config else others)
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -213,13 +195,6 @@ def read_text(file: str | Path) -> str:
 def _configs_in(folder: Path) -> str | None:
     names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))
     return f"configs in this folder: {', '.join(shown(folder / name) for name in names[:6])}" if names else None
-
-
-def _configs_near(path: Path) -> str | None:
-    near = closest_path(path)
-    if near and near.endswith(SUFFIXES) and os.path.isfile(near):
-        return f"did you mean {near}?"
-    return _configs_in(path.parent) if os.path.isdir(path.parent) else None
 
 
 COMMENT_COLUMN = 34
@@ -248,15 +223,15 @@ def with_comment(line: str, comment: str) -> str:
 
 def with_value(text: str, key: str, value: Any, comment: str) -> str:
     """Return the text of a config with the value of a key `section.name` on a separate line, with a comment."""
-    lines, reader, (section, name) = text.splitlines(), _Reader(""), key.split(".")
+    lines, file, (section, name) = text.splitlines(), YamlFile(""), key.split(".")
     node = _compose(text, "")
     assert node
-    reader.value(node, "")
+    file.value(node, "")
     line = with_comment(f"  {name}: {to_yaml(value)}", comment)
-    if key in reader.lines:
-        lines[reader.lines[key] - 1] = line
-    elif section in reader.lines:
-        lines.insert(reader.lines[section], line)
+    if key in file.lines:
+        lines[file.lines[key] - 1] = line
+    elif section in file.lines:
+        lines.insert(file.lines[section], line)
     else:
         lines += ["", f"{section}:", line]
     return "\n".join(lines) + "\n"

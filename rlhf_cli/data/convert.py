@@ -26,10 +26,10 @@ def must_convert(row: Row, own: Form | None) -> bool:
 
 def target_form(row: Row) -> Form | None:
     """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
-    has_pair = all(_is_text(row.get(name)) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
+    has_pair = all(isinstance(row.get(name), str) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
     if has_pair and _is_full_dialogue(row):
         return None  # full dialogues need no separate prompt
-    if not _turns(row) and not (_is_text(row.get("instruction")) and (has_pair or "output" in row)):
+    if not _turns(row) and not (isinstance(row.get("instruction"), str) and (has_pair or "output" in row)):
         return None
     return PAIR_FORM if has_pair else MESSAGES_FORM
 
@@ -53,11 +53,10 @@ def convert_row(row: Row) -> Row:
 def _is_full_dialogue(row: Row) -> bool:
     """Return True if the answers are full dialogues: transcripts, or texts whose common prefix has the question."""
     chosen, rejected = row["chosen"], row["rejected"]
-    if not (_is_text(chosen) and _is_text(rejected)):
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return False
     users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
-    last = users[-1]["value"] if users else row.get("instruction") or row.get("input")
-    question = str(last or "").strip()
+    question = str((users[-1]["value"] if users else row.get("instruction") or row.get("input")) or "").strip()
     in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
     return in_prefix or (is_transcript(chosen) and is_transcript(rejected))
 
@@ -80,10 +79,6 @@ def _turns(row: Row) -> list[Any]:
 
 def _is_turn(value: Any) -> bool:
     return isinstance(value, dict) and {"from", "value"} <= value.keys()
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _text(value: Any, column: str) -> str:

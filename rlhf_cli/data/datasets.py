@@ -81,9 +81,7 @@ def prompt_form(source: Source) -> Literal["text", "conversation", "transcript"]
     """Return the format of the prompt in the first row of any stage's data. Raises RLHFError D01-D06, D12."""
     reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS))
     form, row = _first_row(reader)
-    if reader.transcripts:
-        return "transcript"
-    return "text" if isinstance(row[form[0]], str) else "conversation"
+    return "transcript" if reader.transcripts else "text" if isinstance(row[form[0]], str) else "conversation"
 
 
 def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:
@@ -150,8 +148,7 @@ def prompt_rows(
         return Prompt(prompt, example.prompt, example.location)
 
     reader = DatasetReader(source, PROMPT_FORMS)
-    examples = list(_cut_to_first_words(reader, _distinct_prompts(reader)))
-    return _tokenised(reader, examples, make_row, tokenizer, max_length, on_long, sample)
+    return _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
 
 
 def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:
@@ -162,7 +159,7 @@ def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:
         if pairs.setdefault(repr((pair.prompt, *pair.responses.values())), pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
-    reader.finish(len(pairs), hints, "the other rows are used")
+    reader.finish(len(pairs), {**hints, "other": "the other rows are used"})
     distinct = [Pair(p.location, p.prompt, **p.responses, margin=p.margin) for p in pairs.values()]
     return distinct, reader.num_read, reader.transcripts
 
@@ -198,19 +195,18 @@ def _read_pairs(reader: DatasetReader, on_identical: str) -> list[Example]:
     return list(_read(reader, parse, on_identical))
 
 
-def _distinct_prompts(reader: DatasetReader) -> list[Example]:
-    """Return the prompts of a source; pairs with the same prompt give one, with their number of rows."""
+def _distinct_prompts(reader: DatasetReader) -> Iterator[Example]:
+    """Yield the prompts of a source, cut to their first words.
+
+    Pairs with the same prompt give one, with their number of rows.
+    """
     distinct: dict[object, Example] = {}
     for example in _read(reader, texts.parse_prompt_row, on_identical="drop"):
         key = repr(example.prompt) if "chosen" in reader.form else example.location
         first = distinct.setdefault(key, example)
         first.rows += first is not example
-    return list(distinct.values())
-
-
-def _cut_to_first_words(reader: DatasetReader, examples: list[Example]) -> Iterator[Example]:
     words = reader.source.first_words
-    for example in examples:
+    for example in distinct.values():
         try:
             yield replace(example, prompt=texts.first_words(example.prompt, words)) if words else example
         except BadRow as bad:
@@ -226,7 +222,8 @@ def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
     }
     for pair in pairs:
         answers = tuple(pair.responses.values())
-        keys = [_hash((pair.prompt, *order)) for order in (answers, answers[::-1])]
+        pairs_of_text = (repr((pair.prompt, *order)) for order in (answers, answers[::-1]))
+        keys = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in pairs_of_text]
         for key, places in zip(keys, repeated.values(), strict=True):
             if key in seen:
                 places.append(f"{seen[key].short} and {pair.location.short}")
@@ -236,10 +233,6 @@ def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
         if places:
             text = f"{len(places)} of {len(pairs)} pairs {description} (first: {places[0]})"
             terminal.warn("D15", text, where=reader.source.shown())
-
-
-def _hash(value: object) -> bytes:
-    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _tokenised(
@@ -289,10 +282,8 @@ def _encode(
     reader.require_no_problems()
     columns = list(examples[0].responses) if examples else []
     rows: list[UnencodedRow] = []
-    for example in examples:
-        rows.append((example.location, example.prompt, next(iter(example.responses.values()), None)))
-    for column in columns[1:]:
-        rows += [(example.location, None, example.responses[column]) for example in examples]
+    for number, column in enumerate(columns or [""]):
+        rows += [(each.location, None if number else each.prompt, each.responses.get(column)) for each in examples]
     encoded: Sequence[Encoded | None]
     try:
         encoded = encode_cached(tokenizer, [prompt for _, prompt, _ in rows], [text for _, _, text in rows])

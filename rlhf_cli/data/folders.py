@@ -29,7 +29,12 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
         raise RLHFError("D01", f"no such folder {name}", where=where)
     data = _data_files(folder)
     if not data:
-        raise _no_data_error(folder, name, where)
+        others = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        text = f"{name} contains no data files" + (f", but {first_names(others)}" if others else "")
+        hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
+        if any(path.suffix == ".arrow" for path in others):
+            hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
+        raise RLHFError("D01", text, where=where, hint=hint)
     readme = folder / README
     has_configs = readme.is_file() and b"\nconfigs:" in readme.read_bytes()
     with TemporaryDirectory() as scratch:
@@ -88,15 +93,6 @@ def _data_files(folder: Path) -> list[Path]:
     return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
 
 
-def _no_data_error(folder: Path, name: str, where: str | None) -> RLHFError:
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{name} contains no data files" + (f", but {first_names(files)}" if files else "")
-    hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
-    if any(path.suffix == ".arrow" for path in files):
-        hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
-    return RLHFError("D01", text, where=where, hint=hint)
-
-
 def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) -> dict[str, Path]:
     """Link data files and README into the empty folder `mirror`; return link -> file.
 
@@ -128,9 +124,8 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
             names = list(_datasets().get_dataset_config_names(name))
     reason = " ".join(str(error).replace(name, shown_name).split())
     if subset is not None and names and subset not in names:
-        near = closest_match(subset, names) or names[0]
         text = f'{shown_name} has no subset "{subset}"; it has {", ".join(names)}'
-        return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
+        return RLHFError("D01", text, where=where, hint=f"set data.subset: {closest_match(subset, names) or names[0]}")
     if subset is None and len(names) > 1:
         text = f"{shown_name} has the subsets {', '.join(names)}"
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {names[0]}")

@@ -1,7 +1,7 @@
 """Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,8 @@ NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D07", "D10")
 HINTS = {
     "D07": "remove the rows from the file",
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
+    "other": "set data.on_bad: error to list them",
 }
-
-
-@dataclass(frozen=True)
-class RowSchema:
-    """Location, columns and value types of the first row, which all other rows must match."""
-
-    location: RowLocation
-    form: Form
-    kinds: dict[str, str]
 
 
 @dataclass
@@ -54,7 +46,10 @@ class DatasetReader:
         self.columns = self.source.columns
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
-        self.form: Form = ()  # columns of the first row
+        # Of the first row, which all others must match: its short location, columns, and types of their values.
+        self.first = ""
+        self.form: Form = ()
+        self.kinds: dict[str, str] = {}
         self.transcripts = False  # if True, texts are dialogues and are converted to conversations
         self.converts = False  # if True, rows are of ShareGPT or Alpaca and are converted
         self.problems: list[Problem] = []
@@ -65,38 +60,34 @@ class DatasetReader:
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
-        schema: RowSchema | None = None
         self._reading = True
         for location, raw in read_rows(self.source):
             self.num_read += 1
             try:
-                row = self._named(raw) if self.columns else raw
-                if schema is None:
+                # the row with the names of data.columns
+                row = {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
+                if not self.first:
                     self._check_columns(raw)
                     self.converts = convert.must_convert(row, self._own_form(row))
                 if self.converts:
                     raw = convert.convert_row(row)
                     row = raw | self._mapped(raw)
-                if schema is None:
-                    schema = self._infer_schema(location, raw, row)
+                if not self.first:
+                    self._infer_schema(location, raw, row)
                     if self.converts:
-                        columns = ", ".join(schema.form)
+                        columns = ", ".join(self.form)
                         terminal.log_once(f"data     {self.source.shown()}: ShareGPT or Alpaca, read as {{{columns}}}")
-                self._check_row(schema, row)
-                form = schema.form
+                self._check_row(row)
+                form = self.form
                 if self.transcripts:
                     form, row = self._parse_transcripts(form, row)
             except BadRow as bad:
                 self.note(location, bad)
-                if schema is None and self.problems:
+                if not self.first and self.problems:
                     break  # without a form the following rows cannot be checked
                 continue
             yield location, form, row
         self._reading = False
-
-    def _named(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with the names of data.columns."""
-        return {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
 
     def _mapped(self, raw: dict[str, Any]) -> dict[str, Any]:
         return {name: raw[column] for name, column in self.columns.items() if column in raw}
@@ -131,39 +122,11 @@ class DatasetReader:
 
     def require_no_problems(self) -> None:
         """Raise RLHFError with the first five problems, if there are any."""
-        if self.problems:
-            raise RLHFError.from_problems(self._shown_problems())
-
-    def finish(
-        self,
-        usable: int,
-        hints: Mapping[str, str] = HINTS,
-        default_hint: str = "set data.on_bad: error to list them",
-    ) -> None:
-        """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
-        self.require_no_problems()
-        if usable == 0:
-            raise self._no_usable_row()
-        for code, dropped in self.dropped.items():
-            rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
-            text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
-            text += f"; the longest has {self.longest}" if code == "D10" else ""
-            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, default_hint))
-
-    def _no_usable_row(self) -> RLHFError:
-        reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
-        text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
-        share, where = self.source.share, self.source.where
-        if share and self.num_read and not reasons:
-            text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
-        return RLHFError("D05", text, where=self.source.shown(), hint=where and f"see {where}")
-
-    def _shown_problems(self) -> list[Problem]:
-        shown, hints = [], set()
-        for problem in self.problems[:MAX_SHOWN_PROBLEMS]:
-            hint = None if problem.hint in hints else problem.hint
-            hints.add(problem.hint)
-            shown.append(Problem(problem.code, problem.text, problem.where, hint))
+        if not self.problems:
+            return
+        first = self.problems[:MAX_SHOWN_PROBLEMS]
+        hints = [problem.hint for problem in first]
+        shown = [replace(each, hint=None) if each.hint in hints[:i] else each for i, each in enumerate(first)]
         if len(self.problems) > MAX_SHOWN_PROBLEMS:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
@@ -171,7 +134,23 @@ class DatasetReader:
             can_drop = any(problem.code not in NOT_DROPPED_BY_ON_BAD for problem in self.problems)
             hint = "set data.on_bad: drop" if can_drop else None
             shown.append(Problem(last.code, text, self.source.shown(), hint))
-        return shown
+        raise RLHFError.from_problems(shown)
+
+    def finish(self, usable: int, hints: Mapping[str, str] = HINTS) -> None:
+        """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
+        self.require_no_problems()
+        if usable == 0:
+            reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
+            text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
+            share, where = self.source.share, self.source.where
+            if share and self.num_read and not reasons:
+                text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
+            raise RLHFError("D05", text, where=self.source.shown(), hint=where and f"see {where}")
+        for code, dropped in self.dropped.items():
+            rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
+            text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
+            text += f"; the longest has {self.longest}" if code == "D10" else ""
+            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, hints["other"]))
 
     def _check_columns(self, raw: dict[str, Any]) -> None:
         for name, file_column in self.columns.items():
@@ -179,17 +158,17 @@ class DatasetReader:
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
                 raise BadRow("D02", text, did_you_mean(file_column, raw))
 
-    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> RowSchema:
-        """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
+    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> None:
+        """Set the schema from the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
         self.form = form = self._form(raw, row)
-        kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
+        self.kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
-        if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
+        if self.source.format != "plain" and set(self.kinds.values()) == {TEXT}:
             self.transcripts = all(texts.is_transcript(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        return RowSchema(location, form, kinds)
+        self.first = location.short
 
     def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         if form := self._own_form(row):
@@ -210,22 +189,19 @@ class DatasetReader:
         if form == ("text",):
             return ("messages",), {"messages": texts.parse_transcript(row["text"], self._file_column("text"))}
         if "prompt" not in form:
-            turns = {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
-            return form, {**row, **turns}
+            return form, row | {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
         prompt = texts.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
         return form, {**row, **answers, "prompt": prompt}
 
-    def _check_row(self, schema: RowSchema, row: dict[str, Any]) -> None:
+    def _check_row(self, row: dict[str, Any]) -> None:
         """Raise BadRow D06 or D12 if a row differs from the first one."""
-        for name in schema.form:
+        for name, first_kind in self.kinds.items():
             column = self._file_column(name)
             if name not in row:
-                raise BadRow("D12", f'no column "{column}"; {schema.location.short} has one')
-            kind = _kind(row[name], column)
-            if kind != schema.kinds[name]:
-                text = f'"{column}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
-                raise BadRow("D12", text)
+                raise BadRow("D12", f'no column "{column}"; {self.first} has one')
+            if (kind := _kind(row[name], column)) != first_kind:
+                raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {self.first}')
             if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
                 raise BadRow("D06", fault)
 

@@ -145,8 +145,7 @@ def _parquet(file: BinaryIO, path: Path) -> RowIterator:
 def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
     """Return the rows of a record batch that follows `before` rows. Raises D04 (not UTF-8), D03 (no Python value)."""
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-        return rows
+        return list(batch.to_pylist())
     except Exception as error:  # pyarrow and datetime raise many types
         if batch.num_rows > 1:  # find the row
             return [_batch_to_rows(batch.slice(i, 1), path, before + i)[0] for i in range(batch.num_rows)]

@@ -164,9 +164,17 @@ def _first_rows_path(source: DataSource, dataset: str, split: str | None) -> Pat
 
 def _fetch_first_rows(source: DataSource, dataset: str, split: str | None, path: Path) -> None:
     """Stream the first `max_rows` rows from the Hub to a file. Raises RLHFError D01-D04, D12."""
+    from huggingface_hub import HfApi
+
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        urls = _split_urls(source, dataset, split)
+        # Fails immediately without a connection; `datasets` would retry for half a minute.
+        commit = HfApi().dataset_info(dataset, revision=source.revision).sha
+        try:
+            files_by_split = folders.data_files(dataset, source.subset, commit)
+        except ValueError as error:
+            raise folders.load_error(dataset, dataset, source.subset, source.where, error) from error
+        urls = folders.select_split(files_by_split, split, source.splits, dataset, source.where)
         terminal.say(f"data     streaming the first {source.max_rows} rows of {dataset} from the Hub")
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
@@ -178,18 +186,6 @@ def _fetch_first_rows(source: DataSource, dataset: str, split: str | None, path:
         raise
     except Exception as error:  # a network has many ways to fail
         raise _not_on_the_hub(dataset, error, source.where) from error
-
-
-def _split_urls(source: DataSource, dataset: str, split: str | None) -> list[str]:
-    from huggingface_hub import HfApi
-
-    # Fails immediately without a connection; `datasets` would retry for half a minute.
-    commit = HfApi().dataset_info(dataset, revision=source.revision).sha
-    try:
-        files_by_split = folders.data_files(dataset, source.subset, commit)
-    except ValueError as error:
-        raise folders.load_error(dataset, dataset, source.subset, source.where, error) from error
-    return folders.select_split(files_by_split, split, source.splits, dataset, source.where)
 
 
 def _stream_rows(name: str, urls: Sequence[str], where: str | None) -> Iterator[dict[str, Any]]:

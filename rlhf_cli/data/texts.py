@@ -63,7 +63,7 @@ def parse_sft_row(location: RowLocation, form: Form, row: dict[str, Any]) -> lis
         _require_text(row["text"], "text")
         return [Example(location, "", {"completion": row["text"]})]
     if form == ("messages",):
-        return _assistant_turns(location, _require_messages(row["messages"], "messages"), 0, "messages")
+        return _assistant_turns(location, _require_messages(row), 0, "messages")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
         raise BadRow("D12", '"prompt" and "completion" must both be text, or both be lists of messages')
@@ -103,7 +103,7 @@ def parse_prompt_row(location: RowLocation, form: Form, row: dict[str, Any]) -> 
         return [Example(location, pair.prompt, {}) for pair in parse_pair_row(location, form, row)]
     prompt = row[form[0]]
     if form == ("messages",):
-        turns = [i for i, message in enumerate(_require_messages(prompt, "messages")) if message["role"] == "assistant"]
+        turns = [i for i, message in enumerate(_require_messages(row)) if message["role"] == "assistant"]
         prompt = prompt[: turns[-1]] if turns else prompt
     _require_prompt(prompt)
     return [Example(location, prompt, {})]
@@ -217,10 +217,10 @@ def _margin(row: dict[str, Any]) -> float | None:
     return float(margin)
 
 
-def _require_messages(value: Any, column: str) -> Conversation:
-    if not isinstance(value, list):
-        raise BadRow("D06", f'"{column}" is text; expected a list of messages')
-    return value
+def _require_messages(row: dict[str, Any]) -> Conversation:
+    if not isinstance(row["messages"], list):
+        raise BadRow("D06", '"messages" is text; expected a list of messages')
+    return row["messages"]
 
 
 def _require_prompt(prompt: str | Conversation) -> None:

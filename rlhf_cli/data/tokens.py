@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
@@ -149,9 +150,8 @@ def _trailing_special_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer appends to a text."""
     plain = tokenize(tokenizer, ["a"])[0]
     with_special = tokenize(tokenizer, ["a"], special=True)[0]
-    starts = range(len(with_special) - len(plain), -1, -1)
-    start = next(i for i in starts if with_special[i : i + len(plain)] == plain)
-    return with_special[start + len(plain) :]
+    ends = range(len(with_special), len(plain) - 1, -1)
+    return with_special[next(end for end in ends if with_special[end - len(plain) : end] == plain) :]
 
 
 def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -191,32 +191,27 @@ def encode_cached(
     rows = encode_many(tokenizer, prompts, responses)
     try:
         _write_cache(path, rows)
-        _prune_cache(path.parent)
     except OSError as error:
         terminal.log_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
     return rows
 
 
 def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
+    probe = ""  # a short question rendered by the chat template; some templates include today's date
+    with suppress(RLHFError):  # no template, or one that rejects this conversation
+        probe = render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)
     special: tuple[Any, ...] = (tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens)
     if unreadable := ids_without_embedding(tokenizer):
         special = (*special, sorted(unreadable))
-    digest = sha256(repr((CACHE_VERSION, *special, _render_probe(tokenizer))).encode())
+    digest = sha256(repr((CACHE_VERSION, *special, probe)).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt, response in zip(prompts, responses, strict=True):
         digest.update(f"{prompt!r}\0{response!r}\n".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-def _render_probe(tokenizer: Any) -> str:
-    """Return a short question rendered by the chat template; some templates include today's date."""
-    try:
-        return render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)
-    except RLHFError:  # no template, or one that rejects this conversation
-        return ""
-
-
 def _write_cache(path: Path, rows: list[Encoded]) -> None:
+    """Write the rows to the cache, and delete the files of it that were not used for the longest time."""
     lengths = np.array([[len(prompt), len(response)] for prompt, response in rows], dtype=np.int64)
     tokens = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32, int(lengths.sum()))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +219,12 @@ def _write_cache(path: Path, rows: list[Encoded]) -> None:
     with partial.open("wb") as file:
         np.savez(file, lengths=lengths, tokens=tokens)
     partial.replace(path)
+    files = sorted(path.parent.glob("*.npz*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total = 0
+    for file_path in files:
+        total += file_path.stat().st_size
+        if total > MAX_CACHE_BYTES:
+            file_path.unlink(missing_ok=True)
 
 
 def _read_cache(path: Path, rows: int) -> list[Encoded] | None:
@@ -238,12 +239,3 @@ def _read_cache(path: Path, rows: int) -> list[Encoded] | None:
     parts = iter(np.split(tokens, lengths.reshape(-1).cumsum()[:-1]))
     ids = (intern_ids(part.tolist()) for part in parts)
     return list(zip(ids, ids, strict=True))
-
-
-def _prune_cache(folder: Path) -> None:
-    files = sorted(folder.glob("*.npz*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    total = 0
-    for path in files:
-        total += path.stat().st_size
-        if total > MAX_CACHE_BYTES:
-            path.unlink(missing_ok=True)

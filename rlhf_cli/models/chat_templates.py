@@ -39,12 +39,16 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, 
             text = f"data.chat_template_kwargs: the chat template has no variable `{name}`"
             raise RLHFError("C17", text, where=where, hint="remove it: it would have no effect")
     day = given.pop("date", None)
-    lines = [_default(name, value) for name, value in given.items()]
+    lines = []  # Jinja that sets each variable, unless who renders the template passes it
+    for name, value in given.items():
+        lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}")
     if formats:
         if day is None and "date_string" not in given:
             text = f"the chat template writes today's date: {DEFAULT_DATE} stands there in all stages"
             terminal.warn("T07", text, where=where, hint="set data.chat_template_kwargs: {date: ...} to another one")
-        lines.append(_date_macro(formats, date.fromisoformat(day or DEFAULT_DATE)))
+        # a Jinja macro that takes the place of transformers' function of the same name
+        texts = {each: date.fromisoformat(day or DEFAULT_DATE).strftime(each) for each in sorted(formats)}
+        lines.append(f"{{% macro strftime_now(format) %}}{{{{ {json.dumps(texts)}[format] }}}}{{% endmacro %}}")
     if lines:
         tokenizer.chat_template = "".join((*lines, MARK, "\n", template))
 
@@ -56,14 +60,3 @@ def variables_for_answers(tokenizer: Any) -> dict[str, str | bool]:
         return {}
     thinking: dict[str, str | bool] = {"enable_thinking": False} if "enable_thinking" in template else {}
     return thinking | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
-
-
-def _default(name: str, value: Any) -> str:
-    """Return Jinja that sets a variable, unless who renders the template passes it."""
-    return f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
-
-
-def _date_macro(formats: set[str], day: date) -> str:
-    """Return a Jinja macro that takes the place of transformers' function of the same name."""
-    texts = json.dumps({each: day.strftime(each) for each in sorted(formats)})
-    return f"{{% macro strftime_now(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}"

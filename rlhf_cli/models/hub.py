@@ -57,7 +57,13 @@ def require_access(repo: str, *, public: bool) -> None:
     Raises RLHFError C05 if it is not OWNER/NAME; C17 as `require_token`, and if an existing repository's visibility
     differs from `public`; E07 if the Hub cannot be reached, or the token has no write access.
     """
-    _require_name(repo)
+    try:
+        validate_repo_id(repo)
+        problem = None if "/" in repo else "the owner is missing"
+    except HFValidationError as error:
+        problem = str(error).partition(":")[0].rstrip(".")
+    if problem:
+        raise RLHFError("C05", f"--push {repo}: {problem}", hint="OWNER/NAME, of letters, digits, -, _ and .")
     require_token(repo)
     hub = HfApi()
     try:
@@ -77,16 +83,6 @@ def require_access(repo: str, *, public: bool) -> None:
     elif not private and not public:
         text = f"{repo} is a public repository: everyone could read the upload"
         raise RLHFError("C17", text, hint="add --public if you want that, or name another repository")
-
-
-def _require_name(repo: str) -> None:
-    try:
-        validate_repo_id(repo)
-        problem = None if "/" in repo else "the owner is missing"
-    except HFValidationError as error:
-        problem = str(error).partition(":")[0].rstrip(".")
-    if problem:
-        raise RLHFError("C05", f"--push {repo}: {problem}", hint="OWNER/NAME, of letters, digits, -, _ and .")
 
 
 def _require_namespace(repo: str, user: dict[str, Any]) -> None:
@@ -143,10 +139,8 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
             _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
     except Exception as error:  # a network has many ways to fail
         text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
-        hint = f"resume with: {_upload_command(folder, repo, public, removed)}"
-        raise RLHFError("R17", text, hint=hint) from error
-    private = bool(before.private)
-    return PushResult(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
+        raise RLHFError("R17", text, hint=f"resume with: {_upload_command(folder, repo, public, removed)}") from error
+    return PushResult(f"{hub.endpoint}/{repo}", bool(before.private), commit, commit != before.sha, tuple(removed))
 
 
 def push_best(folder: Path, repo: str, message: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.tokens import ids_without_embedding, set_ids_without_embedding, tokenize
-from rlhf_cli.errors import Problem, RLHFError, first_names, short_reason, shown, translate_rust_panics
+from rlhf_cli.errors import RLHFError, collect_errors, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import chat_templates
 from rlhf_cli.models.batch import StopTokenId
@@ -50,8 +50,8 @@ CODE_POINTS = (
 SKIPPED_CATEGORIES = ("Cs", "Cn", "Co")  # surrogates, unassigned, private use
 
 
-def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a folder's tokenizer with left padding, and set `chat_template`. Raises RLHFError M01, M08 (custom code)."""
+def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
+    """Load a folder's tokenizer with left padding. Raises RLHFError M01, M08 (custom code)."""
     refuse_code(folder, trust_remote_code)
     try:
         with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
@@ -67,8 +67,6 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
         if "trust_remote_code" in str(error):
             raise remote_code_error(folder) from error
         raise RLHFError("M01", f"{shown(folder)} has no readable tokenizer: {short_reason(error)}") from error
-    if chat_template is not None:
-        set_chat_template(tokenizer, chat_template)
     return tokenizer
 
 
@@ -150,9 +148,8 @@ def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None
         if beyond:
             names = first_names(tokenizer.convert_ids_to_tokens(sorted(beyond)))
             text = f"the model has no embedding for special tokens of its tokenizer ({names})"
-            terminal.warn(
-                "M06", text, where=where, hint="no action is needed unless a text contains one: an error then"
-            )
+            hint = "no action is needed unless a text contains one: an error then"
+            terminal.warn("M06", text, where=where, hint=hint)
 
 
 def vocabulary_size(tokenizer: Any, num_embeddings: int) -> int:
@@ -234,21 +231,14 @@ def check_same_tokenization(
             tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
             chat_templates.set_template_variables(tokenizer, template_variables, where=where(key))
             foreign[key] = manifest_fields(tokenizer, None)
-    sft = parents["models.sft"]
-    problems: list[Problem] = []
 
     def difference(first: Parent, second: Parent) -> str | None:
         complete = all(parent.sha256 or parent.stage == runs.FOREIGN for parent in (first, second))
         folders = first.model, first.sha256, second.model, second.sha256
         return _difference(*folders, trust_remote_code) if complete else None
 
-    for key, parent in parents.items():
-        try:
-            runs.check_same_tokenizer(sft, parent, where=where(key), foreign=foreign, difference=difference)
-        except RLHFError as error:
-            problems += error.problems
-    if problems:
-        raise RLHFError.from_problems(problems)
+    check = partial(runs.check_same_tokenizer, parents["models.sft"], foreign=foreign, difference=difference)
+    collect_errors(*(partial(check, parent, where=where(key)) for key, parent in parents.items()))
 
 
 @lru_cache(maxsize=64)
@@ -261,8 +251,7 @@ def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trus
 def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
     """Return True if two models' tokenizers give the same token ids. Raises RLHFError M01, M08."""
     try:
-        parents = {"models.sft": first, second.key: second}
-        check_same_tokenization(parents, str, trust_remote_code=trust_remote_code)
+        check_same_tokenization({"models.sft": first, second.key: second}, str, trust_remote_code=trust_remote_code)
     except RLHFError as error:
         if error.problems[0].code not in ("T04", "T05"):
             raise
@@ -305,7 +294,8 @@ def first_difference(first: Any, second: Any) -> str | None:
         return f"one begins a text with {starts[0] or 'nothing'}, the other one with {starts[1] or 'nothing'}"
     if first.is_fast and second.is_fast and _settings(first) == _settings(second):
         return None
-    for texts in (_short_texts(first), _character_texts(), _token_texts(first)):
+    tokens = first.batch_decode([[token] for token in sorted(first.get_vocab().values())])
+    for texts in (_short_texts(first), _character_texts(), [f"{text} a{text}b" for text in tokens]):
         try:
             encodings = list(zip(texts, tokenize(first, texts), tokenize(second, texts), strict=True))
         except RLHFError:
@@ -342,8 +332,7 @@ def _start_ids(tokenizer: Any) -> list[int]:
         text_ids, full = tokenize(tokenizer, ["a"])[0], tokenizer("a").input_ids
     except Exception:  # the vocabulary has neither this letter nor an unknown token
         return tokenizer("").input_ids
-    starts = (i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids)
-    return full[: next(starts, 0)]
+    return full[: next((i for i in range(len(full)) if full[i : i + len(text_ids)] == text_ids), 0)]
 
 
 def _short_texts(tokenizer: Any) -> list[str]:
@@ -358,8 +347,3 @@ def _character_texts() -> list[str]:
     characters = (chr(code) for codes in CODE_POINTS for code in codes)
     tested = [char for char in characters if unicodedata.category(char) not in SKIPPED_CATEGORIES]
     return [f"x{char}X {char}{char}1" for char in tested]
-
-
-def _token_texts(tokenizer: Any) -> list[str]:
-    texts = tokenizer.batch_decode([[token] for token in sorted(tokenizer.get_vocab().values())])
-    return [f"{text} a{text}b" for text in texts]

@@ -5,9 +5,6 @@ from typing import TYPE_CHECKING
 from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
-    from rlhf_cli.errors import shown as shown
-    from rlhf_cli.files import file_sha256 as file_sha256
-    from rlhf_cli.files import write_json as write_json
     from rlhf_cli.runs.checkpoints import *  # noqa: F403
     from rlhf_cli.runs.locks import *  # noqa: F403
     from rlhf_cli.runs.parents import *  # noqa: F403
@@ -18,17 +15,15 @@ if TYPE_CHECKING:
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "errors": "shown",
-        "files": "file_sha256 write_json",
         "runs.checkpoints": "commit_state delete_state latest_state newest_step remove_damaged_checkpoint seal_state "
         "state_at state_steps valid_states",
         "runs.locks": "new_folder release require_empty scratch_folder",
-        "runs.parents": "ADAPTER_CONFIG ADAPTER_WEIGHTS FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of "
-        "is_available_locally open_parent read_manifest require_unchanged",
-        "runs.resolve": "LAST SELECTED Reference ResolvedModel check_same_tokenizer open_parents open_reference "
-        "references resolve_model",
+        "runs.parents": "FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of is_available_locally open_parent "
+        "read_manifest require_unchanged",
+        "runs.resolve": "LAST SELECTED Reference check_same_tokenizer open_parents open_reference references "
+        "resolve_model",
         "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder recorded_num_processes start_stage "
-        "versions",
+        "shown versions write_json",
         "runs.status": "StageStatus compute_identity identity_difference quick_stage_status require_current "
         "stage_status",
     },

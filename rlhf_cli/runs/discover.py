@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 STAGES = ("sft", "reward", "ppo", "eval")  # in pipeline order
@@ -22,21 +23,16 @@ def is_preset(folder: Path) -> bool:
 
 def has_output(folder: Path) -> bool:
     """Return True if a stage wrote this folder. An unreadable folder counts, so that its reader reports the error."""
-    names = ("identity.json", "manifest.json")
-    return any(os.path.isfile(folder / name) for name in names) or _is_unreadable(folder)
-
-
-def _is_unreadable(folder: Path) -> bool:
     if not os.path.isdir(folder):
         return False
     try:
         os.scandir(folder).close()
         os.stat(folder / "identity.json")
     except FileNotFoundError:
-        return False
+        return os.path.isfile(folder / "manifest.json")
     except OSError:
         return True
-    return False
+    return any(os.path.isfile(folder / name) for name in ("identity.json", "manifest.json"))
 
 
 def configs_in(folder: Path) -> list[Path]:
@@ -66,9 +62,7 @@ def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -
 
 
 def _folders_in(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # unreadable
-        return []
-    return sorted(name for name in names if not name.startswith("."))
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(name for name in names if not name.startswith("."))
+    return []  # unreadable

@@ -68,31 +68,28 @@ def open_parent(
     M10 for a stage that is unfinished, damaged or not one of `expect`, E08 for files that cannot be read now.
     """
     with at_location(where), translate_read_errors(path):
-        return _open(path, expect, key, revision, hashed=hashed)
-
-
-def _open(path: str, expect: tuple[str, ...], key: str, revision: str | None, *, hashed: bool) -> Parent:
-    folder = Path(path)
-    if not path_exists(folder):
-        if folder.is_absolute() or path.startswith((".", "~")):
-            raise _no_folder_error(folder, expect, key)
-        cached = _from_hub(path, revision, key)
-        _refuse_adapter(cached, key)
-        return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
-    if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
-        text = f"{key}: {shown(folder)} is inside a stage's folder"
-        raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
-    if folder.parent.name == SNAPSHOTS and read_adapter(folder):
-        return _snapshot(folder, key, hashed=hashed)
-    _refuse_adapter(folder, key)
-    if (folder / "config.json").is_file():
-        return _foreign(folder, key, hashed=hashed)
-    if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
-        return _stage(folder, expect, key, hashed=hashed)
-    stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
-    hint = f"did you mean {stages}?" if stages else f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
-    text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
-    raise RLHFError("M01", text, hint=hint)
+        folder = Path(path)
+        usual = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
+        if not path_exists(folder):
+            if folder.is_absolute() or path.startswith((".", "~")):
+                if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
+                    hint = f"run that stage first: {_command(folder.name, folder)}"
+                    raise RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
+                raise missing_folder_error(folder, f"{key}: ", usual)
+            return _from_hub(path, revision, key, hashed=hashed)
+        if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
+            text = f"{key}: {shown(folder)} is inside a stage's folder"
+            raise RLHFError("M10", text, hint=f"set {key} to {shown(folder.parent)}")
+        if folder.parent.name == SNAPSHOTS and read_adapter(folder):
+            return _snapshot(folder, key, hashed=hashed)
+        _refuse_adapter(folder, key)
+        if (folder / "config.json").is_file():
+            return _foreign(folder, key, hashed=hashed)
+        if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
+            return _stage(folder, expect, key, hashed=hashed)
+        stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
+        text = f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)"
+        raise RLHFError("M01", text, hint=f"did you mean {stages}?" if stages else usual)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -118,10 +115,8 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> 
         raise RLHFError("M10", text, hint=f"finish it: {_command(stage, folder)}; or change {key}")
     for name in manifest["files"]:
         safe_join(folder, name, where=shown(folder / "manifest.json"))
-    if manifest_problem:
-        raise damaged_stage_error(key, folder, stage, manifest_problem)
     models = select_files(manifest["files"], "model/")
-    problem = find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
+    problem = manifest_problem or find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
         raise damaged_stage_error(key, folder, stage, problem or "its manifest names no model file")
     base = None
@@ -138,15 +133,15 @@ def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     return Parent(key, folder, FOREIGN, folder, sha256, {}, file_stats=file_stats)
 
 
-def _from_hub(name: str, revision: str | None, key: str) -> Path:
+def _from_hub(name: str, revision: str | None, key: str, *, hashed: bool) -> Parent:
     if folder := cached_model(name, revision):
-        return folder
+        _refuse_adapter(folder, key)
+        return replace(_foreign(folder, key, hashed=hashed), hub=name, revision=revision)
     if name.count("/") > 1:  # a hub id is OWNER/NAME
         raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME")
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
-    hint = f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /"
-    raise RLHFError("M01", text, hint=hint)
+    raise RLHFError("M01", text, hint=f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /")
 
 
 # Adapters (LoRA) and their base models
@@ -293,8 +288,7 @@ def _folders(parents: Mapping[str, Parent]) -> list[Parent]:
 
 def _verify(parent: Parent) -> None:
     if problem := _problem(parent):
-        where = shown(parent.path / "manifest.json")
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, where)
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, shown(parent.path / "manifest.json"))
 
 
 def _problem(parent: Parent) -> str | None:
@@ -340,8 +334,7 @@ def _require_unchanged(parent: Parent, loaded: bool) -> None:
     if changed:
         names = [name for name in {**parent.file_stats, **now} if parent.file_stats.get(name) != now.get(name)]
         text = f"{parent.key}: {shown(parent.model)} changed while it was read ({', '.join(sorted(names)[:3])})"
-        hint = "undo the change and run the same command again; or start over with --fresh"
-        raise RLHFError("M14", text, hint=hint)
+        raise RLHFError("M14", text, hint="undo the change and run the same command again; or start over with --fresh")
 
 
 # Messages and manifest entries
@@ -351,14 +344,6 @@ def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where:
     """Return M10 for a parent that differs from what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
     return RLHFError("M10", text, where=where, hint=f"run it again: {_command(stage, folder)} --fresh")
-
-
-def _no_folder_error(folder: Path, expect: Sequence[str], key: str) -> RLHFError:
-    if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
-        hint = f"run that stage first: {_command(folder.name, folder)}"
-        return RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
-    hint = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
-    return missing_folder_error(folder, f"{key}: ", hint)
 
 
 def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError:

@@ -4,6 +4,7 @@ Also its settings beside their defaults and those of other runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -103,31 +104,27 @@ def read_stage(name: str, folder: Path, *, logs: bool = True) -> Stage:
         return Stage(name, folder)
     try:
         with translate_read_errors(folder):
-            return _read_stage(name, folder, logs)
+            list_folder(folder)
+            stage = Stage(name, folder, "begun", identity=read_identity(folder))
+            if path_exists(folder / "manifest.json"):
+                manifest, problem = read_manifest(folder)
+                problem = problem or _damage(folder, manifest["files"])
+                stage = replace(stage, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
+            if not logs:
+                return stage
+            config, config_problem = _read_config(folder / "config.yaml")
+            odd = schema_error("manifest.json", stage.manifest) if stage.manifest else None
+            problem = stage.problem or config_problem or odd
+            return replace(
+                stage,
+                state="damaged" if problem and stage.state == "finished" else stage.state,
+                problem=problem,
+                manifest=None if odd else stage.manifest,
+                config=config,
+                metrics=tuple(read_log(folder / "metrics.jsonl")),
+            )
     except RLHFError as error:
         return Stage(name, folder, "unreadable", error.problems[0].text)
-
-
-def _read_stage(name: str, folder: Path, logs: bool) -> Stage:
-    list_folder(folder)
-    stage = Stage(name, folder, "begun", identity=read_identity(folder))
-    if path_exists(folder / "manifest.json"):
-        manifest, problem = read_manifest(folder)
-        problem = problem or _damage(folder, manifest["files"])
-        stage = replace(stage, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
-    if not logs:
-        return stage
-    config, config_problem = _read_config(folder / "config.yaml")
-    odd = schema_error("manifest.json", stage.manifest) if stage.manifest else None
-    problem = stage.problem or config_problem or odd
-    return replace(
-        stage,
-        state="damaged" if problem and stage.state == "finished" else stage.state,
-        problem=problem,
-        manifest=None if odd else stage.manifest,
-        config=config,
-        metrics=tuple(read_log(folder / "metrics.jsonl")),
-    )
 
 
 def _damage(folder: Path, files: Row) -> str | None:
@@ -141,12 +138,10 @@ def _damage(folder: Path, files: Row) -> str | None:
 
 
 def _read_config(path: Path) -> tuple[Row | None, str | None]:
-    try:
-        with translate_read_errors(path):
-            tree = with_current_names(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None, f"{path.name} is missing or not readable"
-    return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError), translate_read_errors(path):
+        tree = with_current_names(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
+    return None, f"{path.name} is missing or not readable"
 
 
 def changed_parents(stage: Stage) -> tuple[str, ...]:
@@ -313,7 +308,7 @@ def _selected(run: Run) -> int:
 # Settings, by their dotted keys in config.yaml
 
 RUN_FOLDERS = {f"../{name}" for name in STAGES} | {".."}  # the default paths in a config.yaml
-REQUIRED, UNKNOWN = object(), object()  # keys without a default: required, or chosen by the user
+REQUIRED = object()  # in place of a default
 
 
 @dataclass(frozen=True)
@@ -333,11 +328,10 @@ def from_defaults(stage: Stage) -> list[Difference]:
         if key == "stage" or _is_run_folder(stage.name, key, value):
             continue
         config_key = key_at(CONFIGS[stage.name], key.split("."))
-        default = UNKNOWN if config_key is None else config_key.default(REQUIRED)
-        if default is REQUIRED or default is UNKNOWN:
-            differences.append(Difference(stage.name, key, value_text(value), None if default is REQUIRED else "-"))
-        elif default != value:
-            differences.append(Difference(stage.name, key, value_text(value), value_text(default)))
+        default = config_key.default(REQUIRED) if config_key else REQUIRED
+        if default != value:
+            text = None if default is REQUIRED else value_text(default)
+            differences.append(Difference(stage.name, key, value_text(value), text if config_key else "-"))
     return differences
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
-from rlhf_cli.errors import Problem, RLHFError, closest_match, shell_path, shown, translate_read_errors
+from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.parents import (
@@ -48,7 +49,7 @@ def references(config: Any) -> list[Reference]:
     if config.stage == "eval":
         result = [Reference(f"models.{name}", getattr(models, name), (name,)) for name in ("sft", "ppo", "reward")]
         result.append(Reference("models.base", models.base, ("sft", "ppo")))
-        judges = {name: value for name, value in config.judges.items() if not _is_function(value)}
+        judges = {name: value for name, value in config.judges.items() if not FUNCTION.fullmatch(value)}
         result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
         return [reference for reference in result if reference.path]
     rewards: dict[str, str | None] = {}
@@ -68,16 +69,9 @@ def weights_bytes(config: Any) -> int:
     """Return the size of the weight files of the models that a stage reads, as far as they are on this machine."""
     folders = {Path(each.path) for each in references(config)}
     folders |= {path for each in references(config) if (path := cached_model(each.path, each.revision))}
-    files = {
-        file for folder in folders for pattern in ("", "model/") for file in folder.glob(f"{pattern}*.safetensors")
-    }
+    patterns = ("*.safetensors", "model/*.safetensors")
+    files = {file for folder in folders for pattern in patterns for file in folder.glob(pattern)}
     return sum(file.stat().st_size for file in files)
-
-
-def _is_function(value: str) -> bool:
-    """Return True if a judge is `package.module:function` rather than a path or a hub id."""
-    module, colon, name = value.partition(":")
-    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def open_parents(config: Config, pending: Collection[Path] = (), *, hashed: bool = True) -> dict[str, Parent]:
@@ -139,8 +133,7 @@ def check_same_tokenizer(
     def hashes(name: str) -> str:
         return f"({short_hash(right.get(name))} at {shown(b.path)}, {short_hash(left.get(name))} at {shown(a.path)})"
 
-    known = left.get("tokenizer_sha256") and right.get("tokenizer_sha256")
-    differs = known and left["tokenizer_sha256"] != right["tokenizer_sha256"]
+    differs = len({side.get("tokenizer_sha256") for side in (left, right)} - {None, ""}) == 2
     reason = None if differs else difference(a, b)
     if differs or reason:
         details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes("tokenizer_sha256")
@@ -186,9 +179,8 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     damaged snapshot, M04 for a missing or changed base.
     """
     if stage is not None and stage not in STAGES:
-        near = closest_match(stage, STAGES)
         text = f"--stage {stage}: not one of {', '.join(STAGES)}"
-        raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
+        raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
     require_step(step)
     with translate_read_errors(run):
         folder = _folder(run, stage)
@@ -250,8 +242,7 @@ def _report(parent: Parent) -> dict[str, Any] | None:
         return None
     if manifest.get("parents", {}).get(f"models.{parent.stage}", {}).get("sha256") != parent.sha256:
         return None
-    files = select_files(manifest["files"], "report.json")
-    if find_damage(folder, files, where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest["files"], "report.json"), where=str(folder), content=True):
         return None
     report = read_json_object(folder / "report.json")
     return None if report is None or schema_error("report.json", report) else report

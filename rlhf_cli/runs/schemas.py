@@ -42,20 +42,15 @@ class WinRate(StrictModel):
 WinRates = dict[str, WinRate]
 
 
-class JudgeScores(StrictModel):
+class ModelScores(StrictModel):
     judges: dict[str, JudgeMean]
-    response_length_mean: float = 0.0
-    eos_fraction: Share = 0.0
+    response_length_mean: float
+    eos_fraction: Share
     distinct_fraction: float = 0.0
     reward_mean: float | None = None
     reward_ci95: Interval = None
     kl: float | None = None
     kl_ci95: Interval = None
-
-
-class ModelScores(JudgeScores):
-    response_length_mean: float
-    eos_fraction: Share
 
 
 class BestOf(ModelScores):
@@ -65,7 +60,7 @@ class BestOf(ModelScores):
     ppo_win_rate: WinRates | None = None
 
 
-class FrontierPoint(JudgeScores):
+class FrontierPoint(ModelScores):
     step: int
     kl: float
     win_rate: WinRates

@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,11 +71,10 @@ def start_stage(
         raise
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
-        hint = "set `run:` to another folder"
-        raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
+        raise RLHFError("E03", text, where=config.where("run"), hint="set `run:` to another folder") from error
     if fresh:
         _move_aside(folder)
-    status = require_current(config, identity, content=True)
+    status = require_current(config, identity)
     if status.state == "finished":
         release(folder)
         return "finished"
@@ -88,8 +87,11 @@ def start_stage(
     group = {"processes": distributed.world_size(), "machines": distributed.num_machines()}
     environment = {"versions": versions(), "device": device, **group}
     if status.state == "resume":
-        if status.step is not None:
-            _refuse_another_group(config)
+        before, now = recorded_num_processes(folder), distributed.world_size()
+        if status.step is not None and before != now:  # it changes the batch sizes, and so the run
+            processes = f"{before} process{'es' * (before > 1)}"
+            text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"
+            raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
         _warn_of_changes(folder, environment)
     write_json(folder / "identity.json", identity | {"environment": environment})
     resolved = config.dump(relative_to=folder)
@@ -101,15 +103,6 @@ def recorded_num_processes(folder: Path) -> int:
     """Return the number of processes that a stage was run with."""
     count = (read_identity(folder) or {}).get("environment", {}).get("processes")
     return count if isinstance(count, int) and count > 0 else 1
-
-
-def _refuse_another_group(config: Config) -> None:
-    """Raise E04 for another number of processes: it changes the batch sizes, and so the run."""
-    before, now = recorded_num_processes(config.folder), distributed.world_size()
-    if before != now:
-        processes = f"{before} process{'es' * (before > 1)}"
-        text = f"{shown(config.folder)} was started with {processes} and cannot resume with {now}"
-        raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
@@ -125,20 +118,20 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
         terminal.warn("E05", text, hint="the result may differ from that of an uninterrupted run")
 
 
-def _move_aside(folder: Path) -> Path | None:
-    """Move a stage's folder to RUN/.old/<stage>-<n>, deleting nothing. Return None if there is none.
+def _move_aside(folder: Path) -> None:
+    """Move a stage's folder, if there is one, to RUN/.old/<stage>-<n>, deleting nothing.
 
     Raises RLHFError C15 if .old is not a folder.
     """
     if not path_exists(folder):
-        return None
+        return
     old = folder.parent / ".old"
     if path_exists(old) and not old.is_dir():
         text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
         raise RLHFError("C15", text, hint="move that file away, then run the same command again")
     old.mkdir(exist_ok=True)
     matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
-    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
+    folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
 
 
 def complete_stage(
@@ -192,19 +185,16 @@ def versions() -> dict[str, str]:
     """Return the versions of this package, Python and the installed libraries, without importing them."""
     installed = {"rlhf": __version__, "python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 
 def _git_revision(folder: Path) -> str | None:
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 class CheckpointTimer:

@@ -4,9 +4,8 @@ A stage is up to date by content, never by dates: its config, and the hashes of 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,10 +153,10 @@ def quick_stage_status(config: Config) -> StageStatus:
     recorded, started = identity, (config.folder / "identity.json").stat().st_mtime_ns
     unread = [key for key in config.sources() if key not in local]
 
-    def content_hash(section: str, key: str, paths: Sequence[Path], read: Callable[[], str]) -> str:
+    def recorded_hash(section: str, key: str, paths: Sequence[Path]) -> str | None:
         stats = [path.stat() for path in paths]
         if sum(stat.st_size for stat in stats) <= SMALL_FILES_BYTES:
-            return read()
+            return None  # they are hashed
         if any(max(stat.st_mtime_ns, stat.st_ctime_ns) >= started for stat in stats):
             unread.append(key)
         return str(recorded.get(section, {}).get(key))
@@ -165,16 +164,11 @@ def quick_stage_status(config: Config) -> StageStatus:
     hashes = {key: parent.sha256 for key, parent in parents.items()}
     for reference in references(config):
         if not hashes[reference.key]:
-            paths = _weights(parents[reference.key])
-            read = partial(_reference_sha256, config, reference)
-            hashes[reference.key] = content_hash("parents", reference.key, paths, read)
-    contents = {key: content_hash("data", key, paths, partial(files_sha256, paths)) for key, paths in data.items()}
+            sha256 = recorded_hash("parents", reference.key, _weights(parents[reference.key]))
+            hashes[reference.key] = sha256 or open_reference(config, reference).sha256
+    contents = {key: recorded_hash("data", key, paths) or files_sha256(paths) for key, paths in data.items()}
     contents |= {key: str(recorded.get("data", {}).get(key)) for key in config.sources() if key not in local}
     return replace(stage_status(config, _identity(config, hashes, contents)), unread=tuple(unread))
-
-
-def _reference_sha256(config: Config, reference: Any) -> str:
-    return open_reference(config, reference).sha256
 
 
 def _weights(parent: Parent) -> list[Path]:
@@ -183,17 +177,16 @@ def _weights(parent: Parent) -> list[Path]:
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
-def require_current(config: Config, expected: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+def require_current(config: Config, expected: Mapping[str, Any]) -> StageStatus:
     """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
-    status = stage_status(config, expected, content=content)
+    status = stage_status(config, expected, content=True)
     folder, reasons = config.folder, status.reasons
     if status.state == "stale":
         more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
         hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
         if not (folder / "manifest.json").exists():
-            started_with = shown(folder / "config.yaml")
-            hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
+            hint = f"to resume it, use the settings it was started with ({shown(folder / 'config.yaml')}); {hint}"
         raise RLHFError("C15", text, where=shown(config.file), hint=hint)
     if status.state == "damaged":
         text = f"{shown(folder)} is finished but damaged: {reasons[0]}"

@@ -136,7 +136,9 @@ TRANSCRIPT = "\n\nHuman: Hello, you.\n\nAssistant: {}\n\nHuman: And now?\n\nAssi
 
 
 def detect(chat_origin: Path, written: Any, template: str | None = None) -> ConversationFormat:
-    tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model", chat_template=template)
+    tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model")
+    if template is not None:
+        tokenizers.set_chat_template(tokenizer, template)
     return ConversationFormat.detect(written, tokenizer)
 
 

@@ -28,8 +28,9 @@ from report_run import (
     write_run,
 )
 
-from rlhf_cli import runs, terminal
+from rlhf_cli import terminal
 from rlhf_cli.commands.report import brief, page, tables, write_beside
+from rlhf_cli.files import file_sha256
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import at_step, read_run
 
@@ -121,7 +122,7 @@ def test_commands_that_reproduce_the_run(run: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_of_unchanged_data_are_counted(run: Path) -> None:
-    sha256 = runs.file_sha256(run / "data.jsonl")
+    sha256 = file_sha256(run / "data.jsonl")
     begin(run / "sft", configs()["sft"] | {"data": {"train": "../data.jsonl", "eval": "../gone.jsonl"}})
     change(run / "sft/manifest.json", data={"data.train": sha256, "data.eval": "0" * 64})
     assert f"sft data.train ../data.jsonl 3 {sha256[:12]} sft data.eval ../gone.jsonl 000000000000" in words(run)

@@ -12,6 +12,7 @@ from fake_config import FakeConfig, begin, complete, make_stage, open_parent, ot
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.files import file_sha256
 from rlhf_cli.runs.locks import lock_folder, lock_owner, lock_path
 
 
@@ -160,7 +161,7 @@ def test_the_manifest_records_all_origins(tmp_path: Path) -> None:
     manifest = json.loads((config.folder / "manifest.json").read_text())
     sha256 = parents["model.path"].sha256
     assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}
-    assert manifest["data"] == {"data.train": runs.file_sha256(data)}
+    assert manifest["data"] == {"data.train": file_sha256(data)}
     assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (2, "sft", 7)
     assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
     assert manifest["template_sha256"] is None  # no template; a missing key means unknown

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlhf_cli import config
-from rlhf_cli.config.common import Adapters, PPOAdapters
+from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo import KINDS, RewardSource
 from rlhf_cli.rewards.function import BUILTIN_REWARDS, RewardContext, make_reward_fn
 
@@ -59,7 +59,7 @@ def test_every_key_of_adapters_is_listed_with_its_default() -> None:
         keys = re.findall(r"\w+", names)
         listed |= dict(zip(keys, default.split(", ") if ", " in default else [default] * len(keys), strict=True))
     fields = Adapters.model_fields
-    assert listed.keys() == fields.keys() == PPOAdapters.model_fields.keys() | {"lora_dropout"}
+    assert listed.keys() == fields.keys() == LoRA.model_fields.keys() | {"lora_dropout"}
     defaults = {key: "required" if field.is_required() else field.default for key, field in fields.items()}
     assert {key: yaml.safe_load(text) for key, text in listed.items()} == defaults
 
