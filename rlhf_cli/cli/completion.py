@@ -86,7 +86,7 @@ def presets(incomplete: str) -> list[str]:
     """Return the presets of `rlhf init`."""
     from rlhf_cli.commands import init
 
-    return list(init.available())
+    return list(init.PRESETS)
 
 
 @ignore_errors

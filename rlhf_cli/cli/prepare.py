@@ -60,7 +60,7 @@ def init(
         convert(from_trl, Path(preset), trl)
         return
     if list_:
-        terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
+        terminal.table(["preset", "what it is"], [[name, each.description] for name, each in presets.PRESETS.items()])
         return
     if preset is None or (folder is None and preset not in presets.PRESETS):
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")

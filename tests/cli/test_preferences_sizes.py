@@ -14,7 +14,7 @@ from run_cli import is_one_error, rlhf
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.commands.init import placement, sizes
 from rlhf_cli.commands.init.pairs import Length, Lengths, fit_lengths, most_chosen, split_pairs
-from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
+from rlhf_cli.commands.init.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.yaml_io import align_comments
@@ -171,7 +171,7 @@ INPUTS = SizingInputs(
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
     lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
-    placement=Placement(None, False, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
+    placement=Placement(None, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
     whole=None,
     target=Target(False, 16 * 10**9, "the CPU"),
     speed=Speed(training=20_000.0, generation=4_000.0),
@@ -217,7 +217,7 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
     slow = choose_sizes(replace(INPUTS, speed=Speed(20.0, 4.0)), 10)
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
     assert (long.ppo_epochs, slow.ppo_epochs) == (4, 1)
-    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
+    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.note
     unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
     assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
 
@@ -255,7 +255,7 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
 ) -> None:
     """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
     whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
-    assert [each.offload + 2 * each.policy_head for each in whole] == [0, 0, 0, 1, 2, 3]
+    assert [each.savings[2:] for each in whole] == [(), (), (), (OFFLOAD,), (POLICY_HEAD,), (OFFLOAD, POLICY_HEAD)]
     monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
     planned.first = {"ppo": placement.FIRST["ppo"]}
     least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
@@ -263,7 +263,7 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
     for place in range(2, 6):
         planned.available = least[place]
         chosen, _ = planned.choose("none", hint="")
-        assert (chosen.offload, chosen.policy_head) == (whole[place].offload, whole[place].policy_head)
+        assert chosen.savings == whole[place].savings
     planned.target, planned.available = Target(False, 1, "the CPU"), 0
     with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
         planned.choose("none", hint="fewer weights")

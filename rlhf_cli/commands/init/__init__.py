@@ -16,7 +16,7 @@ from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
 from rlhf_cli.demo import world
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import locked
@@ -136,11 +136,6 @@ PRESETS = {
 }
 
 
-def available() -> dict[str, str]:
-    """Return the one-line description of each preset by name."""
-    return {name: preset.description for name, preset in PRESETS.items()}
-
-
 def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None, gpu: str | None = None) -> None:
     """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
@@ -150,8 +145,7 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
     different files of the same names, E03 if nothing fits. Exits with the code of the base model's run if that fails.
     """
     if name not in PRESETS:
-        near = closest_match(name, PRESETS)
-        hint = f"did you mean {near}?" if near else "rlhf init --list"
+        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
     if (adapters or gpu) and not PRESETS[name].base:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
@@ -170,8 +164,11 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
         json_schema.write_schemas(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
-        memory = _fit(scratch, preset, adapters, gpu) if preset.base else ""
-    if memory:
+        if preset.base:
+            from rlhf_cli.commands.init.placement import fit_preset
+
+            memory = fit_preset(scratch, preset.base, preset.prompt, adapters, gpu)
+    if preset.base:
         terminal.out(memory)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
@@ -181,18 +178,3 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
             raise SystemExit(result.returncode)
     steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
-
-
-def _fit(folder: Path, preset: Preset, adapters: str | None, gpu: str | None) -> str:
-    """Fit the configs to a GPU, and return a line that says how. Raises RLHFError C07, C11, E03."""
-    from rlhf_cli.commands.init.placement import fit_preset
-    from rlhf_cli.stages.plan_models import Target
-
-    target = Target.of(gpu, 1)
-    if target.gpu:
-        assert preset.base
-        return fit_preset(folder, preset.base, preset.prompt, adapters or "auto", target)
-    if adapters:
-        hint = "name the GPU, e.g. --gpu h100"
-        raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
-    return "memory: the preset as it is, as this machine has no GPU; --gpu NAME fits it to one"

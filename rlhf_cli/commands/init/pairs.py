@@ -64,22 +64,14 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
         text = "conversations" + (", in chatml: the model has no chat template" if template else "")
         return PairFormat(pairs, rows, text, template)
     if tokenizer.chat_template and not plain:
-        return PairFormat([_as_chat(pair) for pair in pairs], rows, "conversations, by the model's chat template", None)
-    if _lacks_separator(pairs):
+        turns = [replace(p, prompt=[{"role": "user", "content": p.prompt}]) for p in pairs]
+        turns = [replace(p, chosen=p.chosen.strip(), rejected=p.rejected.strip()) for p in turns]
+        return PairFormat(turns, rows, "conversations, by the model's chat template", None)
+    joined = [pair for pair in pairs if not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()]
+    if len(joined) > len(pairs) / 2:  # most answers would join the last word of their prompts
         spaced = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
         return PairFormat(spaced, rows, "plain text, a space put before each answer", None)
     return PairFormat(pairs, rows, "plain text", None)
-
-
-def _as_chat(pair: Pair) -> Pair:
-    chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
-    return replace(pair, prompt=[{"role": "user", "content": pair.prompt}], chosen=chosen, rejected=rejected)
-
-
-def _lacks_separator(pairs: list[Pair]) -> bool:
-    """Return True if most answers would join the last word of their prompts without a space."""
-    joined = [pair for pair in pairs if not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()]
-    return len(joined) > len(pairs) / 2
 
 
 def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:

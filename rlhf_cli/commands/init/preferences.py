@@ -22,7 +22,7 @@ from rlhf_cli.commands.init.pairs import (
     rows_of_files,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import require_known
+from rlhf_cli.commands.init.placement import memory_line, require_known
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
@@ -76,15 +76,17 @@ def init(
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
-    context = _context_length(parent.model)
-    used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
+    model_config = load.read_config(parent.model)
+    with at_location("--base"):
+        build.require_classifier(model_config)
+    lengths = measure_lengths(tokenizer, formatted.pairs)
+    used, limits = fit_lengths(formatted.pairs, lengths, load.context_length(model_config))
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts)
-    counts = {name: len(rows) for name, rows in contents.items()}
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
         adapters, hint = "none", NO_ADAPTERS
-    inputs = measure_inputs(parent, limits, parts, counts, target, adapters, hint)
+    inputs = measure_inputs(parent, limits, parts, contents, target, adapters, hint)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -100,14 +102,6 @@ def init(
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes)
-
-
-def _context_length(base: Path) -> int | None:
-    """Return the base model's context, None without a limit. Raises RLHFError M10 if it cannot be a reward model."""
-    model_config = load.read_config(base)
-    with at_location("--base"):
-        build.require_classifier(model_config)
-    return load.context_length(model_config)
 
 
 def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:
@@ -182,11 +176,11 @@ def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: Siz
         "four times as many prompts halve that"
     )
     terminal.out(str(inputs))
-    terminal.out(inputs.memory)
+    terminal.out(memory_line(inputs.placement, inputs.placement, inputs.target, "whole weights need", inputs.whole))
     if sizes.minutes:
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
         )
-    for note in sizes.notes:
-        terminal.out(f"noted: {note}")
+    if sizes.note:
+        terminal.out(f"noted: {sizes.note}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")

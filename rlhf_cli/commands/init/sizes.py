@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
 from rlhf_cli.commands.init.placement import (
@@ -12,7 +13,6 @@ from rlhf_cli.commands.init.placement import (
     EPISODES_PER_UPDATE,
     MemoryPlanner,
     Placement,
-    memory_line,
 )
 from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
@@ -77,18 +77,14 @@ class SizingInputs:
             f"model has {self.parameters:,} parameters{speed}"
         )
 
-    @property
-    def memory(self) -> str:
-        """One line: how the models are kept in memory, and why."""
-        return memory_line(self.placement, self.placement, self.target, "whole weights need", self.whole)
-
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int], target: Target, adapters: str, hint: str
+    base: Parent, lengths: Lengths, parts: Parts, files: Mapping[str, Any], target: Target, adapters: str, hint: str
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
-    `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, E03 with `hint` if nothing fits.
+    `files` has the rows of each file of data/, `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, and E03
+    with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
     placement, whole = MemoryPlanner.of(config, lengths, target).choose(adapters, hint=hint)
@@ -98,7 +94,7 @@ def measure_inputs(
     return SizingInputs(
         prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
         pairs={name: len(part) for name, part in parts.items()},
-        rows=rows,
+        rows={name: len(rows) for name, rows in files.items()},
         lengths=lengths,
         parameters=parameters,
         placement=placement,
@@ -148,10 +144,8 @@ class Sizes:
     ppo_epochs: int
     samples: int  # responses per prompt
     eval_n: int
-    eval_rows: int
-    placement: Placement
-    minutes: int | None  # expected total; None if the speed could not be measured
-    notes: tuple[str, ...]
+    minutes: int | None = None  # expected total; None if the speed could not be measured
+    note: str = ""
 
     @property
     def updates(self) -> int:
@@ -175,10 +169,6 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
         ppo_epochs=PPO_EPOCHS[0],
         samples=samples,
         eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
-        eval_rows=rows["eval"],
-        placement=inputs.placement,
-        minutes=None,
-        notes=(),
     )
     return _fit_time(sizes, inputs, minutes)
 
@@ -225,13 +215,10 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     prompt_s = answers * (response_s + row_s)
     eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
     total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
-    notes = sizes.notes
-    if total_s > 1.5 * limit:
-        text = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
-        notes = (*notes, text)
+    note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
     return replace(
         sizes, sft=sft, reward=reward, total_episodes=episodes, ppo_epochs=epochs, eval_n=eval_n,
-        minutes=max(1, math.ceil(total_s / 60)), notes=notes,
+        minutes=max(1, math.ceil(total_s / 60)), note=note if total_s > 1.5 * limit else "",
     )  # fmt: skip
 
 
