@@ -25,6 +25,7 @@ from rlhf_cli.errors import (
     closest_folder,
     closest_match,
     collect_errors,
+    did_you_mean,
     shell_path,
     shell_word,
     shown,
@@ -102,19 +103,15 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
             return code
         if isinstance(config, EvalConfig) and not decision.runs:
             try:
-                _show_finished_evaluation(config)
+                if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
+                    report.write_beside(config.folder)
+                render.print_report(config.folder)
+                render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
             except RLHFError:
                 show_summary(folder, configs, routed, met=False)
                 raise
     show_summary(folder, configs, routed)
     return 0
-
-
-def _show_finished_evaluation(config: EvalConfig) -> None:
-    if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
-        report.write_beside(config.folder)
-    render.print_report(config.folder)
-    render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 
 def stage_status(config: Config) -> StageStatus:
@@ -218,9 +215,8 @@ def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFi
     options = {"--only": stage_filter.only, "--force": stage_filter.force, "--from": (start,) if start else ()}
     for option, stage in [(option, stage) for option, stages in options.items() for stage in stages]:
         if stage not in STAGES:
-            near = closest_match(stage, STAGES)
             text = f"{option} {stage}: not one of {', '.join(STAGES)}"
-            raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
+            raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
         if stage not in files:
             hint = f"it holds {', '.join(path.name for path in files.values())}"
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
@@ -355,28 +351,25 @@ def show_summary(
 
     `overrides` are those of each stage; `met`: the evaluation meets its requirements.
     """
+    commands = []
     if "eval" in configs:
-        _show_next_commands(folder, configs, met=met)
+        evaluation = configs["eval"].folder
+        if (evaluation / REPORT).is_file():
+            brief = report.brief(evaluation)
+            terminal.out(f"the page says: {brief.headline}")
+            if not met or brief.suspect:
+                commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
+        if met and "ppo" in configs:
+            step = " --step selected" if "selected_step" in read_report(evaluation) else ""
+            commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
+            commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
+    if commands:
+        terminal.out(f"next: {'; '.join(commands)}")
     for stage, config in configs.items():
         if _is_changed_by(overrides[stage], config):
             options = " ".join(f"-s {shell_word(text)}" for text in overrides[stage])
             text = f"{stage} used {options}: add it to {shown(config.file)}, or a plain "
             terminal.out(f"{text}`rlhf run {shell_path(folder)}` runs {stage} again")
-
-
-def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: bool) -> None:
-    commands, evaluation = [], configs["eval"].folder
-    if (evaluation / REPORT).is_file():
-        brief = report.brief(evaluation)
-        terminal.out(f"the page says: {brief.headline}")
-        if not met or brief.suspect:
-            commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
-    if met and "ppo" in configs:
-        step = " --step selected" if "selected_step" in read_report(evaluation) else ""
-        commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
-        commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
-    if commands:
-        terminal.out(f"next: {'; '.join(commands)}")
 
 
 def _is_changed_by(overrides: Sequence[str], config: Config) -> bool:
