@@ -12,7 +12,7 @@ from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.paths import path_entries, relative, resolve_paths
 from rlhf_cli.config.yaml_io import to_yaml, with_comment
-from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 
 FILE = "ppo.yaml"
 HEAD = """\
@@ -30,8 +30,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     folder cannot be written.
     """
     if version not in (None, OLD, NEW):
-        near = closest_match(version, (OLD, NEW))
-        hint = f"did you mean {near}?" if near else f"use {NEW} for every version after the step() API"
+        hint = did_you_mean(version, (OLD, NEW)) or f"use {NEW} for every version after the step() API"
         raise RLHFError("C07", f"--trl {version}: not one of {OLD}, {NEW}", hint=hint)
     source = read_settings(file)
     if not {setting.name for setting in source.settings} & {*OPTIONS[OLD], *OPTIONS[NEW]}:

@@ -223,8 +223,17 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
         report = verify_update(open_run(folder), step, options)
     if as_json:
         terminal.out(json.dumps(_as_json(report), indent=2))
-    else:
-        _show(report)
+        return 0 if report.agrees else 1
+    rows = []
+    for quantity in report.quantities:
+        differences = (quantity.recorded, quantity.float64, quantity.rounding)
+        cells = ["" if x is None else "0" if x == 0 else f"{x:.1e}" for x in differences]
+        rows.append([quantity.name, str(quantity.count), f"{quantity.largest:.4g}", *cells])
+    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
+    terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
+    terminal.out()
+    for line in summary_lines(report):
+        terminal.out(line)
     return 0 if report.agrees else 1
 
 
@@ -299,23 +308,6 @@ def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, An
 # The report
 
 
-def _show(report: Report) -> None:
-    rows = [
-        [quantity.name, str(quantity.count), f"{quantity.largest:.4g}"]
-        + [_cell(x) for x in (quantity.recorded, quantity.float64, quantity.rounding)]
-        for quantity in report.quantities
-    ]
-    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
-    terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
-    terminal.out()
-    for line in summary_lines(report):
-        terminal.out(line)
-
-
-def _cell(difference: float | None) -> str:
-    return "" if difference is None else "0" if difference == 0 else f"{difference:.1e}"
-
-
 def summary_lines(report: Report) -> list[str]:
     """Return the results of the three comparisons as lines of text."""
     errors = [quantity.name for quantity in report.quantities if quantity.error > TOLERANCE]
@@ -360,13 +352,12 @@ def _as_json(report: Report) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "number_format": report.dtype_name,
         "told": summary_lines(report),
-        "quantities": [
-            {name: _finite(x) for name, x in (asdict(quantity) | {"error": quantity.error}).items() if x is not None}
-            for quantity in report.quantities
+        "quantities": [  # infinities and nan as text, which JSON cannot represent as numbers
+            {
+                name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in each.items()
+                if x is not None
+            }
+            for each in (asdict(quantity) | {"error": quantity.error} for quantity in report.quantities)
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    """Return infinities and nan as text, which JSON cannot represent as numbers."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
