@@ -42,15 +42,6 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class StageFilter:
-    """Stages selected on the command line: `--only`, `--from` and `--force`."""
-
-    only: tuple[str, ...] = ()
-    start: str | None = None
-    force: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class StageDecision:
     """Decision to run or skip one stage. `fresh` moves its old output to .old/ first.
 
@@ -63,31 +54,39 @@ class StageDecision:
     after: tuple[str, ...] = ()
 
 
-def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, options: Options) -> int:
+def run(
+    folder: Path,
+    overrides: Sequence[str],
+    options: Options,
+    only: Sequence[str] = (),
+    start: str | None = None,
+    force: Sequence[str] = (),
+) -> int:
     """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
 
-    If any stage but the last has to run, `rlhf check` of the whole folder runs first; its exit code is returned if it
-    fails. Raises RLHFError C01-C17, D01, M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
+    `only`, `start` and `force` are the options --only, --from and --force. If any stage but the last has to run,
+    `rlhf check` of the whole folder runs first; its exit code is returned if it fails. Raises RLHFError C01-C17, D01,
+    M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
     """
-    files = select_stages(find_configs(folder), folder, stage_filter)
+    files = select_stages(find_configs(folder), folder, only, start, force)
     routed = route_overrides(overrides, list(files))
     try:
         configs = load_all(files, routed)
         check_inputs_exist(configs)
     except RLHFError as error:
-        is_full_run = not (options.dry_run or stage_filter.only or stage_filter.start)
+        is_full_run = not (options.dry_run or only or start)
         # an error that is not of a file which cannot be read now: `rlhf check` reports all problems
         if is_full_run and error.exit_code == 2 and (code := _run_child(check_command(folder, overrides, options))):
             return code
         raise
     if options.dry_run:
-        for stage, decision in plan_stages(configs, stage_filter.force).items():
+        for stage, decision in plan_stages(configs, force).items():
             terminal.out(f"{stage:<8} {decision.reason}")
         return 0
     last = list(configs.values())[-1]
-    checked = bool(stage_filter.only or stage_filter.start)  # selected stages check themselves
+    checked = bool(only or start)  # selected stages check themselves
     for stage, config in configs.items():
-        decision = decide_stage(config, stage_filter.force)
+        decision = decide_stage(config, force)
         if decision.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
@@ -209,10 +208,11 @@ def find_configs(folder: Path) -> dict[str, Path]:
     return files
 
 
-def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFilter) -> dict[str, Path]:
+def select_stages(
+    files: Mapping[str, Path], folder: Path, only: Sequence[str], start: str | None, force: Sequence[str]
+) -> dict[str, Path]:
     """Return the selected configs by stage. Raises C07 for an unknown stage, C09 for a stage without a config."""
-    start = stage_filter.start
-    options = {"--only": stage_filter.only, "--force": stage_filter.force, "--from": (start,) if start else ()}
+    options = {"--only": only, "--force": force, "--from": (start,) if start else ()}
     for option, stage in [(option, stage) for option, stages in options.items() for stage in stages]:
         if stage not in STAGES:
             text = f"{option} {stage}: not one of {', '.join(STAGES)}"
@@ -220,11 +220,11 @@ def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFi
         if stage not in files:
             hint = f"it holds {', '.join(path.name for path in files.values())}"
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
-    if stage_filter.only and start:
+    if only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    names = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
+    names = only or STAGES[STAGES.index(start) if start else 0 :]
     selected = {stage: path for stage, path in files.items() if stage in names}
-    if excluded := [stage for stage in stage_filter.force if stage not in selected]:
+    if excluded := [stage for stage in force if stage not in selected]:
         text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
         raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")
     return selected

@@ -175,13 +175,10 @@ def _remaining_s(rows: Sequence[read.Row], step: int | None, steps: int | None) 
 
 def _headline_metrics(stage: str, metrics: read.Row, rows: Sequence[read.Row]) -> tuple[dict[str, Any], Any]:
     """Return a stage's main metrics and the file that they are from."""
-    if stage == "eval":
-        win_rate = _win_rate(metrics)
-        return win_rate, "manifest.json" if win_rate else None
-    final_names, running_names = HEADLINES[stage]
-    if final := _pick(metrics, final_names):
-        return final, "manifest.json"
-    logged = next(filter(None, (_pick(row, running_names) for row in reversed(rows))), None)
+    final = _win_rate(metrics) if stage == "eval" else _pick(metrics, HEADLINES[stage][0])
+    if final or stage == "eval":
+        return final, "manifest.json" if final else None
+    logged = next(filter(None, (_pick(row, HEADLINES[stage][1]) for row in reversed(rows))), None)
     return (logged, "metrics.jsonl") if logged else ({}, None)
 
 
@@ -268,11 +265,10 @@ def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
 
 def _status(config: Config) -> StageStatus | RLHFError:
     try:
-        with translate_read_errors(config.folder):
-            return runs.quick_stage_status(config)
+        return runs.quick_stage_status(config)
     except RLHFError as error:
         return error
-    except OSError as error:  # deleted at this moment
+    except OSError as error:  # cannot be read, or was deleted at this moment
         return read_error(error, config.folder)
 
 

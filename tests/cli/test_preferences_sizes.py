@@ -164,10 +164,7 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
     assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
 
-COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
 INPUTS = SizingInputs(
-    prompts=COUNTS,
-    pairs=COUNTS,
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
     lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
@@ -190,7 +187,7 @@ def test_learning_rates_meet_their_anchors() -> None:
 
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
 def test_an_update_needs_no_more_prompts_than_there_are(prompts: int) -> None:
-    sizes = choose_sizes(replace(INPUTS, prompts={**COUNTS, "prompts": prompts}), None)
+    sizes = choose_sizes(with_rows(prompts=prompts), None)
     assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
     assert EPISODES_PER_UPDATE // sizes.samples <= prompts
 
@@ -330,7 +327,7 @@ def test_evaluations_have_at_most_512_rows_or_prompts() -> None:
     many = choose_sizes(with_rows(sft_eval=4000, pairs_eval=40), None)
     assert (many.sft.eval_rows, many.reward.eval_rows) == (512, 40)
     for count, speed, prompts in ((100, 10**6, 100), (1000, 10**6, 512), (1000, 10, 64)):
-        inputs = replace(INPUTS, prompts={**COUNTS, "held-out": count}, speed=Speed(10 * speed, speed))
+        inputs = replace(with_rows(heldout=count), speed=Speed(10 * speed, speed))
         assert choose_sizes(inputs, 30).eval_n == prompts
 
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -22,6 +22,7 @@ from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
+LOCKED = "wait for it to end, or name another folder"
 # Scratch folder inside a folder that existed before, and its name after all files are linked.
 SCRATCH, PLACED = ".tmp-init", ".tmp-init-placed"
 MAX_LISTED_NAMES = 5
@@ -42,7 +43,7 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise RLHFError("C15", f"{shown(folder)} is not a folder", hint=UNTOUCHED)
     system.require_writable(folder, hint="name another folder")
-    with _locked(folder):
+    with locked(folder / "init", hint=LOCKED):
         _remove_leftovers(folder)
         scratch = folder / SCRATCH
         scratch.mkdir()
@@ -60,12 +61,8 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of a killed `rlhf init`, except those that existed before it."""
     if (folder / SCRATCH).is_dir():
-        with _locked(folder):
+        with locked(folder / "init", hint=LOCKED):
             _remove_leftovers(folder)
-
-
-def _locked(folder: Path) -> AbstractContextManager[None]:
-    return locked(folder / "init", hint="wait for it to end, or name another folder")
 
 
 def _remove_leftovers(folder: Path) -> None:

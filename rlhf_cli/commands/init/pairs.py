@@ -240,22 +240,17 @@ def _report_dropped(
         reasons = f"most chosen answers are longer than half of {context} positions"
     share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
     too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
-    hint = (
-        _suggest_context(pairs, lengths, context) if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs) else None
-    )
+    hint = None
+    if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs):
+        longer, fitting = context, 0
+        while fitting < (1 - WARN_DROPPED_FRACTION) * len(pairs):
+            longer *= 2
+            fitting = len(_select(lengths, longer)[0])
+        most = f"{percent(fitting / len(pairs))} of the pairs fit"
+        hint = f"take a base model with {longer} positions, where {most}, or use shorter pairs"
     if too_few or dropped > MAX_DROPPED * len(pairs):
         raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
     terminal.warn("D10", f"{share} dropped: {reasons}", where="--data", hint=hint)
-
-
-def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
-    """Return a hint with the context length, a power of two times this one, that fits most pairs."""
-    longer, kept = context, 0
-    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
-        longer *= 2
-        kept = len(_select(lengths, longer)[0])
-    share = percent(kept / len(pairs))
-    return f"take a base model with {longer} positions, where {share} of the pairs fit, or use shorter pairs"
 
 
 def quantile(values: Sequence[int], share: float) -> int:

@@ -67,23 +67,22 @@ class Batch(NamedTuple):
 FIRST = {name: Batch(rows, 2 * rows, EPISODES_PER_UPDATE * (name == "ppo") or None) for name, rows in MAX_ROWS.items()}
 
 
+@dataclass
 class MemoryPlanner:
-    """The memory of a run's stages by the estimator of `rlhf plan`, for a base model's transformers config.
+    """The memory of a run's stages by the estimator of `rlhf plan`.
 
-    `first` and `lengths` are by stage; `make` returns the config of a stage with overrides.
+    `make` returns the config of a stage with overrides.
     """
 
-    def __init__(
-        self,
-        body: Any,
-        target: Target,
-        first: Mapping[str, Batch],
-        lengths: Mapping[str, memory.Lengths],
-        make: Callable[[str, Sequence[str]], Config],
-    ) -> None:
-        self.body, self.target, self.first, self.lengths, self.make = body, target, first, lengths, make
-        self.process = 0 if target.gpu else system.process_memory()
-        self.available = plan_phases.GPU_SHARE * target.memory
+    body: Any  # the base model's transformers config
+    target: Target
+    first: Mapping[str, Batch]  # by stage
+    lengths: Mapping[str, memory.Lengths]  # by stage
+    make: Callable[[str, Sequence[str]], Config]
+
+    def __post_init__(self) -> None:
+        self.process = 0 if self.target.gpu else system.process_memory()
+        self.available = plan_phases.GPU_SHARE * self.target.memory
 
     @classmethod
     def of(cls, body: Any, lengths: Lengths, target: Target) -> "MemoryPlanner":

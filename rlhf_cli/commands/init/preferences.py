@@ -86,7 +86,7 @@ def init(
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
         adapters, hint = "none", NO_ADAPTERS
-    inputs = measure_inputs(parent, limits, parts, contents, target, adapters, hint)
+    inputs = measure_inputs(parent, limits, contents, target, adapters, hint)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -94,7 +94,7 @@ def init(
         "seed": seed,
         "style": formatted,
         "template_variables": to_yaml(variables) if variables else None,
-        "answers": MAX_ANSWERS,
+        "max_answers": MAX_ANSWERS if len(contents["sft"]) < len(parts["sft"]) else None,  # if it left out any
         "known": inputs,
         "s": sizes,
     }

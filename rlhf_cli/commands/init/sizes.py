@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
+from rlhf_cli.commands.init.pairs import Lengths
 from rlhf_cli.commands.init.placement import (
     ADAPTER_RATE,
     BEST_OF,
@@ -57,8 +57,6 @@ class Speed:
 class SizingInputs:
     """Measurements of the data, the model and the machine."""
 
-    prompts: Mapping[str, int]  # part -> distinct prompts
-    pairs: Mapping[str, int]  # part -> pairs
     rows: Mapping[str, int]  # file of data/ -> its rows before truncation
     lengths: Lengths
     parameters: int
@@ -79,7 +77,7 @@ class SizingInputs:
 
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, parts: Parts, files: Mapping[str, Any], target: Target, adapters: str, hint: str
+    base: Parent, lengths: Lengths, files: Mapping[str, Any], target: Target, adapters: str, hint: str
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
@@ -92,8 +90,6 @@ def measure_inputs(
     measurable = not target.planned and hardware.count_parameters(base) > 0
     fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
-        prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
-        pairs={name: len(part) for name, part in parts.items()},
         rows={name: len(rows) for name, rows in files.items()},
         lengths=lengths,
         parameters=parameters,
@@ -157,18 +153,18 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
     rows, adapters = inputs.placement.rows, inputs.placement.adapters
     assert rows
-    prompts = max(inputs.prompts["prompts"], 1)  # an update takes no prompt twice, unless for several samples
+    prompts = max(inputs.rows["prompts"], 1)  # an update takes no prompt twice, unless for several samples
     samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
         sft=_training("sft", inputs, rows["sft"]),
         reward=_training("reward", inputs, rows["reward"]),
         ppo_rate=learning_rate("ppo", inputs.parameters, adapters),
-        total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.prompts["prompts"])),
+        total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.rows["prompts"])),
         ppo_rows=rows["ppo"],
         ppo_parts=EPISODES_PER_UPDATE // rows["ppo"],
         ppo_epochs=PPO_EPOCHS[0],
         samples=samples,
-        eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
+        eval_n=min(MAX_EVAL_PROMPTS, inputs.rows["heldout"]),
     )
     return _fit_time(sizes, inputs, minutes)
 

@@ -93,7 +93,11 @@ def _measure(
         rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
     sizes = rows, mean.prompt, mean.response, new_tokens, generated
     measured = [measure_passes(_make_model(policy, n, is_scorer), *sizes, bf16=policy.bf16) for n in layers]
-    times = measured[0] if len(layers) == 1 else _extrapolate(measured[0], measured[1], policy.layers)
+    times = measured[0]
+    if len(layers) > 1:
+        steps = (policy.layers - layers[0]) / (layers[1] - layers[0])
+        extrapolated = (few + steps * max(0.0, more - few) for few, more in zip(*measured, strict=True))
+        times = PassTimes(*extrapolated)._replace(share=min(each.share for each in measured))
     answers = 0 if is_scorer else rows * mean.response
     passes = {
         "rollout": (times.generate, policy.generation_flops(generated, mean)),
@@ -120,13 +124,6 @@ def _make_model(policy: StageModel, layers: int, is_scorer: bool) -> Any:
     if policy.adapters:
         memory.add_adapters(model, policy.adapters)
     return model
-
-
-def _extrapolate(few: "PassTimes", more: "PassTimes", layers: int) -> "PassTimes":
-    """Return the times of a model with `layers` layers from those of two shallow ones."""
-    steps = (layers - SHALLOW_LAYERS[0]) / (SHALLOW_LAYERS[1] - SHALLOW_LAYERS[0])
-    times = PassTimes(*(low + steps * max(0.0, high - low) for low, high in zip(few, more, strict=True)))
-    return times._replace(share=min(few.share, more.share))
 
 
 # Speed of this machine, by short measurements

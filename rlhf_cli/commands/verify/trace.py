@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,8 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
         steps.append(train_minibatch(*arguments))
         return steps[-1]
 
-    vars(trainer)["_train_minibatch"] = recorded  # overrides the method
-    try:
+    with patch.object(trainer, "_train_minibatch", recorded):
         stats = trainer.update(experience)
-    finally:
-        del vars(trainer)["_train_minibatch"]
     mask, score_result = experience.mask, experience.score_result
     moments = score_result.moments
     names = dict.fromkeys(name for step in steps for name in step)
