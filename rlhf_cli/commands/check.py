@@ -111,8 +111,11 @@ def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collec
             text = f"{config.stage}: rows and models, until the errors in {config.file.name} are fixed"
             report.not_checked.append(text)
             continue
-        if not stage.pending:
-            _find_status(stage, report, whole_run=whole_run)
+        complete = len(stage.parents) == len(runs.references(config)) and len(stage.data) == len(config.sources())
+        if complete and not stage.pending:  # the C15 or M05 with which the stage would fail
+            with report.collecting():
+                identity = runs.compute_identity(config, stage.parents, config.sources())
+                stage.status = (runs.stage_status if whole_run else runs.require_current)(config, identity)
         output = f"; output: {pipeline.describe_status(stage.status)}" if stage.status else ""
         report.add(config.stage, shown(config.file), f"config read{output}")
         for folder, key in {folder: key for key, folder in reversed(stage.pending.items())}.items():
@@ -156,16 +159,6 @@ def _is_uncached_hub_id(config: Config, reference: Reference) -> bool:
         return False
     owner, slash, _ = name.partition("/")
     return not os.path.isdir(config_folder / owner) if slash else closest_path(config_folder / name) is None
-
-
-def _find_status(stage: StageCheck, report: Report, *, whole_run: bool) -> None:
-    """Compare the stage's output with its config. Adds the C15 or M05 with which the stage would fail."""
-    config = stage.config
-    if len(stage.parents) < len(runs.references(config)) or len(stage.data) < len(config.sources()):
-        return
-    with report.collecting():
-        identity = runs.compute_identity(config, stage.parents, config.sources())
-        stage.status = (runs.stage_status if whole_run else runs.require_current)(config, identity)
 
 
 def run(

@@ -43,15 +43,12 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class StageDecision:
-    """Decision to run or skip one stage. `fresh` moves its old output to .old/ first.
-
-    `after` names earlier stages that run first; the stage then runs too if they change its inputs.
-    """
+    """Decision to run or skip one stage."""
 
     reason: str
     runs: bool
-    fresh: bool
-    after: tuple[str, ...] = ()
+    fresh: bool  # its old output is moved to .old/ first
+    after: tuple[str, ...] = ()  # earlier stages that run first; the stage then runs too if they change its inputs
 
 
 def run(

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -58,14 +57,11 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class NextAction:
-    """Action of `rlhf run` on the run as it is: decisions by stage, or the problems with which it would fail.
+    """Action of `rlhf run` on the run as it is."""
 
-    `wait`: a stage is running. `nothing` has problems if the evaluation does not meet `eval.require`.
-    """
-
-    action: Literal["run", "wait", "nothing", "refused"]
-    decisions: Mapping[str, StageDecision] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
+    action: Literal["run", "wait", "nothing", "refused"]  # wait: a stage is running
+    decisions: Mapping[str, StageDecision] = field(default_factory=dict)  # by stage
+    problems: tuple[Problem, ...] = ()  # with which it would fail; of `nothing`, what does not meet `eval.require`
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,6 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     """
     root = folder.parent if folder.name in STAGES and has_output(folder) else folder
     started = [stage for stage in STAGES if has_output(root / stage)]
-    configs: dict[str, Config] = {}
     files: dict[str, Path] = {}
     problems: list[Problem] = []
     try:
@@ -230,12 +225,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
         if not started:
             raise
         problems += error.problems
-    routed = pipeline.route_overrides(overrides, list(files))
-    for stage, path in files.items():
-        try:
-            configs[stage] = load(stage, path, routed[stage])
-        except RLHFError as error:
-            problems += error.problems
+    configs, invalid = _load_configs(files.values(), pipeline.route_overrides(overrides, list(files)))
+    problems += invalid
     statuses = {stage: _status(config) for stage, config in configs.items()}
     stages = []
     for stage in STAGES:
@@ -247,6 +238,20 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     if any(stage.process for stage in [*bases, *stages]):
         return RunInfo(root, tuple(stages), bases, NextAction("wait", problems=tuple(problems)))
     return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems))
+
+
+def _load_configs(
+    files: Iterable[Path], overrides: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Config], list[Problem]]:
+    """Return the valid configs by stage, and the problems of the others."""
+    configs: dict[str, Config] = {}
+    problems: list[Problem] = []
+    for path in files:
+        try:
+            configs[path.stem] = load(path.stem, path, overrides.get(path.stem, ()))
+        except RLHFError as error:
+            problems += error.problems
+    return configs, problems
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
@@ -311,7 +316,7 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
     paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
-    bases = {path: _bases(path, _valid_configs(path)) for path in outer}
+    bases = {path: _bases(path, _load_configs(configs_in(path), {})[0].values()) for path in outer}
     inner = {base.parent for stage_folders in bases.values() for base in stage_folders}
     found = []
     for path in run_paths:
@@ -319,11 +324,3 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
         if path not in inner and (stages or not is_preset(path)):
             found.append(RunInfo(path, stages, _unfinished(bases.get(path, ()))))
     return sorted(found, key=lambda run: -run.changed)
-
-
-def _valid_configs(folder: Path) -> list[Config]:
-    configs = []
-    for path in configs_in(folder):
-        with suppress(RLHFError):
-            configs.append(load(path.stem, path))
-    return configs

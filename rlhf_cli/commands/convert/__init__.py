@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, system, terminal
-from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.paths import path_entries, relative, resolve_paths
@@ -88,22 +88,18 @@ def _lists(conversion: Conversion) -> Iterator[str]:
 
 
 def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[str]:
-    """Yield a line for each key, with the TRL option in a comment."""
+    """Yield a line for each key, with a comment: the TRL option, its value in TRL if that differs, and the note."""
     indent = "  " * above.count(".")
     for name, value in tree.items():
         if row := conversion.rows.get(above + name):
-            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(row, name)))
+            same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
+            option = row.option if same or not row.option else f"{row.option}: {to_yaml(row.trl_value)}"
+            remark = "; ".join(part for part in (option, row.note) if part and part != name)
+            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(remark))
         else:
             yield from ([] if above else [""])
             yield f"{indent}{name}:"
             yield from _keys(value, f"{above}{name}.", conversion)
-
-
-def _remark(row: Row, name: str) -> str:
-    """Return the TRL option, with its value in TRL if that differs, and the note."""
-    same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
-    option = row.option if same or not row.option else f"{row.option}: {to_yaml(row.trl_value)}"
-    return "; ".join(part for part in (option, row.note) if part and part != name)
 
 
 def _line(text: str) -> str:

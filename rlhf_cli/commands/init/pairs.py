@@ -54,24 +54,24 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
     `plain`, and transcripts stay text. Raises RLHFError D01-D12.
     """
     pairs, rows, transcripts = data.preference_pairs(source)
-    chats = any(not isinstance(pair.prompt, str) for pair in pairs)
-    untemplated = not tokenizer.chat_template
-    if chats and ((transcripts and (plain or untemplated)) or (plain and untemplated)):
-        text = "dialogues in one text, as the model has no chat template" if not plain else "dialogues in one text"
-        return PairFormat([pair.as_text() for pair in pairs], rows, text, None)
-    if chats:
-        template = None if tokenizer.chat_template else "chatml"
-        text = "conversations" + (", in chatml: the model has no chat template" if template else "")
-        return PairFormat(pairs, rows, text, template)
-    if tokenizer.chat_template and not plain:
-        turns = [replace(p, prompt=[{"role": "user", "content": p.prompt}]) for p in pairs]
-        turns = [replace(p, chosen=p.chosen.strip(), rejected=p.rejected.strip()) for p in turns]
-        return PairFormat(turns, rows, "conversations, by the model's chat template", None)
-    joined = [pair for pair in pairs if not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()]
-    if len(joined) > len(pairs) / 2:  # most answers would join the last word of their prompts
-        spaced = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
-        return PairFormat(spaced, rows, "plain text, a space put before each answer", None)
-    return PairFormat(pairs, rows, "plain text", None)
+    own_template, text = tokenizer.chat_template, "plain text"
+    template: str | None = None
+    if any(not isinstance(pair.prompt, str) for pair in pairs):
+        if (transcripts and (plain or not own_template)) or (plain and not own_template):
+            text = "dialogues in one text" + ("" if plain else ", as the model has no chat template")
+            pairs = [pair.as_text() for pair in pairs]
+        else:
+            template = None if own_template else "chatml"
+            text = "conversations" + (", in chatml: the model has no chat template" if template else "")
+    elif own_template and not plain:
+        text = "conversations, by the model's chat template"
+        pairs = [replace(p, prompt=[{"role": "user", "content": p.prompt}]) for p in pairs]
+        pairs = [replace(p, chosen=p.chosen.strip(), rejected=p.rejected.strip()) for p in pairs]
+    elif sum(not str(p.prompt)[-1:].isspace() and not p.chosen[:1].isspace() for p in pairs) > len(pairs) / 2:
+        # most answers would join the last word of their prompts
+        text = "plain text, a space put before each answer"
+        pairs = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
+    return PairFormat(pairs, rows, text, template)
 
 
 def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:

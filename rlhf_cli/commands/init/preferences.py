@@ -175,7 +175,14 @@ def print_summary(folder: Path, formatted: PairFormat, parts: Parts, inputs: Siz
         f"a win rate of 0.50 on {sizes.eval_n} held-out prompts is measured to +-{(high - low) / 2:.2f} (95 %); "
         "four times as many prompts halve that"
     )
-    terminal.out(str(inputs))
+    speed, lengths = "", inputs.lengths
+    if inputs.speed:
+        speed = f", trains {inputs.speed.training:.0f} and writes {inputs.speed.generation:.0f} tokens a second"
+        speed += " in bfloat16" if inputs.speed.bf16_gain else ""
+    terminal.out(
+        f"prompts of {lengths.prompt_mean:.0f} tokens, answers of {lengths.answer_mean:.0f}; the base "
+        f"model has {inputs.parameters:,} parameters{speed}"
+    )
     terminal.out(memory_line(inputs.placement, inputs.placement, inputs.target, "whole weights need", inputs.whole))
     if sizes.minutes:
         terminal.out(

@@ -65,16 +65,6 @@ class SizingInputs:
     target: Target
     speed: Speed | None  # None if it cannot be measured here
 
-    def __str__(self) -> str:
-        speed = ""
-        if self.speed:
-            speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
-            speed += " in bfloat16" if self.speed.bf16_gain else ""
-        return (
-            f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {self.parameters:,} parameters{speed}"
-        )
-
 
 def measure_inputs(
     base: Parent, lengths: Lengths, files: Mapping[str, Any], target: Target, adapters: str, hint: str

@@ -247,7 +247,13 @@ def show(plan: dict[str, Any], target: Target) -> None:
     rows = [[kind, *(size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(size(phase["total"]) for phase in phases)])
     columns = [f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"] for phase in phases]
-    terminal.table(["", *columns], rows, title=_title(plan, target))
+    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
+    prompt, response, generates = plan["prompt_tokens"], plan["response_tokens"], plan["stage"] in GENERATING
+    rows_text, generated = f"rows of {prompt + response} tokens", f"prompts of {prompt} tokens, responses of {response}"
+    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
+    processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
+    title = f"{plan['stage']}: {models} parameters; {generated if generates else rows_text}{mode}{processes}"
+    terminal.table(["", *columns], rows, title=title)
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
     extra = "".join(f", {name} {size(count)}" for name, count in others if count)
     needed = f"{size(plan['memory_bytes'])} in {plan['fullest']}{extra}"
@@ -260,7 +266,7 @@ def show(plan: dict[str, Any], target: Target) -> None:
     parts = " + ".join(f"{name} {terminal.duration(each)}" for name, each in seconds.items())
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
     count = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
-    limit = ", with all responses at their limit" if plan["stage"] in GENERATING else ""
+    limit = ", with all responses at their limit" if generates else ""
     total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{limit}"
     once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
     terminal.out(f"         {count} x {terminal.duration(step)}{once}: {total}")
@@ -269,17 +275,6 @@ def show(plan: dict[str, Any], target: Target) -> None:
         terminal.out(f"         other processes leave {plan['share']:.0%} of the processor now; alone about {idle}")
     terminal.out(f"data     {_rows(plan)}")
     terminal.out()
-
-
-def _title(plan: dict[str, Any], target: Target) -> str:
-    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
-    prompt, response = plan["prompt_tokens"], plan["response_tokens"]
-    lengths = f"rows of {prompt + response} tokens"
-    if plan["stage"] in GENERATING:
-        lengths = f"prompts of {prompt} tokens, responses of {response}"
-    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
-    processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
-    return f"{plan['stage']}: {models} parameters; {lengths}{mode}{processes}"
 
 
 def _rows(plan: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ one with all tokens of a micro-batch as rows for reading and learning, and one w
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,16 +32,12 @@ MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, secon
 MAX_PRODUCT_ROWS = 4096
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Seconds of each phase. `run`: whether passes were measured; else they are a lower bound.
-
-    `share`: the share of the processor that the measurement had; 1 without a measurement.
-    """
+class Duration(NamedTuple):
+    """Seconds of each phase."""
 
     phases: dict[str, float]
-    run: bool
-    share: float
+    run: bool  # whether passes were measured; else they are a lower bound
+    share: float  # of the processor, which the measurement had; 1 without a measurement
 
 
 def estimate_duration(stage: Estimate, flops: float | None) -> Duration:

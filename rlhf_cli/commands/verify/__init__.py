@@ -35,8 +35,8 @@ FLOOR = 1e-3  # least denominator of a relative difference
 ZERO = 1e-9  # smaller values are rounding errors
 BY_COUNT = ("response tokens",)  # ids: the number that differ
 # Rounding errors to expect: of a sampled token, in nats; of a quantity, relative (larger ones are reported).
-NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-ROUNDING = {torch.float32: 0.05, torch.bfloat16: 0.5}
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}
+ROUNDING = {"float32": 0.05, "bfloat16": 0.5}
 
 
 # Differences
@@ -199,14 +199,10 @@ class Report:
 
     run: str
     step: int
-    dtype: torch.dtype  # of the run's computations
+    dtype: str  # of the run's computations
     quantities: list[Quantity]
     only_rounding: dict[str, str]  # quantities determined only by rounding, and why
     versions: list[str]  # libraries whose version has changed since the run
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def agrees(self) -> bool:
@@ -229,7 +225,7 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
         differences = (quantity.recorded, quantity.float64, quantity.rounding)
         cells = ["" if x is None else "0" if x == 0 else f"{x:.1e}" for x in differences]
         rows.append([quantity.name, str(quantity.count), f"{quantity.largest:.4g}", *cells])
-    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
+    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype]
     terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
     terminal.out()
     for line in summary_lines(report):
@@ -253,7 +249,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     start = copy.deepcopy(trainer.state_dict())
     before = trace.copy_weights(trainer.policy, trainer.value)
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
-    dtype = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
+    dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         native = trace.run_update(trainer, rollout)
@@ -335,12 +331,12 @@ def _rounding_line(report: Report) -> str:
         quantity.name: quantity.relative(quantity.rounding) for quantity in report.quantities if quantity.rounding
     }
     if not errors:
-        return f"{report.dtype_name:9} no rounding error"
+        return f"{report.dtype:9} no rounding error"
     if large := [name for name, error in errors.items() if error > bound]:
         change = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than expected"
-        return f"{report.dtype_name:9} rounding changes {change}"
+        return f"{report.dtype:9} rounding changes {change}"
     name, error = max(errors.items(), key=lambda item: item[1])
-    return f"{report.dtype_name:9} rounding changes a quantity by at most {error:.1e} of its size ({name})"
+    return f"{report.dtype:9} rounding changes a quantity by at most {error:.1e} of its size ({name})"
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -350,7 +346,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "agrees": report.agrees,
         "exact": not any(quantity.recorded for quantity in report.quantities),  # the run's values, to the last bit
         "tolerance": TOLERANCE,
-        "number_format": report.dtype_name,
+        "number_format": report.dtype,
         "told": summary_lines(report),
         "quantities": [  # infinities and nan as text, which JSON cannot represent as numbers
             {
