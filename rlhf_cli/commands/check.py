@@ -105,7 +105,15 @@ def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collec
     to_make = set(unreadable)
     for stage in stages:
         config = stage.config
-        _find_data(stage, report)
+        for key, source in config.sources().items():
+            if not sources.is_local(source):
+                outcome = "and HF_HUB_OFFLINE is set" if sources.is_offline() else "the stage would fetch it"
+                text = f"{config.stage} {key}: {source.shown()} is not in the hub's cache; {outcome}"
+                report.not_checked.append(text)
+                continue
+            with report.collecting():
+                sources.locate({key: source})
+                stage.data.add(key)
         _find_parents(stage, to_make, report)
         if not stage.valid:
             text = f"{config.stage}: rows and models, until the errors in {config.file.name} are fixed"
@@ -122,18 +130,6 @@ def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collec
             report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
         if whole_run and not stage.finished:
             to_make.add(config.folder)
-
-
-def _find_data(stage: StageCheck, report: Report) -> None:
-    for key, source in stage.config.sources().items():
-        if not sources.is_local(source):
-            name = source.shown()
-            outcome = "and HF_HUB_OFFLINE is set" if sources.is_offline() else "the stage would fetch it"
-            report.not_checked.append(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {outcome}")
-            continue
-        with report.collecting():
-            sources.locate({key: source})
-            stage.data.add(key)
 
 
 def _find_parents(stage: StageCheck, to_make: Collection[Path], report: Report) -> None:

@@ -115,13 +115,13 @@ class StageValidator:
             if model_config is not None:
                 ppo_setup.check_num_shared_layers(config, model_config)
                 lora.check_target_modules(config, model_config)
-        scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, tokenizer)
         with self.report.collecting():
             if parent is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
                 stop = ppo_setup.stop_token_id(config, tokenizer, parent, vocabulary)
-                for key, scorer in scorers.items():
-                    own_stop = data.stop_token_id(own_tokenizers[key]) if key in own_tokenizers else stop
+                for key, (scorer, own_tokenizer) in scorers.items():
+                    own_stop = data.stop_token_id(own_tokenizer) if own_tokenizer else stop
                     ppo_models.warn_pad_is_stop_token(scorer, own_stop, config.where(key))
         read, length = partial(setup.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
@@ -130,7 +130,7 @@ class StageValidator:
         )
         self._read_rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
-            self._check_retokenized(stage, scorers, own_tokenizers, [*prompts, *(held_out or [])])
+            self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
             with self.report.collecting():
                 ppo_setup.check_prompt_counts(config, prompts, held_out)
             self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
@@ -143,7 +143,7 @@ class StageValidator:
         with self.report.collecting():
             eval_stage.judge_functions(config)
         eval_stage.warn_of_selection_by_reward(config)
-        scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
@@ -155,7 +155,7 @@ class StageValidator:
             stage, "data.prompts", partial(setup.read_prompts, config, "data.prompts", tokenizer, model_config, length)
         )
         if rows is not None:
-            self._check_retokenized(stage, scorers, own_tokenizers, list(rows))
+            self._check_retokenized(stage, scorers, list(rows))
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
 
@@ -178,13 +178,12 @@ class StageValidator:
                         tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, None)
         return start
 
-    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, tuple[Any, Any]]:
         """Check the reward models that exist, each folder once.
 
-        Returns key -> transformers config, and key -> tokenizer of those that do not read the policy's tokens.
+        Returns key -> transformers config, and its tokenizer if it does not read the policy's tokens.
         """
-        model_configs: dict[str, Any] = {}
-        own_tokenizers: dict[str, Any] = {}
+        scorers: dict[str, tuple[Any, Any]] = {}
         seen: set[Path] = set()
         policy = self._known_parents(stage).get("models.sft")
         for key, parent in stage.parents.items():
@@ -196,12 +195,11 @@ class StageValidator:
                     note = "; encoded again for it" if own_tokenizer else ""
                     text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
                     self.report.add(stage.config.stage, key, text)
-                    model_configs[key] = scorer
-                    own_tokenizers |= {key: own_tokenizer} if own_tokenizer else {}
+                    scorers[key] = scorer, own_tokenizer
                     if tokenizer is not None:
                         vocab_size = scorer.get_text_config().vocab_size
                         tokenizers.check_vocabulary_size(vocab_size, own_tokenizer or tokenizer, None)
-        return model_configs, own_tokenizers
+        return scorers
 
     def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
         """Return the input models that exist or that earlier stages will write."""
@@ -210,12 +208,13 @@ class StageValidator:
         return stage.parents | known
 
     def _check_retokenized(
-        self, stage: StageCheck, scorers: dict[str, Any], own_tokenizers: dict[str, Any], prompts: list[data.Prompt]
+        self, stage: StageCheck, scorers: dict[str, tuple[Any, Any]], prompts: list[data.Prompt]
     ) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
-        for key, tokenizer in own_tokenizers.items():
+        for key, (model_config, tokenizer) in scorers.items():
             with self.report.collecting():
-                setup.retokenize_prompts(stage.config, key, tokenizer, prompts, scorers[key])
+                if tokenizer:
+                    setup.retokenize_prompts(stage.config, key, tokenizer, prompts, model_config)
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""

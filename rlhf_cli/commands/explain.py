@@ -60,8 +60,10 @@ def explain(name: str) -> None:
     Raises RLHFError C01 if nothing matches.
     """
     matches = _find(name) or _find(name.lower())
-    if name.upper() in CODES:
-        _show_code(name.upper())
+    if code := CODES.get(name.upper()):
+        terminal.out(f"{name.upper()}  {code.title}")
+        outcome = EXIT_TEXTS[code.exit] + (f"; only a warning {code.warns}" if code.warns else "")
+        _show_labelled({"meaning": code.meaning, "fix": code.fix, "exit": outcome})
     elif matches:
         _show(matches)
         elsewhere = [match for match in _keys_ending_in(name) if match not in matches]
@@ -297,13 +299,6 @@ def _show_labelled(texts: dict[str, str | None]) -> None:
     for label, text in texts.items():
         if text:
             _paragraph(text, f"  {label:<8}  ", " " * 12)
-
-
-def _show_code(code: str) -> None:
-    entry = CODES[code]
-    terminal.out(f"{code}  {entry.title}")
-    outcome = EXIT_TEXTS[entry.exit] + (f"; only a warning {entry.warns}" if entry.warns else "")
-    _show_labelled({"meaning": entry.meaning, "fix": entry.fix, "exit": outcome})
 
 
 def _show_trainer_field(name: str) -> None:

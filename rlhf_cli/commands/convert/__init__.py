@@ -42,7 +42,13 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
     detected, reason = detect_version(source)
     conversion = convert_settings(source, version or detected)
-    _rebase_paths(folder, conversion)
+    tree, base = conversion.tree(), os.getcwd()
+    resolve_paths(config.PPOConfig, tree, lambda key: base)
+    for container, name, key, field in path_entries(config.PPOConfig, tree):
+        row = conversion.rows.get(key)
+        if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
+            value = relative(container[name], field, Path(os.path.abspath(folder)))
+            conversion.rows[key] = replace(row, value=value)
     system.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".tmp-{FILE}"
@@ -56,17 +62,6 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     for line in _lists(conversion):
         terminal.out(line)
     terminal.out(f"\nwrote {shown(target)}; next: rlhf check {shell_path(target)}")
-
-
-def _rebase_paths(folder: Path, conversion: Conversion) -> None:
-    """Make paths, relative to the working directory in TRL, relative to `folder`."""
-    tree, base = conversion.tree(), os.getcwd()
-    resolve_paths(config.PPOConfig, tree, lambda key: base)
-    for container, name, key, field in path_entries(config.PPOConfig, tree):
-        row = conversion.rows.get(key)
-        if row and not row.is_default:
-            value = relative(container[name], field, Path(os.path.abspath(folder)))
-            conversion.rows[key] = replace(row, value=value)
 
 
 def page(conversion: Conversion, name: str) -> str:

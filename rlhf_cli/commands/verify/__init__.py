@@ -306,37 +306,28 @@ def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, An
 
 def summary_lines(report: Report) -> list[str]:
     """Return the results of the three comparisons as lines of text."""
-    errors = [quantity.name for quantity in report.quantities if quantity.error > TOLERANCE]
-    largest = worst(report.quantities)
+    quantities, bound = report.quantities, ROUNDING[report.dtype]
+    compared = [quantity for quantity in quantities if quantity.recorded is not None]
+    changed = [quantity for quantity in compared if quantity.recorded]
+    recorded = f"all {len(compared)} quantities equal the run's to the last bit"
+    if changed:
+        reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
+        first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
+        recorded = f"{len(changed)} of {len(compared)} quantities differ from the run's, {first}: {reason}"
+    rounded = {quantity.name: quantity.relative(quantity.rounding) for quantity in quantities if quantity.rounding}
+    rounding = "no rounding error"
+    if large := [name for name, error in rounded.items() if error > bound]:
+        rounding = f"rounding changes {large[0]} by {rounded[large[0]]:.1e} of its size: more than expected"
+    elif rounded:
+        name, error = max(rounded.items(), key=lambda item: item[1])
+        rounding = f"rounding changes a quantity by at most {error:.1e} of its size ({name})"
+    skipped = [f"skipped   {name}: {why}, only rounding decides it" for name, why in report.only_rounding.items()]
+    errors, largest = [quantity.name for quantity in quantities if quantity.error > TOLERANCE], worst(quantities)
     result = f"agrees to {TOLERANCE:g}: at most {largest.error:.1e} of a quantity's size ({largest.name})"
     if errors:
         result = f"differs: {errors[0]} is the first of {len(errors)} quantities that do not agree to {TOLERANCE:g}"
-    skipped = [f"skipped   {name}: {why}, only rounding decides it" for name, why in report.only_rounding.items()]
-    return [_recorded_line(report), _rounding_line(report), *skipped, f"verify    update {report.step} {result}"]
-
-
-def _recorded_line(report: Report) -> str:
-    recorded = [quantity for quantity in report.quantities if quantity.recorded is not None]
-    changed = [quantity for quantity in recorded if quantity.recorded]
-    if not changed:
-        return f"recorded  all {len(recorded)} quantities equal the run's to the last bit"
-    reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
-    first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
-    return f"recorded  {len(changed)} of {len(recorded)} quantities differ from the run's, {first}: {reason}"
-
-
-def _rounding_line(report: Report) -> str:
-    bound = ROUNDING[report.dtype]
-    errors = {
-        quantity.name: quantity.relative(quantity.rounding) for quantity in report.quantities if quantity.rounding
-    }
-    if not errors:
-        return f"{report.dtype:9} no rounding error"
-    if large := [name for name, error in errors.items() if error > bound]:
-        change = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than expected"
-        return f"{report.dtype:9} rounding changes {change}"
-    name, error = max(errors.items(), key=lambda item: item[1])
-    return f"{report.dtype:9} rounding changes a quantity by at most {error:.1e} of its size ({name})"
+    lines = [f"recorded  {recorded}", f"{report.dtype:9} {rounding}", *skipped]
+    return [*lines, f"verify    update {report.step} {result}"]
 
 
 def _as_json(report: Report) -> dict[str, Any]:
