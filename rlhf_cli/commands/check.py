@@ -6,7 +6,7 @@ This module checks configs, files and parents, and imports no torch; `check_mode
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +39,12 @@ class Report:
             yield
         except RLHFError as error:
             self.errors |= dict.fromkeys(error.problems)
+
+    def attempt(self, check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a check, or None after adding its RLHFError to the report."""
+        with self.collecting():
+            return check(*arguments, **options)
+        return None
 
     def add(self, stage: str, label: str, result: str, **numbers: float) -> None:
         """Add a row to the table of checked items."""
@@ -165,8 +171,7 @@ def run(
     `quiet` prints errors only. `rlhf run` uses it, since its stages print the warnings themselves.
     """
     report = Report()
-    with report.collecting():
-        distributed.require_single_process("check")
+    report.attempt(distributed.require_single_process, "check")
     with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
         whole_run = os.path.isdir(path) or not (os.path.isfile(path) or path.suffix in (".yaml", ".yml"))
         if whole_run:
@@ -186,13 +191,10 @@ def run(
 def _load_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[list[StageCheck], list[Path]]:
     """Load the configs of a folder; return the readable ones and the output folders of the invalid ones."""
     files = pipeline.find_configs(folder)
-    routed = {stage: list[str]() for stage in files}
-    with report.collecting():
-        routed = pipeline.route_overrides(overrides, list(files))
+    routed = report.attempt(pipeline.route_overrides, overrides, list(files)) or dict.fromkeys(files, ())
     stages: list[StageCheck] = []
     for stage, path in files.items():
-        with report.collecting():
-            stages += _load_stage(stage, path, routed[stage], report)
+        stages += report.attempt(_load_stage, stage, path, routed[stage], report) or []
     valid = {stage.config.stage for stage in stages if stage.valid}
     return stages, [Path(os.path.abspath(folder)) / stage for stage in files if stage not in valid]
 

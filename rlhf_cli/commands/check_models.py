@@ -43,9 +43,8 @@ class StageValidator:
     def check(self, stage: StageCheck) -> None:
         """Check one stage."""
         checks = {"ppo": self._check_ppo, "eval": self._check_eval}
-        with self.report.collecting():
-            if not stage.finished:  # a finished stage needs no memory or disk space
-                hardware.check(stage.config, stage.parents, runs_here=self.runs_here)
+        if not stage.finished:  # a finished stage needs no memory or disk space
+            self.report.attempt(hardware.check, stage.config, stage.parents, runs_here=self.runs_here)
         checks.get(stage.config.stage, self._check_training)(stage)
         if self.deep:
             self._load_models(stage)
@@ -69,8 +68,7 @@ class StageValidator:
                     tokenizers.check_vocabulary_size(vocab_size, own_tokenizer, config.where("model.path"))
                 tokenizer = training_setup.prepare_tokenizer(config, own_tokenizer, parent.stage)
         if isinstance(config, SFTConfig) and "data.train" in stage.data:
-            with self.report.collecting():
-                training_setup.log_packing(config)
+            self.report.attempt(training_setup.log_packing, config)
         rows, held_out = (
             self._read_rows(
                 stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
@@ -104,13 +102,11 @@ class StageValidator:
     def _check_ppo(self, stage: StageCheck) -> None:
         config = cast(PPOConfig, stage.config)
         parent, tokenizer, model_config = self._check_policies(stage)
-        with self.report.collecting():
-            ppo_models.build_reward_fns(config, self.options, stage.parents, load_models=False)
-        with self.report.collecting():
-            ppo_setup.check_hub_push(config, stage.parents.get("models.sft"))
-        with self.report.collecting():
-            if not stage.finished:
-                reward_card.check_required(config, stage.parents)
+        attempt = self.report.attempt
+        attempt(ppo_models.build_reward_fns, config, self.options, stage.parents, load_models=False)
+        attempt(ppo_setup.check_hub_push, config, stage.parents.get("models.sft"))
+        if not stage.finished:
+            attempt(reward_card.check_required, config, stage.parents)
         with self.report.collecting():
             if model_config is not None:
                 ppo_setup.check_num_shared_layers(config, model_config)
@@ -131,8 +127,7 @@ class StageValidator:
         self._read_rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
             self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
-            with self.report.collecting():
-                ppo_setup.check_prompt_counts(config, prompts, held_out)
+            attempt(ppo_setup.check_prompt_counts, config, prompts, held_out)
             self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
@@ -140,8 +135,7 @@ class StageValidator:
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
         _, tokenizer, model_config = self._check_policies(stage)
-        with self.report.collecting():
-            eval_stage.judge_functions(config)
+        self.report.attempt(eval_stage.judge_functions, config)
         eval_stage.warn_of_selection_by_reward(config)
         scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
@@ -165,8 +159,7 @@ class StageValidator:
         start = self._load_start(stage, "models.sft")
         known = self._known_parents(stage)
         if "models.sft" in known:
-            with self.report.collecting():
-                setup.check_same_tokenization(config, options, known)
+            self.report.attempt(setup.check_same_tokenization, config, options, known)
         for key, parent in stage.parents.items():
             if key in POLICY_KEYS:
                 with self.report.collecting(), at_location(config.where(key)):
@@ -212,9 +205,8 @@ class StageValidator:
     ) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
         for key, (model_config, tokenizer) in scorers.items():
-            with self.report.collecting():
-                if tokenizer:
-                    setup.retokenize_prompts(stage.config, key, tokenizer, prompts, model_config)
+            if tokenizer:
+                self.report.attempt(setup.retokenize_prompts, stage.config, key, tokenizer, prompts, model_config)
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""
@@ -270,10 +262,8 @@ class StageValidator:
         self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
 
     def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Any]]) -> data.Rows[Any] | None:
-        if key not in stage.data:
-            return None
-        with self.report.collecting():
-            rows = read()
+        rows: data.Rows[Any] | None = self.report.attempt(read) if key in stage.data else None
+        if rows is not None:
             result = f"{len(rows)} {'prompts' if key.endswith('prompts') else 'rows'}"
             result += f", at most {rows.longest} tokens" if rows.longest else ""
             result += f"; {rows.dropped_text()}" if rows.num_dropped else ""
@@ -283,5 +273,4 @@ class StageValidator:
             )  # fmt: skip
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)
-            return rows
-        return None
+        return rows

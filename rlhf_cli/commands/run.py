@@ -31,13 +31,12 @@ from rlhf_cli.errors import (
     shown,
 )
 from rlhf_cli.evaluation import render
-from rlhf_cli.runs.discover import configs_in
+from rlhf_cli.runs.discover import STAGES, configs_in
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.read import read_report
 from rlhf_cli.runs.status import REPORT, StageStatus
 from rlhf_cli.system import die_with_parent, is_nohup
 
-STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

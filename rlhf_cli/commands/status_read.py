@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhf_cli import runs, system
 from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.run import STAGES, StageDecision
+from rlhf_cli.commands.run import StageDecision
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
@@ -19,7 +19,7 @@ from rlhf_cli.evaluation.render import check_requirements, deciding_judge
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs import read
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.discover import configs_in, find_run_folders, has_output, is_preset
+from rlhf_cli.runs.discover import STAGES, configs_in, find_run_folders, has_output, is_preset
 from rlhf_cli.runs.locks import LockOwner, lock_owner
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus

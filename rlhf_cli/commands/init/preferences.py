@@ -31,11 +31,10 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.runs.discover import configs_folder
+from rlhf_cli.runs.discover import STAGES, configs_folder
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
-STAGES = ("sft", "reward", "ppo", "eval")
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
     "take one with a chat template, add --plain, or take a smaller one"

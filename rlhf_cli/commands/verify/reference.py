@@ -95,7 +95,7 @@ def check_sampling(state: ReferenceState, tick: Callable[[], None]) -> Quantitie
     best, unexplained = [], 0
     for row, response in enumerate(state.responses):
         seed = derive_seed(state.seed, "sample", state.update, row)
-        for step, z in enumerate(response_logits(state, state.policy, row)):
+        for step, z in enumerate(response_logits(state.policy, state.prompts[row], response)):
             perturbed = z / state.settings.temperature - exponential(seed, step, len(z)).log()
             best.append(int(perturbed.argmax()))
             unexplained += bool(perturbed.max() - perturbed[response[step]] > state.near_tie)
@@ -129,10 +129,9 @@ def row_ids(prompt: list[int], response: list[int], model: Any) -> Tensor:  # (1
     return torch.tensor([prompt + response], device=model.device)
 
 
-def response_logits(state: ReferenceState, model: Any, row: int) -> Tensor:
+def response_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     """Return the logits that predict each response token, (T, V)."""
-    ids = row_ids(state.prompts[row], state.responses[row], model)
-    return model(input_ids=ids, use_cache=False).logits[0, len(state.prompts[row]) - 1 : -1].cpu()
+    return model(input_ids=row_ids(prompt, response, model), use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
 
 
 def response_values(state: ReferenceState, row: int) -> Tensor:
@@ -158,7 +157,8 @@ def classifier_score(model: Any, hidden: Tensor) -> Tensor:
 
 def log_probs(state: ReferenceState, model: Any, row: int) -> Tensor:
     """Return the log-probabilities of each response token's alternatives at the sampling temperature, (T, V)."""
-    return torch.log_softmax(response_logits(state, model, row) / state.settings.temperature, -1)
+    logits = response_logits(model, state.prompts[row], state.responses[row])
+    return torch.log_softmax(logits / state.settings.temperature, -1)
 
 
 def of_tokens(logp: Tensor, tokens: list[int]) -> Tensor:
