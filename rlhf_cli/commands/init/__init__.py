@@ -43,8 +43,8 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise RLHFError("C15", f"{shown(folder)} is not a folder", hint=UNTOUCHED)
     system.require_writable(folder, hint="name another folder")
+    remove_leftovers(folder)
     with locked(folder / "init", hint=LOCKED):
-        _remove_leftovers(folder)
         scratch = folder / SCRATCH
         scratch.mkdir()
         try:
@@ -55,28 +55,33 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        _move_into_place(folder, names)
+        for name in [name for name in names if not (folder / name).exists()]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            try:  # a hard link, so that `remove_leftovers` can identify it; not all file systems have them
+                os.link(scratch / name, folder / name)
+            except OSError:
+                (scratch / name).rename(folder / name)
+        sync_files(folder, names)
+        scratch.rename(folder / PLACED)
+        shutil.rmtree(folder / PLACED)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of a killed `rlhf init`, except those that existed before it."""
-    if (folder / SCRATCH).is_dir():
-        with locked(folder / "init", hint=LOCKED):
-            _remove_leftovers(folder)
-
-
-def _remove_leftovers(folder: Path) -> None:
     scratch = folder / SCRATCH
-    for name in _files(scratch):
-        target = folder / name
-        with suppress(OSError):
-            if target.samefile(scratch / name):
-                target.unlink()
-        for parent in target.relative_to(folder).parents:
-            with suppress(OSError):  # not empty
-                (folder / parent).rmdir()
-    for name in (PLACED, SCRATCH):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    if not (scratch.is_dir() or (folder / PLACED).is_dir()):
+        return
+    with locked(folder / "init", hint=LOCKED):
+        for name in _files(scratch):
+            target = folder / name
+            with suppress(OSError):
+                if target.samefile(scratch / name):
+                    target.unlink()
+            for parent in Path(name).parents:
+                with suppress(OSError):  # not empty
+                    (folder / parent).rmdir()
+        for name in (PLACED, SCRATCH):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[str]:
@@ -92,23 +97,6 @@ def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
         more = f" and {len(conflicts) - MAX_LISTED_NAMES} more" if len(conflicts) > MAX_LISTED_NAMES else ""
         text = f"{shown(folder)} already holds {', '.join(conflicts[:MAX_LISTED_NAMES])}{more}, with another content"
         raise RLHFError("C15", text, hint=UNTOUCHED)
-
-
-def _move_into_place(folder: Path, names: list[str]) -> None:
-    """Hard-link each file, so that `remove_leftovers` can identify it; move it if the file system has no links."""
-    scratch = folder / SCRATCH
-    for name in names:
-        target = folder / name
-        if target.exists():
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(scratch / name, target)
-        except OSError:
-            (scratch / name).rename(target)
-    sync_files(folder, names)
-    scratch.rename(folder / PLACED)
-    shutil.rmtree(folder / PLACED)
 
 
 COPIED = (".yaml", ".py", ".jinja")

@@ -113,10 +113,8 @@ def _frozen_weights(trainer: PPOTrainer) -> Tensor:
 def weight_changes(before: Weights, after: Weights) -> Quantities:
     """Return the change of each weight of policy and value."""
     return {
-        f"{name} weights, change": torch.cat(
-            [(after[name][key] - before[name][key]).reshape(-1) for key in before[name]]
-        )
-        for name in before
+        f"{name} weights, change": torch.cat([(after[name][key] - old).reshape(-1) for key, old in weights.items()])
+        for name, weights in before.items()
     }
 
 
