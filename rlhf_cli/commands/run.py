@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def run(
     last = list(configs.values())[-1]
     checked = bool(only or start)  # selected stages check themselves
     for stage, config in configs.items():
-        decision = decide_stage(config, force)
+        decision = decide_stage(stage_status(config), forced=stage in force)
         if decision.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
@@ -128,18 +128,15 @@ def plan_stages(
             reason = "new" if new else "runs again if that changes what it starts from"
             decisions[stage] = StageDecision(f"after {' and '.join(after)}: {reason}", new, fresh=False, after=after)
         else:
-            decisions[stage] = decide_stage(config, force, get_status)
+            decisions[stage] = decide_stage(get_status(config), forced=stage in force)
         if after or decisions[stage].runs:
             pending[config.folder] = stage
     return decisions
 
 
-def decide_stage(
-    config: Config, force: Sequence[str] = (), get_status: Callable[[Config], StageStatus] = stage_status
-) -> StageDecision:
-    """Decide if a stage has to run, from its config, data and parents as they are now."""
-    status = get_status(config)
-    if config.stage in force and status.state != "new":
+def decide_stage(status: StageStatus, *, forced: bool) -> StageDecision:
+    """Decide if a stage has to run, by its status."""
+    if forced and status.state != "new":
         return StageDecision("forced to run again", runs=True, fresh=True)
     fresh = status.state in ("stale", "damaged")
     return StageDecision(describe_status(status), runs=status.state != "finished", fresh=fresh)
@@ -275,14 +272,25 @@ def _options(overrides: Sequence[str], options: Options) -> list[str]:
     return [word for text in overrides for word in ("--set", text)] + flags
 
 
+def load_valid(
+    files: Iterable[Path], routed: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Config], dict[Problem, None]]:
+    """Return the valid configs by stage, and the problems of the others as an ordered set."""
+    configs: dict[str, Config] = {}
+    problems: dict[Problem, None] = {}
+    for path in files:
+        try:
+            configs[path.stem] = load(path.stem, path, routed.get(path.stem, ()))
+        except RLHFError as error:
+            problems |= dict.fromkeys(error.problems)
+    return configs, problems
+
+
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
     """Load the configs of a run by stage. Raises RLHFError with the problems of all of them."""
-    configs: dict[str, Config] = {}
-
-    def load_one(stage: str) -> None:
-        configs[stage] = load(stage, files[stage], routed[stage])
-
-    collect_errors(*(partial(load_one, stage) for stage in files))
+    configs, problems = load_valid(files.values(), routed)
+    if problems:
+        raise RLHFError.from_problems(list(problems))
     return configs
 
 

@@ -225,7 +225,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
         if not started:
             raise
         problems += error.problems
-    configs, invalid = _load_configs(files.values(), pipeline.route_overrides(overrides, list(files)))
+    configs, invalid = pipeline.load_valid(files.values(), pipeline.route_overrides(overrides, list(files)))
     problems += invalid
     statuses = {stage: _status(config) for stage, config in configs.items()}
     stages = []
@@ -238,20 +238,6 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     if any(stage.process for stage in [*bases, *stages]):
         return RunInfo(root, tuple(stages), bases, NextAction("wait", problems=tuple(problems)))
     return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems))
-
-
-def _load_configs(
-    files: Iterable[Path], overrides: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, Config], list[Problem]]:
-    """Return the valid configs by stage, and the problems of the others."""
-    configs: dict[str, Config] = {}
-    problems: list[Problem] = []
-    for path in files:
-        try:
-            configs[path.stem] = load(path.stem, path, overrides.get(path.stem, ()))
-        except RLHFError as error:
-            problems += error.problems
-    return configs, problems
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
@@ -316,7 +302,7 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
     paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
-    bases = {path: _bases(path, _load_configs(configs_in(path), {})[0].values()) for path in outer}
+    bases = {path: _bases(path, pipeline.load_valid(configs_in(path), {})[0].values()) for path in outer}
     inner = {base.parent for stage_folders in bases.values() for base in stage_folders}
     found = []
     for path in run_paths:
