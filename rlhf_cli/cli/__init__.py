@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import __version__, terminal
-from rlhf_cli.cli import inspect, prepare, train
+from rlhf_cli.cli import inspect, train
 from rlhf_cli.cli.errors import CommandGroup
 from rlhf_cli.cli.options import STAGES
 
@@ -22,9 +22,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TRAIN: list[Callable[..., None]] = [prepare.init, prepare.convert, prepare.check, prepare.plan, train.run]
+TRAIN: list[Callable[..., None]] = [train.init, train.convert, train.check, train.plan, train.run]
 INSPECT: list[Callable[..., None]] = [inspect.status, inspect.ls, inspect.report, inspect.chat, inspect.verify]
-INSPECT += [prepare.explain, prepare.schema, prepare.env]
+INSPECT += [inspect.explain, inspect.schema, inspect.env]
 for _command in TRAIN:
     app.command(rich_help_panel="Train")(_command)
 for _stage, _text in STAGES.items():

@@ -17,8 +17,10 @@ from rlhf_cli.runs import discover
 MAX_DEPTH, MAX_FOLDERS = 3, 500  # search limits below the typed folder
 
 
-def ignore_errors(complete: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def ignore_errors(complete: Callable[..., list[str]] | None) -> Callable[..., list[str]] | None:
     """Return a completion function that offers nothing on errors, e.g. for a half-typed line or half-written file."""
+    if complete is None:
+        return None
 
     @functools.wraps(complete)
     def wrapper(**arguments: object) -> list[str]:
@@ -33,21 +35,18 @@ def ignore_errors(complete: Callable[..., list[str]]) -> Callable[..., list[str]
 # Paths
 
 
-@ignore_errors
 def runs(incomplete: str) -> list[str]:
     """Return the run folders near the typed path, except presets."""
     typed, base, names = _runs_near(incomplete)
     return [_joined(typed, name) for name in names if not discover.is_preset(base / name)]
 
 
-@ignore_errors
 def runs_and_configs(incomplete: str) -> list[str]:
     """Return the folders of runs and presets, and the configs in the typed folder."""
     typed, base, names = _runs_near(incomplete)
     return [*(_joined(typed, name) for name in names), *(typed + path.name for path in discover.configs_in(base))]
 
 
-@ignore_errors
 def config(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the command's own YAML in each run."""
     typed, base, names = _runs_near(incomplete)
@@ -81,15 +80,13 @@ chat_stages = one_of(discover.POLICY_STAGES)
 chat_pairs = one_of(",".join(order) for order in permutations(reversed(discover.POLICY_STAGES)))
 
 
-@ignore_errors
 def presets(incomplete: str) -> list[str]:
     """Return the presets of `rlhf init`."""
     from rlhf_cli.commands import init
 
-    return list(init.available())
+    return list(init.PRESETS)
 
 
-@ignore_errors
 def steps(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the values of --step for the run on the command line: last, selected and its snapshots."""
     from rlhf_cli import runs as checkpoints
@@ -99,7 +96,6 @@ def steps(ctx: typer.Context, incomplete: str) -> list[str]:
     return [checkpoints.LAST, checkpoints.SELECTED, *map(str, snapshots)]
 
 
-@ignore_errors
 def keys_and_codes(incomplete: str) -> list[str]:
     """Return the arguments of `rlhf explain`: codes, paths of sections and keys, and last parts of keys."""
     from rlhf_cli.errors import CODES
@@ -115,7 +111,6 @@ def keys_and_codes(incomplete: str) -> list[str]:
 # Keys and values
 
 
-@ignore_errors
 def assignments(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return KEY= of the configs that the command reads, a section at a time, then values that can be listed."""
     keys = _keys(_stages_of(ctx))

@@ -93,7 +93,9 @@ class CommandGroup(TyperGroup):
 
 def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Collection[str] = ()) -> int:
     """Print an error on stderr, with a line and a hint per problem; return the exit code."""
-    if isinstance(error, RunNotGiven):
+    parameter = getattr(getattr(error, "param", None), "name", None)
+    run_is_missing = parameter in RUN_ARGUMENTS and type(error).__name__ == "MissingParameter"
+    if run_is_missing or isinstance(error, RunNotGiven):
         error = _run_not_given_error(arguments)
     if isinstance(error, OSError):
         error = _translate_file_error(error) or error
@@ -104,9 +106,6 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
     if isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # typer's usage errors
-        parameter = getattr(getattr(error, "param", None), "name", None)
-        if parameter in RUN_ARGUMENTS and type(error).__name__ == "MissingParameter":
-            return _report_error(_run_not_given_error(arguments))
         command = arguments[0] if arguments else ""
         if command in COMMANDS and command not in commands:
             terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=COMMANDS[command])))

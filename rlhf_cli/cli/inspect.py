@@ -1,14 +1,15 @@
-"""Commands that inspect a finished or running run, and export its model."""
+"""Commands that inspect a finished or running run and export its model, and explain keys and error codes."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlhf_cli import system
+from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
+    STAGES,
     AsJson,
     Debug,
     Set,
@@ -20,7 +21,7 @@ from rlhf_cli.cli.options import (
     heavy_imports,
     option,
 )
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, did_you_mean
 
 
 def ls(
@@ -180,3 +181,62 @@ def verify(
     with system.translate_resource_errors(folder):
         code = verify_command.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)
+
+
+def schema(
+    stage: Annotated[str | None, argument("STAGE", "sft, reward, ppo or eval.", completion.stages)] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON Schema of a config, for editors."""
+    from rlhf_cli.config import json_schema
+
+    if stage is not None and stage not in STAGES:
+        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=did_you_mean(stage, STAGES))
+    terminal.out(json_schema.schema_text(stage).rstrip())
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        argument(
+            "KEY|CODE", "Key (kl_coef, ppo.kl_coef), section (data) or error code (D10).", completion.keys_and_codes
+        ),
+    ] = None,
+    all_: Annotated[bool, flag("--all", "All keys and all error codes.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Explain a config key (meaning, default, source) or an error code."""
+    from rlhf_cli.commands import explain
+
+    if (name is None) != all_:
+        raise RLHFError("C11", "a key or a code is needed, or --all alone", hint="rlhf explain kl_coef")
+    if name is None:
+        explain.explain_all()
+    else:
+        explain.explain(name)
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: Debug = False) -> None:
+    """Print versions and devices, for a bug report."""
+    import json
+    import os
+    import platform
+
+    import torch
+
+    from rlhf_cli import runs
+
+    facts: dict[str, str | int] = {
+        **runs.versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count() or 0,
+        "torch_threads": torch.get_num_threads(),
+        "gpus": torch.cuda.device_count(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+    if as_json:
+        terminal.out(json.dumps(facts, indent=2))
+    else:
+        terminal.table(["what", "value"], [[name, str(value)] for name, value in facts.items()])

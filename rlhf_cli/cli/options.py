@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.completion import ignore_errors
 
 STAGES = {
     "sft": "Fine-tune a language model on example answers (SFT).",
@@ -22,7 +23,13 @@ Complete = Callable[..., list[str]]
 
 def option(name: str, metavar: str, text: str, complete: Complete | None = None, **limits: Any) -> Any:
     """Declare an option with a value; `limits` are min and max."""
-    return typer.Option(*name.split(), metavar=metavar, help=text, autocompletion=complete, **limits)
+    return typer.Option(
+        *name.split(),
+        metavar=metavar,
+        help=text,
+        autocompletion=ignore_errors(complete),
+        **limits,
+    )
 
 
 def flag(name: str, text: str) -> Any:
@@ -32,7 +39,7 @@ def flag(name: str, text: str) -> Any:
 
 def argument(metavar: str, text: str, complete: Complete | None = None) -> Any:
     """Declare a positional argument."""
-    return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
+    return typer.Argument(metavar=metavar, help=text, autocompletion=ignore_errors(complete))
 
 
 def config_of(stage: str, path: Path) -> Path | None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rlhf_cli import data
-from rlhf_cli.commands.check_files import Report, StageCheck
+from rlhf_cli.commands.check import Report, StageCheck
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
@@ -23,11 +23,10 @@ from rlhf_cli.stages import hardware, ppo_models, ppo_setup, setup, training_set
 from rlhf_cli.stages.plan_models import POLICY_KEYS, is_scorer_key
 
 
-@dataclass(frozen=True)
-class StartModel:
+class StartModel(NamedTuple):
     """The model that a stage starts from: an existing folder, or the output of a stage that has yet to run."""
 
-    parent: Parent
+    parent: Parent | None = None  # None if nothing is known about it
     tokenizer: Any = None
     model_config: Any = None  # of transformers
 
@@ -43,48 +42,33 @@ class StageValidator:
 
     def check(self, stage: StageCheck) -> None:
         """Check one stage."""
-        checks = {"sft": self._check_sft, "reward": self._check_reward}
-        checks |= {"ppo": self._check_ppo, "eval": self._check_eval}
-        with self.report.collecting():
-            if not stage.finished:  # a finished stage needs no memory or disk space
-                hardware.check(stage.config, stage.parents, runs_here=self.runs_here)
-        checks[stage.config.stage](stage)
+        checks = {"ppo": self._check_ppo, "eval": self._check_eval}
+        if not stage.finished:  # a finished stage needs no memory or disk space
+            self.report.attempt(hardware.check, stage.config, stage.parents, runs_here=self.runs_here)
+        checks.get(stage.config.stage, self._check_training)(stage)
         if self.deep:
             self._load_models(stage)
 
-    def _check_sft(self, stage: StageCheck) -> None:
-        config = cast(SFTConfig, stage.config)
-        start, tokenizer = self._load_start(stage, "model.path"), None
-        model_config = start.model_config if start else None
+    def _check_training(self, stage: StageCheck) -> None:
+        """Check SFT or the reward model; the number of packed sequences is not yet known."""
+        config = cast(SFTConfig | RewardConfig, stage.config)
+        parent, own_tokenizer, model_config = self._load_start(stage, "model.path")
+        tokenizer = None
         with self.report.collecting():
-            if config.model.new is not None:
+            if isinstance(config, SFTConfig) and config.model.new is not None:
                 model_config = training_setup.new_model_config(config)
                 tokenizer = self._new_tokenizer(stage)
-            elif start and start.tokenizer and model_config:
+            if parent and model_config is not None:
+                if isinstance(config, RewardConfig):
+                    training_setup.check_can_sample(config, model_config)
                 lora.check_target_modules(config, model_config)
-                vocab_size = model_config.get_text_config().vocab_size
-                tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, config.where("model.path"))
-                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer)
-        if "data.train" in stage.data:
-            with self.report.collecting():
-                training_setup.log_packing(config)
-        self._check_training(stage, tokenizer, model_config)
-
-    def _check_reward(self, stage: StageCheck) -> None:
-        config = cast(RewardConfig, stage.config)
-        start, tokenizer = self._load_start(stage, "model.path"), None
-        model_config = start.model_config if start else None
-        with self.report.collecting():
-            if start and model_config is not None:
-                training_setup.check_can_sample(config, model_config)
-                lora.check_target_modules(config, model_config)
-            if start and start.tokenizer:
-                tokenizer = training_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
-        self._check_training(stage, tokenizer, model_config)
-
-    def _check_training(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:
-        """Check the rows and batches of SFT or the reward model; the number of packed sequences is not yet known."""
-        config = cast(SFTConfig | RewardConfig, stage.config)
+            if parent and own_tokenizer:
+                if isinstance(config, SFTConfig):
+                    vocab_size = model_config.get_text_config().vocab_size
+                    tokenizers.check_vocabulary_size(vocab_size, own_tokenizer, config.where("model.path"))
+                tokenizer = training_setup.prepare_tokenizer(config, own_tokenizer, parent.stage)
+        if isinstance(config, SFTConfig) and "data.train" in stage.data:
+            self.report.attempt(training_setup.log_packing, config)
         rows, held_out = (
             self._read_rows(
                 stage, f"data.{key}", partial(training_setup.read_data, config, key, tokenizer, model_config)
@@ -104,7 +88,8 @@ class StageValidator:
     def _new_tokenizer(self, stage: StageCheck) -> Any:
         """Train the tokenizer of model.new and build the model if `deep`, since both take time."""
         if not self.deep:
-            self.report.skip("sft model.new: its tokenizer and lengths in tokens; use --deep to train it now")
+            text = "sft model.new: its tokenizer and lengths in tokens; use --deep to train it now"
+            self.report.not_checked.append(text)
         elif training_setup.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
@@ -116,26 +101,23 @@ class StageValidator:
 
     def _check_ppo(self, stage: StageCheck) -> None:
         config = cast(PPOConfig, stage.config)
-        start = self._check_policies(stage)
-        tokenizer, model_config = (start.tokenizer, start.model_config) if start else (None, None)
-        with self.report.collecting():
-            ppo_models.build_reward_fns(config, self.options, stage.parents, load_models=False)
-        with self.report.collecting():
-            ppo_setup.check_hub_push(config, stage.parents.get("models.sft"))
-        with self.report.collecting():
-            if not stage.finished:
-                reward_card.check_required(config, stage.parents)
+        parent, tokenizer, model_config = self._check_policies(stage)
+        attempt = self.report.attempt
+        attempt(ppo_models.build_reward_fns, config, self.options, stage.parents, load_models=False)
+        attempt(ppo_setup.check_hub_push, config, stage.parents.get("models.sft"))
+        if not stage.finished:
+            attempt(reward_card.check_required, config, stage.parents)
         with self.report.collecting():
             if model_config is not None:
                 ppo_setup.check_num_shared_layers(config, model_config)
                 lora.check_target_modules(config, model_config)
-        scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, tokenizer)
         with self.report.collecting():
-            if start is not None and tokenizer is not None and model_config is not None:
+            if parent is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
-                stop = ppo_setup.stop_token_id(config, tokenizer, start.parent, vocabulary)
-                for key, scorer in scorers.items():
-                    own_stop = data.stop_token_id(own_tokenizers[key]) if key in own_tokenizers else stop
+                stop = ppo_setup.stop_token_id(config, tokenizer, parent, vocabulary)
+                for key, (scorer, own_tokenizer) in scorers.items():
+                    own_stop = data.stop_token_id(own_tokenizer) if own_tokenizer else stop
                     ppo_models.warn_pad_is_stop_token(scorer, own_stop, config.where(key))
         read, length = partial(setup.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
@@ -144,21 +126,18 @@ class StageValidator:
         )
         self._read_rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
-            self._check_retokenized(stage, scorers, own_tokenizers, [*prompts, *(held_out or [])])
-            with self.report.collecting():
-                ppo_setup.check_prompt_counts(config, prompts, held_out)
+            self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
+            attempt(ppo_setup.check_prompt_counts, config, prompts, held_out)
             self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
 
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
-        start = self._check_policies(stage)
-        tokenizer, model_config = (start.tokenizer, start.model_config) if start else (None, None)
-        with self.report.collecting():
-            eval_stage.judge_functions(config)
+        _, tokenizer, model_config = self._check_policies(stage)
+        self.report.attempt(eval_stage.judge_functions, config)
         eval_stage.warn_of_selection_by_reward(config)
-        scorers, own_tokenizers = self._check_reward_models(stage, tokenizer)
+        scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
@@ -170,36 +149,34 @@ class StageValidator:
             stage, "data.prompts", partial(setup.read_prompts, config, "data.prompts", tokenizer, model_config, length)
         )
         if rows is not None:
-            self._check_retokenized(stage, scorers, own_tokenizers, list(rows))
+            self._check_retokenized(stage, scorers, list(rows))
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
 
-    def _check_policies(self, stage: StageCheck) -> StartModel | None:
+    def _check_policies(self, stage: StageCheck) -> StartModel:
         """Return the start of PPO and evaluation; check that all models that generate tokenize like models.sft."""
         config, options = stage.config, self.options
         start = self._load_start(stage, "models.sft")
         known = self._known_parents(stage)
         if "models.sft" in known:
-            with self.report.collecting():
-                setup.check_same_tokenization(config, options, known)
+            self.report.attempt(setup.check_same_tokenization, config, options, known)
         for key, parent in stage.parents.items():
             if key in POLICY_KEYS:
                 with self.report.collecting(), at_location(config.where(key)):
                     model_config = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}")
-                    if start and start.tokenizer:
+                    if start.tokenizer:
                         vocab_size = model_config.get_text_config().vocab_size
                         tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, None)
         return start
 
-    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, tuple[Any, Any]]:
         """Check the reward models that exist, each folder once.
 
-        Returns key -> transformers config, and key -> tokenizer of those that do not read the policy's tokens.
+        Returns key -> transformers config, and its tokenizer if it does not read the policy's tokens.
         """
-        model_configs: dict[str, Any] = {}
-        own_tokenizers: dict[str, Any] = {}
+        scorers: dict[str, tuple[Any, Any]] = {}
         seen: set[Path] = set()
         policy = self._known_parents(stage).get("models.sft")
         for key, parent in stage.parents.items():
@@ -211,37 +188,37 @@ class StageValidator:
                     note = "; encoded again for it" if own_tokenizer else ""
                     text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
                     self.report.add(stage.config.stage, key, text)
-                    model_configs[key] = scorer
-                    own_tokenizers |= {key: own_tokenizer} if own_tokenizer else {}
+                    scorers[key] = scorer, own_tokenizer
                     if tokenizer is not None:
                         vocab_size = scorer.get_text_config().vocab_size
                         tokenizers.check_vocabulary_size(vocab_size, own_tokenizer or tokenizer, None)
-        return model_configs, own_tokenizers
+        return scorers
 
     def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
         """Return the input models that exist or that earlier stages will write."""
         pending = {key: self.pending_outputs.get(folder) for key, folder in stage.pending.items()}
-        return stage.parents | {key: replace(each.parent, key=key) for key, each in pending.items() if each}
+        known = {key: replace(each.parent, key=key) for key, each in pending.items() if each and each.parent}
+        return stage.parents | known
 
     def _check_retokenized(
-        self, stage: StageCheck, scorers: dict[str, Any], own_tokenizers: dict[str, Any], prompts: list[data.Prompt]
+        self, stage: StageCheck, scorers: dict[str, tuple[Any, Any]], prompts: list[data.Prompt]
     ) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
-        for key, tokenizer in own_tokenizers.items():
-            with self.report.collecting():
-                setup.retokenize_prompts(stage.config, key, tokenizer, prompts, scorers[key])
+        for key, (model_config, tokenizer) in scorers.items():
+            if tokenizer:
+                self.report.attempt(setup.retokenize_prompts, stage.config, key, tokenizer, prompts, model_config)
 
-    def _load_start(self, stage: StageCheck, key: str) -> StartModel | None:
+    def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""
         config, options = stage.config, self.options
         if key in stage.pending:
-            start = self.pending_outputs.get(stage.pending[key])
-            if start is None or start.tokenizer is None:
+            start = self.pending_outputs.get(stage.pending[key], StartModel())
+            if start.tokenizer is None:
                 reason = f"the {stage.pending[key].name} stage's tokenizer is not known before it runs"
-                self.report.skip(f"{config.stage} {key}: {reason}, so no lengths in tokens")
-            return replace(start, tokenizer=deepcopy(start.tokenizer)) if start else None
+                self.report.not_checked.append(f"{config.stage} {key}: {reason}, so no lengths in tokens")
+            return start._replace(tokenizer=deepcopy(start.tokenizer))
         if key not in stage.parents:
-            return None
+            return StartModel()
         parent = stage.parents[key]
         with self.report.collecting():
             tokenizer = setup.load_tokenizer(config, options, parent)
@@ -254,7 +231,7 @@ class StageValidator:
             with self.report.collecting(), at_location(config.where(key)):
                 read_model_config(parent.model, options.trust_remote_code)
             return StartModel(parent, tokenizer, model_config)
-        return None
+        return StartModel()
 
     def _load_models(self, stage: StageCheck) -> None:
         """Load each model that exists as the stage loads it, one at a time."""
@@ -285,10 +262,8 @@ class StageValidator:
         self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
 
     def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Any]]) -> data.Rows[Any] | None:
-        if key not in stage.data:
-            return None
-        with self.report.collecting():
-            rows = read()
+        rows: data.Rows[Any] | None = self.report.attempt(read) if key in stage.data else None
+        if rows is not None:
             result = f"{len(rows)} {'prompts' if key.endswith('prompts') else 'rows'}"
             result += f", at most {rows.longest} tokens" if rows.longest else ""
             result += f"; {rows.dropped_text()}" if rows.num_dropped else ""
@@ -298,5 +273,4 @@ class StageValidator:
             )  # fmt: skip
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)
-            return rows
-        return None
+        return rows

@@ -6,8 +6,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from rlhf_cli import config, terminal
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import ALIASES, find_alias
-from rlhf_cli.config.fields import RENAMED, Key, PathField, current_name, key_at
+from rlhf_cli.config.fields import RENAMED, Key, current_name, key_at
 from rlhf_cli.config.messages import check_trainer
 from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.errors import CODES, RLHFError, closest_match
@@ -29,7 +29,7 @@ PATH_TEXTS = {
 }
 TYPE_TEXTS = {
     int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list",
-    dict: "keys and values",
+    dict: "keys and values", NoneType: "null",
 }  # fmt: skip
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 EXIT_TEXTS = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: reported before anything runs"}
@@ -60,8 +60,10 @@ def explain(name: str) -> None:
     Raises RLHFError C01 if nothing matches.
     """
     matches = _find(name) or _find(name.lower())
-    if name.upper() in CODES:
-        _show_code(name.upper())
+    if code := CODES.get(name.upper()):
+        terminal.out(f"{name.upper()}  {code.title}")
+        outcome = EXIT_TEXTS[code.exit] + (f"; only a warning {code.warns}" if code.warns else "")
+        _show_labelled({"meaning": code.meaning, "fix": code.fix, "exit": outcome})
     elif matches:
         _show(matches)
         elsewhere = [match for match in _keys_ending_in(name) if match not in matches]
@@ -214,8 +216,7 @@ def _texts(key: Key) -> Texts:
     changed = {recipe: changes.get(key.path.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
     recipes = tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in changed.items() if new)
     default = "required" if key.field.is_required() else _shown(key.field.get_default(call_default_factory=True))
-    value = _describe_type(key.field.annotation, tuple(key.field.metadata))
-    return value, default, key.meaning, key.source, recipes
+    return _describe_values(key), default, key.meaning, key.source, recipes
 
 
 def _shown(value: Any) -> str:
@@ -227,31 +228,27 @@ def _shown(value: Any) -> str:
     return re.sub(r"e([+-])0", r"e\1", str(value)) if isinstance(value, float) else json.dumps(value)
 
 
-def _describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
-    """Describe the values of a type. `notes` are pydantic's bounds and markers."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation is NoneType:
-        return "null"
-    if origin is Annotated:
-        inside = [each for note in arguments[1:] for each in (note.metadata if isinstance(note, FieldInfo) else [note])]
-        return _describe_type(arguments[0], (*notes, *inside))
-    if origin in (Union, UnionType):
-        words = [_describe_type(each, notes) for each in arguments]
-        return (", or " if any("," in word for word in words) else " or ").join(words)
-    mark = next((note for note in notes if isinstance(note, PathField)), None)
-    if mark:
-        return _one_of([*mark.keywords, PATH_TEXTS["model"]]) if mark.keywords else PATH_TEXTS[mark.kind]
-    if origin is Literal:
-        return _one_of(map(str, arguments))
-    if origin is list:
-        return f"a list, each {_describe_type(arguments[0])}"
-    if origin is dict:
-        return "names, each with " + ("a value" if arguments[1] is Any else _describe_type(arguments[1]))
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "{" + ", ".join(annotation.model_fields) + "}"
-    limits = {word: getattr(note, name) for name, word in BOUNDS.items() for note in notes if hasattr(note, name)}
-    bounds = " and ".join(f"{word} {limit:.15g}" for word, limit in limits.items())
-    return f"{TYPE_TEXTS[annotation]}, {bounds}" if bounds else TYPE_TEXTS[annotation]
+def _describe_values(key: Key) -> str:
+    """Describe the values that a key accepts."""
+    bounds = " and ".join(f"{word} {key.bounds[name]:.15g}" for name, word in BOUNDS.items() if name in key.bounds)
+    words = []
+    for part in key.parts:
+        origin, arguments = get_origin(part), get_args(part)
+        if part is str and key.path_field:
+            mark = key.path_field
+            words.append(_one_of([*mark.keywords, PATH_TEXTS["model" if mark.keywords else mark.kind]]))
+        elif part in TYPE_TEXTS:
+            words.append(f"{TYPE_TEXTS[part]}, {bounds}" if bounds and part in (int, float) else TYPE_TEXTS[part])
+        elif origin is Literal:
+            words.append(_one_of(map(str, arguments)))
+        elif origin is list:
+            words.append(f"a list, each {_describe_values(Key('', FieldInfo.from_annotation(arguments[0])))}")
+        elif origin is dict:
+            entry = Key("", FieldInfo.from_annotation(arguments[1]))
+            words.append("names, each with " + ("a value" if arguments[1] is Any else _describe_values(entry)))
+        elif isinstance(part, type) and issubclass(part, BaseModel):
+            words.append("{" + ", ".join(part.model_fields) + "}")
+    return (", or " if any("," in word for word in words) else " or ").join(words)
 
 
 def _one_of(words: Iterable[str]) -> str:
@@ -267,7 +264,12 @@ def _show(stage_keys: list[StageKey]) -> None:
     for number, entry in enumerate(_entries(stage_keys)):
         if number:
             terminal.out()
-        _show_entry(entry)
+        _paragraph(f"{entry.name}   ({', '.join(entry.files)})", "")
+        _show_labelled(
+            {"value": entry.value, "default": entry.default, "meaning": entry.meaning, "source": entry.source}
+        )
+        for line in entry.recipes:
+            _paragraph(line, "  ", " " * 12)
     sections = [(stage, f"{key.path}.") for stage, key in stage_keys]
     inner = [
         (stage, key)
@@ -293,24 +295,10 @@ def _show_lines(stage_keys: Iterable[StageKey]) -> None:
             terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
 
 
-def _show_entry(entry: Entry) -> None:
-    _paragraph(f"{entry.name}   ({', '.join(entry.files)})", "")
-    _show_labelled({"value": entry.value, "default": entry.default, "meaning": entry.meaning, "source": entry.source})
-    for line in entry.recipes:
-        _paragraph(line, "  ", " " * 12)
-
-
 def _show_labelled(texts: dict[str, str | None]) -> None:
     for label, text in texts.items():
         if text:
             _paragraph(text, f"  {label:<8}  ", " " * 12)
-
-
-def _show_code(code: str) -> None:
-    entry = CODES[code]
-    terminal.out(f"{code}  {entry.title}")
-    outcome = EXIT_TEXTS[entry.exit] + (f"; only a warning {entry.warns}" if entry.warns else "")
-    _show_labelled({"meaning": entry.meaning, "fix": entry.fix, "exit": outcome})
 
 
 def _show_trainer_field(name: str) -> None:

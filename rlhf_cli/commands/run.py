@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,68 +25,64 @@ from rlhf_cli.errors import (
     closest_folder,
     closest_match,
     collect_errors,
+    did_you_mean,
     shell_path,
     shell_word,
     shown,
 )
 from rlhf_cli.evaluation import render
-from rlhf_cli.runs.discover import configs_in
+from rlhf_cli.runs.discover import STAGES, configs_in
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.read import read_report
 from rlhf_cli.runs.status import REPORT, StageStatus
 from rlhf_cli.system import die_with_parent, is_nohup
 
-STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class StageFilter:
-    """Stages selected on the command line: `--only`, `--from` and `--force`."""
-
-    only: tuple[str, ...] = ()
-    start: str | None = None
-    force: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class StageDecision:
-    """Decision to run or skip one stage. `fresh` moves its old output to .old/ first.
-
-    `after` names earlier stages that run first; the stage then runs too if they change its inputs.
-    """
+    """Decision to run or skip one stage."""
 
     reason: str
     runs: bool
-    fresh: bool
-    after: tuple[str, ...] = ()
+    fresh: bool  # its old output is moved to .old/ first
+    after: tuple[str, ...] = ()  # earlier stages that run first; the stage then runs too if they change its inputs
 
 
-def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, options: Options) -> int:
+def run(
+    folder: Path,
+    overrides: Sequence[str],
+    options: Options,
+    only: Sequence[str] = (),
+    start: str | None = None,
+    force: Sequence[str] = (),
+) -> int:
     """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
 
-    If any stage but the last has to run, `rlhf check` of the whole folder runs first; its exit code is returned if it
-    fails. Raises RLHFError C01-C17, D01, M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
+    `only`, `start` and `force` are the options --only, --from and --force. If any stage but the last has to run,
+    `rlhf check` of the whole folder runs first; its exit code is returned if it fails. Raises RLHFError C01-C17, D01,
+    M01, M10 before anything runs, R06 for an unmet requirement of an evaluation.
     """
-    files = select_stages(find_configs(folder), folder, stage_filter)
+    files = select_stages(find_configs(folder), folder, only, start, force)
     routed = route_overrides(overrides, list(files))
     try:
         configs = load_all(files, routed)
         check_inputs_exist(configs)
     except RLHFError as error:
-        is_full_run = not (options.dry_run or stage_filter.only or stage_filter.start)
+        is_full_run = not (options.dry_run or only or start)
         # an error that is not of a file which cannot be read now: `rlhf check` reports all problems
         if is_full_run and error.exit_code == 2 and (code := _run_child(check_command(folder, overrides, options))):
             return code
         raise
     if options.dry_run:
-        for stage, decision in plan_stages(configs, stage_filter.force).items():
+        for stage, decision in plan_stages(configs, force).items():
             terminal.out(f"{stage:<8} {decision.reason}")
         return 0
     last = list(configs.values())[-1]
-    checked = bool(stage_filter.only or stage_filter.start)  # selected stages check themselves
+    checked = bool(only or start)  # selected stages check themselves
     for stage, config in configs.items():
-        decision = decide_stage(config, stage_filter.force)
+        decision = decide_stage(stage_status(config), forced=stage in force)
         if decision.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
@@ -102,19 +98,15 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
             return code
         if isinstance(config, EvalConfig) and not decision.runs:
             try:
-                _show_finished_evaluation(config)
+                if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
+                    report.write_beside(config.folder)
+                render.print_report(config.folder)
+                render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
             except RLHFError:
                 show_summary(folder, configs, routed, met=False)
                 raise
     show_summary(folder, configs, routed)
     return 0
-
-
-def _show_finished_evaluation(config: EvalConfig) -> None:
-    if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
-        report.write_beside(config.folder)
-    render.print_report(config.folder)
-    render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 
 def stage_status(config: Config) -> StageStatus:
@@ -136,18 +128,15 @@ def plan_stages(
             reason = "new" if new else "runs again if that changes what it starts from"
             decisions[stage] = StageDecision(f"after {' and '.join(after)}: {reason}", new, fresh=False, after=after)
         else:
-            decisions[stage] = decide_stage(config, force, get_status)
+            decisions[stage] = decide_stage(get_status(config), forced=stage in force)
         if after or decisions[stage].runs:
             pending[config.folder] = stage
     return decisions
 
 
-def decide_stage(
-    config: Config, force: Sequence[str] = (), get_status: Callable[[Config], StageStatus] = stage_status
-) -> StageDecision:
-    """Decide if a stage has to run, from its config, data and parents as they are now."""
-    status = get_status(config)
-    if config.stage in force and status.state != "new":
+def decide_stage(status: StageStatus, *, forced: bool) -> StageDecision:
+    """Decide if a stage has to run, by its status."""
+    if forced and status.state != "new":
         return StageDecision("forced to run again", runs=True, fresh=True)
     fresh = status.state in ("stale", "damaged")
     return StageDecision(describe_status(status), runs=status.state != "finished", fresh=fresh)
@@ -212,23 +201,23 @@ def find_configs(folder: Path) -> dict[str, Path]:
     return files
 
 
-def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFilter) -> dict[str, Path]:
+def select_stages(
+    files: Mapping[str, Path], folder: Path, only: Sequence[str], start: str | None, force: Sequence[str]
+) -> dict[str, Path]:
     """Return the selected configs by stage. Raises C07 for an unknown stage, C09 for a stage without a config."""
-    start = stage_filter.start
-    options = {"--only": stage_filter.only, "--force": stage_filter.force, "--from": (start,) if start else ()}
+    options = {"--only": only, "--force": force, "--from": (start,) if start else ()}
     for option, stage in [(option, stage) for option, stages in options.items() for stage in stages]:
         if stage not in STAGES:
-            near = closest_match(stage, STAGES)
             text = f"{option} {stage}: not one of {', '.join(STAGES)}"
-            raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
+            raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
         if stage not in files:
             hint = f"it holds {', '.join(path.name for path in files.values())}"
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
-    if stage_filter.only and start:
+    if only and start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    names = stage_filter.only or STAGES[STAGES.index(start) if start else 0 :]
+    names = only or STAGES[STAGES.index(start) if start else 0 :]
     selected = {stage: path for stage, path in files.items() if stage in names}
-    if excluded := [stage for stage in stage_filter.force if stage not in selected]:
+    if excluded := [stage for stage in force if stage not in selected]:
         text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
         raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")
     return selected
@@ -283,14 +272,25 @@ def _options(overrides: Sequence[str], options: Options) -> list[str]:
     return [word for text in overrides for word in ("--set", text)] + flags
 
 
+def load_valid(
+    files: Iterable[Path], routed: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Config], dict[Problem, None]]:
+    """Return the valid configs by stage, and the problems of the others as an ordered set."""
+    configs: dict[str, Config] = {}
+    problems: dict[Problem, None] = {}
+    for path in files:
+        try:
+            configs[path.stem] = load(path.stem, path, routed.get(path.stem, ()))
+        except RLHFError as error:
+            problems |= dict.fromkeys(error.problems)
+    return configs, problems
+
+
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
     """Load the configs of a run by stage. Raises RLHFError with the problems of all of them."""
-    configs: dict[str, Config] = {}
-
-    def load_one(stage: str) -> None:
-        configs[stage] = load(stage, files[stage], routed[stage])
-
-    collect_errors(*(partial(load_one, stage) for stage in files))
+    configs, problems = load_valid(files.values(), routed)
+    if problems:
+        raise RLHFError.from_problems(list(problems))
     return configs
 
 
@@ -355,28 +355,25 @@ def show_summary(
 
     `overrides` are those of each stage; `met`: the evaluation meets its requirements.
     """
+    commands = []
     if "eval" in configs:
-        _show_next_commands(folder, configs, met=met)
+        evaluation = configs["eval"].folder
+        if (evaluation / REPORT).is_file():
+            brief = report.brief(evaluation)
+            terminal.out(f"the page says: {brief.headline}")
+            if not met or brief.suspect:
+                commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
+        if met and "ppo" in configs:
+            step = " --step selected" if "selected_step" in read_report(evaluation) else ""
+            commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
+            commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
+    if commands:
+        terminal.out(f"next: {'; '.join(commands)}")
     for stage, config in configs.items():
         if _is_changed_by(overrides[stage], config):
             options = " ".join(f"-s {shell_word(text)}" for text in overrides[stage])
             text = f"{stage} used {options}: add it to {shown(config.file)}, or a plain "
             terminal.out(f"{text}`rlhf run {shell_path(folder)}` runs {stage} again")
-
-
-def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: bool) -> None:
-    commands, evaluation = [], configs["eval"].folder
-    if (evaluation / REPORT).is_file():
-        brief = report.brief(evaluation)
-        terminal.out(f"the page says: {brief.headline}")
-        if not met or brief.suspect:
-            commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
-    if met and "ppo" in configs:
-        step = " --step selected" if "selected_step" in read_report(evaluation) else ""
-        commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
-        commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
-    if commands:
-        terminal.out(f"next: {'; '.join(commands)}")
 
 
 def _is_changed_by(overrides: Sequence[str], config: Config) -> bool:

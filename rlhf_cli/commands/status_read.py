@@ -3,14 +3,13 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli import runs, system
 from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.run import STAGES, StageDecision
+from rlhf_cli.commands.run import StageDecision
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
@@ -20,7 +19,7 @@ from rlhf_cli.evaluation.render import check_requirements, deciding_judge
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs import read
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.discover import configs_in, find_run_folders, has_output, is_preset
+from rlhf_cli.runs.discover import STAGES, configs_in, find_run_folders, has_output, is_preset
 from rlhf_cli.runs.locks import LockOwner, lock_owner
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus
@@ -58,14 +57,11 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class NextAction:
-    """Action of `rlhf run` on the run as it is: decisions by stage, or the problems with which it would fail.
+    """Action of `rlhf run` on the run as it is."""
 
-    `wait`: a stage is running. `nothing` has problems if the evaluation does not meet `eval.require`.
-    """
-
-    action: Literal["run", "wait", "nothing", "refused"]
-    decisions: Mapping[str, StageDecision] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
+    action: Literal["run", "wait", "nothing", "refused"]  # wait: a stage is running
+    decisions: Mapping[str, StageDecision] = field(default_factory=dict)  # by stage
+    problems: tuple[Problem, ...] = ()  # with which it would fail; of `nothing`, what does not meet `eval.require`
 
 
 @dataclass(frozen=True)
@@ -175,13 +171,10 @@ def _remaining_s(rows: Sequence[read.Row], step: int | None, steps: int | None) 
 
 def _headline_metrics(stage: str, metrics: read.Row, rows: Sequence[read.Row]) -> tuple[dict[str, Any], Any]:
     """Return a stage's main metrics and the file that they are from."""
-    if stage == "eval":
-        win_rate = _win_rate(metrics)
-        return win_rate, "manifest.json" if win_rate else None
-    final_names, running_names = HEADLINES[stage]
-    if final := _pick(metrics, final_names):
-        return final, "manifest.json"
-    logged = next(filter(None, (_pick(row, running_names) for row in reversed(rows))), None)
+    final = _win_rate(metrics) if stage == "eval" else _pick(metrics, HEADLINES[stage][0])
+    if final or stage == "eval":
+        return final, "manifest.json" if final else None
+    logged = next(filter(None, (_pick(row, HEADLINES[stage][1]) for row in reversed(rows))), None)
     return (logged, "metrics.jsonl") if logged else ({}, None)
 
 
@@ -224,7 +217,6 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
     """
     root = folder.parent if folder.name in STAGES and has_output(folder) else folder
     started = [stage for stage in STAGES if has_output(root / stage)]
-    configs: dict[str, Config] = {}
     files: dict[str, Path] = {}
     problems: list[Problem] = []
     try:
@@ -233,12 +225,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
         if not started:
             raise
         problems += error.problems
-    routed = pipeline.route_overrides(overrides, list(files))
-    for stage, path in files.items():
-        try:
-            configs[stage] = load(stage, path, routed[stage])
-        except RLHFError as error:
-            problems += error.problems
+    configs, invalid = pipeline.load_valid(files.values(), pipeline.route_overrides(overrides, list(files)))
+    problems += invalid
     statuses = {stage: _status(config) for stage, config in configs.items()}
     stages = []
     for stage in STAGES:
@@ -268,11 +256,10 @@ def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
 
 def _status(config: Config) -> StageStatus | RLHFError:
     try:
-        with translate_read_errors(config.folder):
-            return runs.quick_stage_status(config)
+        return runs.quick_stage_status(config)
     except RLHFError as error:
         return error
-    except OSError as error:  # deleted at this moment
+    except OSError as error:  # cannot be read, or was deleted at this moment
         return read_error(error, config.folder)
 
 
@@ -315,7 +302,7 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
     paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
-    bases = {path: _bases(path, _valid_configs(path)) for path in outer}
+    bases = {path: _bases(path, pipeline.load_valid(configs_in(path), {})[0].values()) for path in outer}
     inner = {base.parent for stage_folders in bases.values() for base in stage_folders}
     found = []
     for path in run_paths:
@@ -323,11 +310,3 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
         if path not in inner and (stages or not is_preset(path)):
             found.append(RunInfo(path, stages, _unfinished(bases.get(path, ()))))
     return sorted(found, key=lambda run: -run.changed)
-
-
-def _valid_configs(folder: Path) -> list[Config]:
-    configs = []
-    for path in configs_in(folder):
-        with suppress(RLHFError):
-            configs.append(load(path.stem, path))
-    return configs

@@ -171,8 +171,9 @@ def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline, "run", lambda *arguments: calls.append(arguments) or 5)
     selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
     assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
-    selection = pipeline.StageFilter(("ppo",), "sft", ("ppo",))
-    assert calls == [(Path("x"), ["*.seed=3", "ppo.kl_coef=1"], selection, Options(dry_run=True))]
+    assert calls == [
+        (Path("x"), ["*.seed=3", "ppo.kl_coef=1"], Options(dry_run=True), ["ppo"], "sft", ["ppo"]),
+    ]
 
 
 # Dry runs

@@ -16,7 +16,6 @@ import pytest
 
 from rlhf_cli import config
 from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.run import StageFilter
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 
@@ -62,7 +61,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[s
     def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
         capfd.readouterr()
         options = Options(dry_run=dry_run)
-        assert pipeline.run(Path("."), overrides, StageFilter(**selection), options) == code  # type: ignore[arg-type]
+        assert pipeline.run(Path("."), overrides, options, **selection) == code  # type: ignore[arg-type]
         lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
         # The fakes print "sft new", too; a line of the pipeline has the stage's name in a column of 8.
         return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
@@ -203,7 +202,7 @@ def test_a_failed_stage_ends_the_run_with_its_exit_code(
     run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", stage)
-    assert pipeline.run(Path("."), (), StageFilter(), Options()) == 7
+    assert pipeline.run(Path("."), (), Options()) == 7
     assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
 
 
@@ -296,7 +295,7 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
 ) -> None:
     def unsaved(*overrides: str) -> list[str]:
         capfd.readouterr()
-        assert pipeline.run(Path("."), overrides, StageFilter(), Options()) == 0
+        assert pipeline.run(Path("."), overrides, Options()) == 0
         return [line for line in capfd.readouterr().out.splitlines() if " used -s " in line]
 
     run()

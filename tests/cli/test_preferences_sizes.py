@@ -22,7 +22,7 @@ from rlhf_cli.commands.init.pairs import (
     most_chosen,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import MAX_ROWS, PLACEMENTS, MemoryPlanner, Placement
+from rlhf_cli.commands.init.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
 from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.yaml_io import align_comments
@@ -183,14 +183,11 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
     assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
 
-COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
 INPUTS = SizingInputs(
-    prompts=COUNTS,
-    pairs=COUNTS,
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
     lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
     parameters=600_000,
-    placement=Placement(None, False, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
+    placement=Placement(None, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
     whole=None,
     target=Target(False, 16 * 10**9, "the CPU"),
     speed=Speed(training=20_000.0, generation=4_000.0),
@@ -209,7 +206,7 @@ def test_learning_rates_meet_their_anchors() -> None:
 
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
 def test_an_update_needs_no_more_prompts_than_there_are(prompts: int) -> None:
-    sizes = choose_sizes(replace(INPUTS, prompts={**COUNTS, "prompts": prompts}), None)
+    sizes = choose_sizes(with_rows(prompts=prompts), None)
     assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
     assert EPISODES_PER_UPDATE // sizes.samples <= prompts
 
@@ -236,7 +233,7 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
     slow = choose_sizes(replace(INPUTS, speed=Speed(20.0, 4.0)), 10)
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
     assert (long.ppo_epochs, slow.ppo_epochs) == (4, 1)
-    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
+    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.note
     unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
     assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
 
@@ -274,7 +271,7 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
 ) -> None:
     """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
     whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
-    assert [each.offload + 2 * each.policy_head for each in whole] == [0, 0, 0, 1, 2, 3]
+    assert [each.savings[2:] for each in whole] == [(), (), (), (OFFLOAD,), (POLICY_HEAD,), (OFFLOAD, POLICY_HEAD)]
     monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
     planned.first = {"ppo": placement.FIRST["ppo"]}
     least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
@@ -282,7 +279,7 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
     for place in range(2, 6):
         planned.available = least[place]
         chosen, _ = planned.choose("none", hint="")
-        assert (chosen.offload, chosen.policy_head) == (whole[place].offload, whole[place].policy_head)
+        assert chosen.savings == whole[place].savings
     planned.target, planned.available = Target(False, 1, "the CPU"), 0
     with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
         planned.choose("none", hint="fewer weights")
@@ -349,7 +346,7 @@ def test_evaluations_have_at_most_512_rows_or_prompts() -> None:
     many = choose_sizes(with_rows(sft_eval=4000, pairs_eval=40), None)
     assert (many.sft.eval_rows, many.reward.eval_rows) == (512, 40)
     for count, speed, prompts in ((100, 10**6, 100), (1000, 10**6, 512), (1000, 10, 64)):
-        inputs = replace(INPUTS, prompts={**COUNTS, "held-out": count}, speed=Speed(10 * speed, speed))
+        inputs = replace(with_rows(heldout=count), speed=Speed(10 * speed, speed))
         assert choose_sizes(inputs, 30).eval_n == prompts
 
 

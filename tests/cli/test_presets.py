@@ -39,9 +39,9 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_each_folder_of_configs_is_a_preset() -> None:
-    assert set(init.available()) == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    assert init.PRESETS.keys() == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     assert discover.configs_folder() == CONFIGS
-    assert all("\n" not in text for text in init.available().values())
+    assert all("\n" not in text for text in (preset.description for preset in init.PRESETS.values()))
 
 
 @pytest.mark.parametrize("name", ["demo", "ci", "functions"])

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, system, terminal
-from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.paths import path_entries, relative, resolve_paths
 from rlhf_cli.config.yaml_io import to_yaml, with_comment
-from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 
 FILE = "ppo.yaml"
 HEAD = """\
@@ -30,8 +30,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     folder cannot be written.
     """
     if version not in (None, OLD, NEW):
-        near = closest_match(version, (OLD, NEW))
-        hint = f"did you mean {near}?" if near else f"use {NEW} for every version after the step() API"
+        hint = did_you_mean(version, (OLD, NEW)) or f"use {NEW} for every version after the step() API"
         raise RLHFError("C07", f"--trl {version}: not one of {OLD}, {NEW}", hint=hint)
     source = read_settings(file)
     if not {setting.name for setting in source.settings} & {*OPTIONS[OLD], *OPTIONS[NEW]}:
@@ -43,7 +42,13 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
     detected, reason = detect_version(source)
     conversion = convert_settings(source, version or detected)
-    _rebase_paths(folder, conversion)
+    tree, base = conversion.tree(), os.getcwd()
+    resolve_paths(config.PPOConfig, tree, lambda key: base)
+    for container, name, key, field in path_entries(config.PPOConfig, tree):
+        row = conversion.rows.get(key)
+        if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
+            value = relative(container[name], field, Path(os.path.abspath(folder)))
+            conversion.rows[key] = replace(row, value=value)
     system.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".tmp-{FILE}"
@@ -57,17 +62,6 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     for line in _lists(conversion):
         terminal.out(line)
     terminal.out(f"\nwrote {shown(target)}; next: rlhf check {shell_path(target)}")
-
-
-def _rebase_paths(folder: Path, conversion: Conversion) -> None:
-    """Make paths, relative to the working directory in TRL, relative to `folder`."""
-    tree, base = conversion.tree(), os.getcwd()
-    resolve_paths(config.PPOConfig, tree, lambda key: base)
-    for container, name, key, field in path_entries(config.PPOConfig, tree):
-        row = conversion.rows.get(key)
-        if row and not row.is_default:
-            value = relative(container[name], field, Path(os.path.abspath(folder)))
-            conversion.rows[key] = replace(row, value=value)
 
 
 def page(conversion: Conversion, name: str) -> str:
@@ -89,22 +83,18 @@ def _lists(conversion: Conversion) -> Iterator[str]:
 
 
 def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[str]:
-    """Yield a line for each key, with the TRL option in a comment."""
+    """Yield a line for each key, with a comment: the TRL option, its value in TRL if that differs, and the note."""
     indent = "  " * above.count(".")
     for name, value in tree.items():
         if row := conversion.rows.get(above + name):
-            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(row, name)))
+            same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
+            option = row.option if same or not row.option else f"{row.option}: {to_yaml(row.trl_value)}"
+            remark = "; ".join(part for part in (option, row.note) if part and part != name)
+            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(remark))
         else:
             yield from ([] if above else [""])
             yield f"{indent}{name}:"
             yield from _keys(value, f"{above}{name}.", conversion)
-
-
-def _remark(row: Row, name: str) -> str:
-    """Return the TRL option, with its value in TRL if that differs, and the note."""
-    same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
-    option = row.option if same or not row.option else f"{row.option}: {to_yaml(row.trl_value)}"
-    return "; ".join(part for part in (option, row.note) if part and part != name)
 
 
 def _line(text: str) -> str:

@@ -43,23 +43,20 @@ class Conversion:
         self.unconverted: list[Row] = []  # with the reason as note
         self.to_set: dict[str, str] = {}  # keys that the user has to set, with a note
         for setting in source.settings:
-            self._add(setting)
-
-    def _add(self, setting: Setting) -> None:
-        shown = to_yaml(setting.value)
-        if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
-            reason = "secrets are not stored in files; use environment variables such as HF_TOKEN"
-            self.leave(Setting(setting.name, "[secret]"), reason)
-        elif setting.problem:
-            self.leave(setting, setting.problem)
-            if key := target_key(setting.name):
-                self.to_set[key] = f"the file has {setting.value}"
-        elif setting.value is None or setting.value == "":
-            self.leave(Setting(setting.name, None), "not set in TRL")
-        else:
-            if (previous := self.value(setting.name)) not in (None, setting.value):
-                self.leave(Setting(setting.name, previous), "the file sets it again: the last value is used")
-            self.options[setting.name] = setting
+            shown = to_yaml(setting.value)
+            if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
+                reason = "secrets are not stored in files; use environment variables such as HF_TOKEN"
+                self.leave(Setting(setting.name, "[secret]"), reason)
+            elif setting.problem:
+                self.leave(setting, setting.problem)
+                if key := target_key(setting.name):
+                    self.to_set[key] = f"the file has {setting.value}"
+            elif setting.value is None or setting.value == "":
+                self.leave(Setting(setting.name, None), "not set in TRL")
+            else:
+                if (previous := self.value(setting.name)) not in (None, setting.value):
+                    self.leave(Setting(setting.name, previous), "the file sets it again: the last value is used")
+                self.options[setting.name] = setting
 
     def value(self, name: str) -> Any:
         """Return the value of an option that is not converted yet, or None."""

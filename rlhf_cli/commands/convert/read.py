@@ -177,11 +177,9 @@ def _read_tree(tree: Mapping[str, Any]) -> Source:
     source = Source()
     for key, value in tree.items():
         is_section = isinstance(value, dict) and not DICT_OPTIONS.fullmatch(key)
-        options = {name: _typed(inner) for name, inner in (value if is_section else {key: value}).items()}
+        options = {
+            name: parse_word(inner) if isinstance(inner, str) else inner  # "3e-6" is a number for TRL's parser, too
+            for name, inner in (value if is_section else {key: value}).items()
+        }
         source.add(options, lora=is_section and key in PEFT_SECTIONS)
     return source
-
-
-def _typed(value: Any) -> Any:
-    """Parse text such as "3e-6", as TRL's parser does."""
-    return parse_word(value) if isinstance(value, str) else value

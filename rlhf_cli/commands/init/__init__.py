@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -16,12 +16,13 @@ from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
 from rlhf_cli.demo import world
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import RLHFError, closest_match, shell_path, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"
+LOCKED = "wait for it to end, or name another folder"
 # Scratch folder inside a folder that existed before, and its name after all files are linked.
 SCRATCH, PLACED = ".tmp-init", ".tmp-init-placed"
 MAX_LISTED_NAMES = 5
@@ -42,8 +43,8 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise RLHFError("C15", f"{shown(folder)} is not a folder", hint=UNTOUCHED)
     system.require_writable(folder, hint="name another folder")
-    with _locked(folder):
-        _remove_leftovers(folder)
+    remove_leftovers(folder)
+    with locked(folder / "init", hint=LOCKED):
         scratch = folder / SCRATCH
         scratch.mkdir()
         try:
@@ -54,32 +55,33 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        _move_into_place(folder, names)
+        for name in [name for name in names if not (folder / name).exists()]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            try:  # a hard link, so that `remove_leftovers` can identify it; not all file systems have them
+                os.link(scratch / name, folder / name)
+            except OSError:
+                (scratch / name).rename(folder / name)
+        sync_files(folder, names)
+        scratch.rename(folder / PLACED)
+        shutil.rmtree(folder / PLACED)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of a killed `rlhf init`, except those that existed before it."""
-    if (folder / SCRATCH).is_dir():
-        with _locked(folder):
-            _remove_leftovers(folder)
-
-
-def _locked(folder: Path) -> AbstractContextManager[None]:
-    return locked(folder / "init", hint="wait for it to end, or name another folder")
-
-
-def _remove_leftovers(folder: Path) -> None:
     scratch = folder / SCRATCH
-    for name in _files(scratch):
-        target = folder / name
-        with suppress(OSError):
-            if target.samefile(scratch / name):
-                target.unlink()
-        for parent in target.relative_to(folder).parents:
-            with suppress(OSError):  # not empty
-                (folder / parent).rmdir()
-    for name in (PLACED, SCRATCH):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    if not (scratch.is_dir() or (folder / PLACED).is_dir()):
+        return
+    with locked(folder / "init", hint=LOCKED):
+        for name in _files(scratch):
+            target = folder / name
+            with suppress(OSError):
+                if target.samefile(scratch / name):
+                    target.unlink()
+            for parent in Path(name).parents:
+                with suppress(OSError):  # not empty
+                    (folder / parent).rmdir()
+        for name in (PLACED, SCRATCH):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[str]:
@@ -95,23 +97,6 @@ def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
         more = f" and {len(conflicts) - MAX_LISTED_NAMES} more" if len(conflicts) > MAX_LISTED_NAMES else ""
         text = f"{shown(folder)} already holds {', '.join(conflicts[:MAX_LISTED_NAMES])}{more}, with another content"
         raise RLHFError("C15", text, hint=UNTOUCHED)
-
-
-def _move_into_place(folder: Path, names: list[str]) -> None:
-    """Hard-link each file, so that `remove_leftovers` can identify it; move it if the file system has no links."""
-    scratch = folder / SCRATCH
-    for name in names:
-        target = folder / name
-        if target.exists():
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(scratch / name, target)
-        except OSError:
-            (scratch / name).rename(target)
-    sync_files(folder, names)
-    scratch.rename(folder / PLACED)
-    shutil.rmtree(folder / PLACED)
 
 
 COPIED = (".yaml", ".py", ".jinja")
@@ -136,11 +121,6 @@ PRESETS = {
 }
 
 
-def available() -> dict[str, str]:
-    """Return the one-line description of each preset by name."""
-    return {name: preset.description for name, preset in PRESETS.items()}
-
-
 def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None, gpu: str | None = None) -> None:
     """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
@@ -150,8 +130,7 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
     different files of the same names, E03 if nothing fits. Exits with the code of the base model's run if that fails.
     """
     if name not in PRESETS:
-        near = closest_match(name, PRESETS)
-        hint = f"did you mean {near}?" if near else "rlhf init --list"
+        hint = did_you_mean(name, PRESETS) or "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
     if (adapters or gpu) and not PRESETS[name].base:
         text = f"--{'adapters' if adapters else 'gpu'} belongs to presets of a large model, and {name} has none"
@@ -170,8 +149,11 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
         json_schema.write_schemas(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
-        memory = _fit(scratch, preset, adapters, gpu) if preset.base else ""
-    if memory:
+        if preset.base:
+            from rlhf_cli.commands.init.placement import fit_preset
+
+            memory = fit_preset(scratch, preset.base, preset.prompt, adapters, gpu)
+    if preset.base:
         terminal.out(memory)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
@@ -181,18 +163,3 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
             raise SystemExit(result.returncode)
     steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
-
-
-def _fit(folder: Path, preset: Preset, adapters: str | None, gpu: str | None) -> str:
-    """Fit the configs to a GPU, and return a line that says how. Raises RLHFError C07, C11, E03."""
-    from rlhf_cli.commands.init.placement import fit_preset
-    from rlhf_cli.stages.plan_models import Target
-
-    target = Target.of(gpu, 1)
-    if target.gpu:
-        assert preset.base
-        return fit_preset(folder, preset.base, preset.prompt, adapters or "auto", target)
-    if adapters:
-        hint = "name the GPU, e.g. --gpu h100"
-        raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
-    return "memory: the preset as it is, as this machine has no GPU; --gpu NAME fits it to one"

@@ -55,32 +55,24 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
     `plain`, and transcripts stay text. Raises RLHFError D01-D12.
     """
     pairs, rows, transcripts = data.preference_pairs(source)
-    chats = any(not isinstance(pair.prompt, str) for pair in pairs)
-    untemplated = not tokenizer.chat_template
-    if chats and ((transcripts and (plain or untemplated)) or (plain and untemplated)):
-        text = "dialogues in one text, as the model has no chat template" if not plain else "dialogues in one text"
-        return PairFormat([pair.as_text() for pair in pairs], rows, text, None)
-    if chats:
-        template = None if tokenizer.chat_template else "chatml"
-        text = "conversations" + (", in chatml: the model has no chat template" if template else "")
-        return PairFormat(pairs, rows, text, template)
-    if tokenizer.chat_template and not plain:
-        return PairFormat([_as_chat(pair) for pair in pairs], rows, "conversations, by the model's chat template", None)
-    if _lacks_separator(pairs):
-        spaced = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
-        return PairFormat(spaced, rows, "plain text, a space put before each answer", None)
-    return PairFormat(pairs, rows, "plain text", None)
-
-
-def _as_chat(pair: Pair) -> Pair:
-    chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
-    return replace(pair, prompt=[{"role": "user", "content": pair.prompt}], chosen=chosen, rejected=rejected)
-
-
-def _lacks_separator(pairs: list[Pair]) -> bool:
-    """Return True if most answers would join the last word of their prompts without a space."""
-    joined = [pair for pair in pairs if not str(pair.prompt)[-1:].isspace() and not pair.chosen[:1].isspace()]
-    return len(joined) > len(pairs) / 2
+    own_template, text = tokenizer.chat_template, "plain text"
+    template: str | None = None
+    if any(not isinstance(pair.prompt, str) for pair in pairs):
+        if (transcripts and (plain or not own_template)) or (plain and not own_template):
+            text = "dialogues in one text" + ("" if plain else ", as the model has no chat template")
+            pairs = [pair.as_text() for pair in pairs]
+        else:
+            template = None if own_template else "chatml"
+            text = "conversations" + (", in chatml: the model has no chat template" if template else "")
+    elif own_template and not plain:
+        text = "conversations, by the model's chat template"
+        pairs = [replace(p, prompt=[{"role": "user", "content": p.prompt}]) for p in pairs]
+        pairs = [replace(p, chosen=p.chosen.strip(), rejected=p.rejected.strip()) for p in pairs]
+    elif sum(not str(p.prompt)[-1:].isspace() and not p.chosen[:1].isspace() for p in pairs) > len(pairs) / 2:
+        # most answers would join the last word of their prompts
+        text = "plain text, a space put before each answer"
+        pairs = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
+    return PairFormat(pairs, rows, text, template)
 
 
 def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:
@@ -286,22 +278,17 @@ def _report_dropped(
         reasons = f"most chosen answers are longer than half of {context} positions"
     share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
     too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
-    hint = (
-        _suggest_context(pairs, lengths, context) if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs) else None
-    )
+    hint = None
+    if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs):
+        longer, fitting = context, 0
+        while fitting < (1 - WARN_DROPPED_FRACTION) * len(pairs):
+            longer *= 2
+            fitting = len(_select(lengths, longer)[0])
+        most = f"{percent(fitting / len(pairs))} of the pairs fit"
+        hint = f"take a base model with {longer} positions, where {most}, or use shorter pairs"
     if too_few or dropped > MAX_DROPPED * len(pairs):
         raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
     terminal.warn("D10", f"{share} dropped: {reasons}", where="--data", hint=hint)
-
-
-def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
-    """Return a hint with the context length, a power of two times this one, that fits most pairs."""
-    longer, kept = context, 0
-    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
-        longer *= 2
-        kept = len(_select(lengths, longer)[0])
-    share = percent(kept / len(pairs))
-    return f"take a base model with {longer} positions, where {share} of the pairs fit, or use shorter pairs"
 
 
 def quantile(values: Sequence[int], share: float) -> int:

@@ -1,12 +1,13 @@
 """How the models of a run are kept in memory, and how many rows at once: the first that the memory plan says fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_cli import config, system
 from rlhf_cli.commands.init.pairs import Lengths
+from rlhf_cli.commands.plan import memory_savings
 from rlhf_cli.config.base import Config, Origin
 from rlhf_cli.config.loading import apply_overrides
 from rlhf_cli.config.training import CONFIGS
@@ -33,10 +34,7 @@ class Placement:
     """How models are kept in memory, with the rows per process of each stage; `rollout_rows` None: the first choice."""
 
     adapters: str | None  # lora or qlora
-    checkpointing: bool = False
-    eight_bits: bool = False  # AdamW's moments
-    offload: bool = False  # in PPO: reference and reward model are in CPU memory while they are not read
-    policy_head: bool = False  # in PPO: the value model is a head of the policy
+    savings: tuple[str, ...] = ()  # names of memory_savings
     rows: Mapping[str, int] | None = None
     rollout_rows: int | None = None
     fullest: str = ""  # the stage that needs most
@@ -44,25 +42,17 @@ class Placement:
 
     def __str__(self) -> str:
         kinds = {None: "whole weights", "lora": "LoRA adapters on one base", "qlora": "LoRA adapters on one 4-bit base"}
-        more = {"gradient checkpointing": self.checkpointing, "8-bit AdamW": self.eight_bits}
-        more |= {"offload in PPO": self.offload, "policy_head in PPO": self.policy_head}
-        *parts, last = [kinds[self.adapters], *(name for name, used in more.items() if used)]
+        *parts, last = [kinds[self.adapters], *self.savings]
         return f"{', '.join(parts)} and {last}" if parts else last
 
 
-# They are tried in this order. Checkpointing takes time, 8-bit AdamW rounds its moments, offload takes time in PPO. A
-# value head on the policy changes the algorithm, so it comes after them. Adapters train fewer weights, at other rates.
+CHECKPOINTING, ADAMW_8BIT, OFFLOAD, POLICY_HEAD = SAVINGS = tuple(memory_savings("ppo"))
+# They are tried in this order. Adapters train fewer weights, at other rates, so they come after the savings.
 PLACEMENTS = (
-    Placement(None),
-    Placement(None, True),
-    Placement(None, True, True),
-    Placement(None, True, True, offload=True),
-    Placement(None, True, True, policy_head=True),
-    Placement(None, True, True, offload=True, policy_head=True),
-    Placement("lora"),
-    Placement("lora", True),
-    Placement("qlora"),
-    Placement("qlora", True),
+    *(Placement(None, SAVINGS[:count]) for count in range(len(SAVINGS))),
+    Placement(None, (CHECKPOINTING, ADAMW_8BIT, POLICY_HEAD)),
+    Placement(None, SAVINGS),
+    *(Placement(kind, used) for kind in ("lora", "qlora") for used in ((), (CHECKPOINTING,))),
 )
 
 
@@ -77,23 +67,22 @@ class Batch(NamedTuple):
 FIRST = {name: Batch(rows, 2 * rows, EPISODES_PER_UPDATE * (name == "ppo") or None) for name, rows in MAX_ROWS.items()}
 
 
+@dataclass
 class MemoryPlanner:
-    """The memory of a run's stages by the estimator of `rlhf plan`, for a base model's transformers config.
+    """The memory of a run's stages by the estimator of `rlhf plan`.
 
-    `first` and `lengths` are by stage; `make` returns the config of a stage with values by key.
+    `make` returns the config of a stage with overrides.
     """
 
-    def __init__(
-        self,
-        body: Any,
-        target: Target,
-        first: Mapping[str, Batch],
-        lengths: Mapping[str, memory.Lengths],
-        make: Callable[[str, Mapping[str, Any]], Config],
-    ) -> None:
-        self.body, self.target, self.first, self.lengths, self.make = body, target, first, lengths, make
-        self.process = 0 if target.gpu else system.process_memory()
-        self.available = plan_phases.GPU_SHARE * target.memory
+    body: Any  # the base model's transformers config
+    target: Target
+    first: Mapping[str, Batch]  # by stage
+    lengths: Mapping[str, memory.Lengths]  # by stage
+    make: Callable[[str, Sequence[str]], Config]
+
+    def __post_init__(self) -> None:
+        self.process = 0 if self.target.gpu else system.process_memory()
+        self.available = plan_phases.GPU_SHARE * self.target.memory
 
     @classmethod
     def of(cls, body: Any, lengths: Lengths, target: Target) -> "MemoryPlanner":
@@ -101,7 +90,7 @@ class MemoryPlanner:
         longest, generated = lengths.max_length, memory.Lengths(lengths.prompt_max, lengths.response_length)
         rows = {"sft": memory.Lengths(1, longest - 1), "reward": memory.Lengths(longest - 1, 1)}
         rows |= {"ppo": generated, "eval": generated}
-        return cls(body, target, FIRST, rows, lambda stage, values: _config(stage, values, lengths))
+        return cls(body, target, FIRST, rows, lambda stage, overrides: _config(stage, overrides, lengths))
 
     def choose(
         self, adapters: str, *, own: str | None = None, where: str = "--base", hint: str
@@ -111,7 +100,7 @@ class MemoryPlanner:
         `adapters` is one of ADAPTERS, `own` the kind that the stages have. Raises RLHFError E03 if nothing fits.
         """
         kinds = KINDS[KINDS.index(own) :] if adapters == "auto" else [None if adapters == "none" else adapters]
-        wanted = [p for p in PLACEMENTS if p.adapters in kinds and (self.target.gpu or not p.offload)]
+        wanted = [p for p in PLACEMENTS if p.adapters in kinds and (self.target.gpu or OFFLOAD not in p.savings)]
         simplest = self._fill(PLACEMENTS[0] if own is None else Placement(own), dict.fromkeys(MAX_ROWS, 1))
         for least in (MIN_ROWS, dict.fromkeys(MIN_ROWS, 1)):
             for placement in wanted:
@@ -143,21 +132,17 @@ class MemoryPlanner:
         if stage == "eval":
             return {"eval.per_device_batch_size": rows}
         is_ppo = stage == "ppo"
-        chosen: dict[str, Any] = {
+        return {
+            "models.adapters" if is_ppo else "model.adapters": placement.adapters and {"kind": placement.adapters},
             f"{stage}.per_device_train_batch_size": rows,
             f"{stage}.gradient_accumulation_steps": self.first[stage].total // rows,
-            f"{stage}.gradient_checkpointing": placement.checkpointing,
-            "ppo.optim" if is_ppo else "trainer.optim": placement.eight_bits and "adamw_8bit",
-            "ppo.offload": is_ppo and placement.offload,
-            "models.value": is_ppo and placement.policy_head and "policy_head",
-            "ppo.local_rollout_forward_batch_size": is_ppo and rollout_rows,
+            **dict(saving for name, saving in memory_savings(stage).items() if name in placement.savings),
+            **({"ppo.local_rollout_forward_batch_size": rollout_rows} if is_ppo and rollout_rows else {}),
         }
-        adapters = {"kind": placement.adapters} if placement.adapters else None
-        return {"models.adapters" if is_ppo else "model.adapters": adapters} | {k: v for k, v in chosen.items() if v}
 
     def needed(self, stage: str, values: Mapping[str, Any], *, adapters: bool) -> int:
         """Return the bytes that a stage needs with these values; `adapters`: whether the run trains adapters."""
-        made: Any = self.make(stage, values)
+        made: Any = self.make(stage, [f"{key}={to_yaml(value)}" for key, value in values.items()])
         sampled: dict[str, Any] = {}
         if stage == "eval":
             sampled = {"adapters": MODEL_KEYS[2:] if adapters else (), "sampled": made.eval.n}
@@ -174,7 +159,7 @@ def memory_line(what: object, chosen: Placement, target: Target, other: str = ""
     return f"memory: {what}: at most {size} in {chosen.fullest}; {target.name} has {room}{reason}"
 
 
-def _config(stage: str, values: Mapping[str, Any], lengths: Lengths) -> Config:
+def _config(stage: str, overrides: Sequence[str], lengths: Lengths) -> Config:
     """Return the config of a stage of `rlhf init preferences` as far as its memory depends on it."""
     longest = {"max_length": lengths.max_length}
     training: dict[str, Any] = {"model": {"path": "/base"}, "data": {"train": "none"}, stage: longest}
@@ -185,14 +170,10 @@ def _config(stage: str, values: Mapping[str, Any], lengths: Lengths) -> Config:
         "eval": {**generating, "models": {**models, "ppo": "/ppo"}, "eval": {"temperature": 1.0, **response}},
     }
     source = YamlFile("", {"run": "/run", **trees.get(stage, training)}, {}, [])
-    apply_overrides(_overrides(values), source, CONFIGS[stage])
+    apply_overrides(overrides, source, CONFIGS[stage])
     made = CONFIGS[stage].model_validate(source.tree)
     made._origin = Origin(Path(f"/run/{stage}.yaml"), f"{stage}.yaml")
     return made
-
-
-def _overrides(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={to_yaml(value)}" for key, value in values.items()]
 
 
 def _halved(most: int, least: int) -> list[int]:
@@ -207,12 +188,20 @@ def require_known(adapters: str) -> None:
         raise RLHFError("C07", text, hint=did_you_mean(adapters, ADAPTERS))
 
 
-def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str, target: Target) -> str:
-    """Change the YAMLs of a preset in `folder` if they do not fit `target`; return one line that says why.
+def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str | None, gpu: str | None) -> str:
+    """Change the YAMLs of a preset in `folder` if they do not fit a GPU; return one line that says why.
 
     `fields` are those of its base model's config, `prompt` the tokens of its longest prompt, `adapters` is one of
-    ADAPTERS. Raises RLHFError C07 for other adapters, E03 if nothing fits.
+    ADAPTERS. Raises RLHFError C07 for other adapters or an unknown GPU, C11 for adapters without a GPU, E03 if nothing
+    fits.
     """
+    target = Target.of(gpu, 1)
+    if not target.gpu and adapters:
+        hint = "name the GPU, e.g. --gpu h100"
+        raise RLHFError("C11", "--adapters fits the preset to a GPU, and this machine has none", hint=hint)
+    if not target.gpu:
+        return "memory: the preset as it is, as this machine has no GPU; --gpu NAME fits it to one"
+    adapters = adapters or "auto"
     require_known(adapters)
     files = {stage: folder / f"{stage}.yaml" for stage in MAX_ROWS if (folder / f"{stage}.yaml").exists()}
     own: dict[str, Any] = {stage: config.load(stage, file) for stage, file in files.items()}
@@ -228,11 +217,8 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
             rows = each.per_device_train_batch_size
             rollout = each.local_rollout_forward_batch_size if stage == "ppo" else None
             first[stage] = Batch(rows, rows * each.gradient_accumulation_steps, rollout)
-
-    def make(stage: str, values: Mapping[str, Any]) -> Config:
-        return config.load(stage, files[stage], _overrides(values))
-
-    planner = MemoryPlanner(build.new_config(fields), target, first, lengths, make)
+    body = build.new_config(fields)
+    planner = MemoryPlanner(body, target, first, lengths, lambda stage, each: config.load(stage, files[stage], each))
     needed = {stage: planner.needed(stage, {}, adapters=kind is not None) for stage in files}
     fullest = max(needed, key=lambda stage: needed[stage])
     as_it_is = Placement(kind, fullest=fullest, bytes=needed[fullest])

@@ -24,7 +24,7 @@ from rlhf_cli.commands.init.pairs import (
     rows_of_files,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import require_known
+from rlhf_cli.commands.init.placement import memory_line, require_known
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
@@ -33,11 +33,10 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.runs.discover import configs_folder
+from rlhf_cli.runs.discover import STAGES, configs_folder
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
-STAGES = ("sft", "reward", "ppo", "eval")
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
@@ -81,15 +80,17 @@ def init(
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
-    context = _context_length(parent.model)
-    used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
+    model_config = load.read_config(parent.model)
+    with at_location("--base"):
+        build.require_classifier(model_config)
+    lengths = measure_lengths(tokenizer, formatted.pairs)
+    used, limits = fit_lengths(formatted.pairs, lengths, load.context_length(model_config))
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts, balance=balance_length)
-    counts = {name: len(rows) for name, rows in contents.items()}
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
         adapters, hint = "none", NO_ADAPTERS
-    inputs = measure_inputs(parent, limits, parts, counts, target, adapters, hint)
+    inputs = measure_inputs(parent, limits, contents, target, adapters, hint)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -97,22 +98,14 @@ def init(
         "seed": seed,
         "style": formatted,
         "template_variables": to_yaml(variables) if variables else None,
-        "answers": MAX_ANSWERS,
+        "max_answers": MAX_ANSWERS if len(contents["sft"]) < len(parts["sft"]) else None,  # if it left out any
         "known": inputs,
         "s": sizes,
     }
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
-    print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, counts, balanced=balance_length))
-
-
-def _context_length(base: Path) -> int | None:
-    """Return the base model's context, None without a limit. Raises RLHFError M10 if it cannot be a reward model."""
-    model_config = load.read_config(base)
-    with at_location("--base"):
-        build.require_classifier(model_config)
-    return load.context_length(model_config)
+    print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, contents, balanced=balance_length))
 
 
 def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:
@@ -188,22 +181,32 @@ def print_summary(
         f"a win rate of 0.50 on {sizes.eval_n} held-out prompts is measured to +-{(high - low) / 2:.2f} (95 %); "
         "four times as many prompts halve that"
     )
-    terminal.out(str(inputs))
-    terminal.out(inputs.memory)
+    speed, lengths = "", inputs.lengths
+    if inputs.speed:
+        speed = f", trains {inputs.speed.training:.0f} and writes {inputs.speed.generation:.0f} tokens a second"
+        speed += " in bfloat16" if inputs.speed.bf16_gain else ""
+    terminal.out(
+        f"prompts of {lengths.prompt_mean:.0f} tokens, answers of {lengths.answer_mean:.0f}; the base "
+        f"model has {inputs.parameters:,} parameters{speed}"
+    )
+    terminal.out(memory_line(inputs.placement, inputs.placement, inputs.target, "whole weights need", inputs.whole))
     if sizes.minutes:
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
         )
-    for each in (*sizes.notes, *([note] if note else [])):
-        terminal.out(f"noted: {each}")
+    for each in (sizes.note, note):
+        if each:
+            terminal.out(f"noted: {each}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")
 
 
-def length_note(parts: Parts, counts: Mapping[str, int], *, balanced: bool) -> str | None:
+def length_note(parts: Parts, contents: Mapping[str, Sequence[Any]], *, balanced: bool) -> str | None:
     """Return what --balance-length did, or that it would help."""
     share = longer_share(parts["pairs"])
     if balanced:
-        text = f"of {len(parts['pairs'])} and {len(parts['held-out'])} pairs of the reward model {counts['pairs']} and "
-        return f"{text}{counts['pairs_eval']} are kept, in which no answer is chosen for its length"
+        text = (
+            f"of {len(parts['pairs'])} and {len(parts['held-out'])} pairs of the reward model {len(contents['pairs'])} "
+        )
+        return f"{text}and {len(contents['pairs_eval'])} are kept, in which no answer is chosen for its length"
     text = f"the longer answer is the chosen one in {percent(share)} of the pairs: a reward model may learn that"
     return f"{text}; --balance-length drops such pairs" if share > MAX_LONGER_SHARE else None

@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from rlhf_cli.commands.init.pairs import Lengths, Parts, distinct_prompts
+from rlhf_cli.commands.init.pairs import Lengths
 from rlhf_cli.commands.init.placement import (
     ADAPTER_RATE,
     BEST_OF,
     EPISODES_PER_UPDATE,
     MemoryPlanner,
     Placement,
-    memory_line,
 )
 from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
@@ -57,8 +57,6 @@ class Speed:
 class SizingInputs:
     """Measurements of the data, the model and the machine."""
 
-    prompts: Mapping[str, int]  # part -> distinct prompts
-    pairs: Mapping[str, int]  # part -> pairs
     rows: Mapping[str, int]  # file of data/ -> its rows before truncation
     lengths: Lengths
     parameters: int
@@ -67,28 +65,14 @@ class SizingInputs:
     target: Target
     speed: Speed | None  # None if it cannot be measured here
 
-    def __str__(self) -> str:
-        speed = ""
-        if self.speed:
-            speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
-            speed += " in bfloat16" if self.speed.bf16_gain else ""
-        return (
-            f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
-            f"model has {self.parameters:,} parameters{speed}"
-        )
-
-    @property
-    def memory(self) -> str:
-        """One line: how the models are kept in memory, and why."""
-        return memory_line(self.placement, self.placement, self.target, "whole weights need", self.whole)
-
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, parts: Parts, rows: Mapping[str, int], target: Target, adapters: str, hint: str
+    base: Parent, lengths: Lengths, files: Mapping[str, Any], target: Target, adapters: str, hint: str
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
-    `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, E03 with `hint` if nothing fits.
+    `files` has the rows of each file of data/, `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, and E03
+    with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
     placement, whole = MemoryPlanner.of(config, lengths, target).choose(adapters, hint=hint)
@@ -96,9 +80,7 @@ def measure_inputs(
     measurable = not target.planned and hardware.count_parameters(base) > 0
     fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
-        prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
-        pairs={name: len(part) for name, part in parts.items()},
-        rows=rows,
+        rows={name: len(rows) for name, rows in files.items()},
         lengths=lengths,
         parameters=parameters,
         placement=placement,
@@ -148,10 +130,8 @@ class Sizes:
     ppo_epochs: int
     samples: int  # responses per prompt
     eval_n: int
-    eval_rows: int
-    placement: Placement
-    minutes: int | None  # expected total; None if the speed could not be measured
-    notes: tuple[str, ...]
+    minutes: int | None = None  # expected total; None if the speed could not be measured
+    note: str = ""
 
     @property
     def updates(self) -> int:
@@ -163,22 +143,18 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
     """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
     rows, adapters = inputs.placement.rows, inputs.placement.adapters
     assert rows
-    prompts = max(inputs.prompts["prompts"], 1)  # an update takes no prompt twice, unless for several samples
+    prompts = max(inputs.rows["prompts"], 1)  # an update takes no prompt twice, unless for several samples
     samples = next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= prompts)
     sizes = Sizes(
         sft=_training("sft", inputs, rows["sft"]),
         reward=_training("reward", inputs, rows["reward"]),
         ppo_rate=learning_rate("ppo", inputs.parameters, adapters),
-        total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.prompts["prompts"])),
+        total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.rows["prompts"])),
         ppo_rows=rows["ppo"],
         ppo_parts=EPISODES_PER_UPDATE // rows["ppo"],
         ppo_epochs=PPO_EPOCHS[0],
         samples=samples,
-        eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
-        eval_rows=rows["eval"],
-        placement=inputs.placement,
-        minutes=None,
-        notes=(),
+        eval_n=min(MAX_EVAL_PROMPTS, inputs.rows["heldout"]),
     )
     return _fit_time(sizes, inputs, minutes)
 
@@ -225,13 +201,10 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     prompt_s = answers * (response_s + row_s)
     eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
     total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
-    notes = sizes.notes
-    if total_s > 1.5 * limit:
-        text = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
-        notes = (*notes, text)
+    note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
     return replace(
         sizes, sft=sft, reward=reward, total_episodes=episodes, ppo_epochs=epochs, eval_n=eval_n,
-        minutes=max(1, math.ceil(total_s / 60)), notes=notes,
+        minutes=max(1, math.ceil(total_s / 60)), note=note if total_s > 1.5 * limit else "",
     )  # fmt: skip
 
 

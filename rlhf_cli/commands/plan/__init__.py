@@ -15,7 +15,8 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, closest_match, shell_word, shown
+from rlhf_cli.config.yaml_io import to_yaml
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_word, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, overhead_bytes
@@ -26,6 +27,7 @@ from rlhf_cli.stages.plan_phases import KINDS, MODES
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 GENERATING = ("ppo", "eval")
 VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
+BOUNDS = {True: "about", False: "at least"}  # of measured times, and of those of matrix products only
 STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
@@ -58,8 +60,7 @@ def run(
         raise RLHFError("C11", text, hint="name the GPU, e.g. --gpu h100, or give --flops too, e.g. 4e14")
     mode = "lora" if mode == "one-base" else mode  # its former name for PPO
     if mode is not None and mode not in MODES:
-        near = closest_match(mode, MODES)
-        raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
+        raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=did_you_mean(mode, MODES))
     load_seconds = None if gpu else time.process_time()
     configs, routed = _load_configs(path, overrides)
     chain = ModelResolver(configs, options, prompt)
@@ -121,10 +122,7 @@ def _plan(
         "seconds": sum(step_s.values()) * stage.steps + sum(once_s.values()),
         "run": time_s.run,
         "share": time_s.share,
-        "unit": data.unit,
-        "rows": data.rows,
-        "left_out": data.left_out,
-        "asked": data.asked,
+        **{name: getattr(data, name) for name in ("unit", "rows", "left_out", "asked")},
         "rows_are": data.how,
         "steps": stage.steps,
         "steps_are": stage.steps_are,
@@ -143,66 +141,67 @@ def fits(stage: Estimate, needed: int) -> bool | None:
 def advice(stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int) -> list[dict[str, Any]]:
     """Return {set, memory_bytes, fits}: combinations of settings, with adapters first and then without.
 
-    Each goes as far as it has to fit; if none fits, both go to the end.
-    """
-    return [
-        combination
-        for adapters in (True, False)
-        if (combination := _combine(stage, overrides, chain, process, adapters=adapters))
-    ]
-
-
-def _combine(
-    stage: Estimate, overrides: Sequence[str], chain: ModelResolver, process: int, *, adapters: bool
-) -> dict[str, Any] | None:
-    """Return settings that are added, one after the other if it saves memory, until the stage fits.
-
+    Settings are added, one after the other if it saves memory, until the stage fits; if none fits, both go to the end.
     Rows are cut, which loses data, only if what is in memory beside their activations fits.
     """
-    chosen: list[str] = []
-    peak, found = stage.peak, None
-    for changes in _candidate_changes(stage, adapters=adapters):
-        fixed = sum(peak.bytes.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-        if changes[0].partition("=")[0].endswith("_length") and fixed > stage.target.memory:
-            break
-        kept = [text for text in chosen if text.partition("=")[0] not in {c.partition("=")[0] for c in changes}]
-        try:
-            config = load(stage.config.stage, stage.config.file, [*overrides, *kept, *changes])
-            smaller = estimate_stage(config, chain.with_adapters(config), None, stage.target)
-        except RLHFError:  # a value that does not go with the others
-            continue
-        if smaller.peak.total < 0.99 * peak.total:
-            chosen, peak = [*kept, *changes], smaller.peak
-            overhead = overhead_bytes(config.stage, peak.total, stage.target, process)
-            needed = peak.total + sum(overhead.values())
-            found = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": fits(smaller, needed)}
-            if found["fits"]:
+    found: dict[bool, dict[str, Any]] = {}
+    for adapters in (True, False):
+        chosen, peak = list[str](), stage.peak
+        for changes in _candidate_changes(stage, adapters=adapters):
+            fixed = sum(peak.bytes.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+            if changes[0].partition("=")[0].endswith("_length") and fixed > stage.target.memory:
                 break
-    return found
+            kept = [text for text in chosen if text.partition("=")[0] not in {c.partition("=")[0] for c in changes}]
+            try:
+                config = load(stage.config.stage, stage.config.file, [*overrides, *kept, *changes])
+                smaller = estimate_stage(config, chain.with_adapters(config), None, stage.target)
+            except RLHFError:  # a value that does not go with the others
+                continue
+            if smaller.peak.total < 0.99 * peak.total:
+                chosen, peak = [*kept, *changes], smaller.peak
+                needed = peak.total + sum(overhead_bytes(config.stage, peak.total, stage.target, process).values())
+                verdict = fits(smaller, needed)
+                found[adapters] = {"set": " ".join(map(shell_word, chosen)), "memory_bytes": needed, "fits": verdict}
+                if verdict:
+                    break
+    return list(found.values())
+
+
+def memory_savings(stage: str) -> dict[str, tuple[str, Any]]:
+    """Return the settings that save memory with whole weights, each with its key and value, in the order to try them.
+
+    Checkpointing takes time, 8-bit AdamW rounds its moments, offload takes time in PPO. A value head on the policy
+    changes the algorithm, so it comes last.
+    """
+    savings: dict[str, tuple[str, Any]] = {
+        "gradient checkpointing": (f"{stage}.gradient_checkpointing", True),
+        "8-bit AdamW": ("ppo.optim" if stage == "ppo" else "trainer.optim", "adamw_8bit"),
+    }
+    if stage == "ppo":
+        savings |= {"offload in PPO": ("ppo.offload", True), "policy_head in PPO": ("models.value", "policy_head")}
+    return savings
 
 
 def _candidate_changes(stage: Estimate, *, adapters: bool) -> Iterator[list[str]]:
     """Yield settings in the order in which they are tried: what costs least quality and time first."""
     config, name = stage.config, stage.config.stage
     settings: Any = getattr(config, name)
+    if isinstance(config, EvalConfig) and adapters:
+        return
+    if settings.bf16 is False and stage.target.computes_in_bf16(True):
+        yield [f"{name}.bf16=true"]
     if isinstance(config, EvalConfig):
-        if adapters:
-            return
-        yield from _bf16(stage)
         for rows in _halves(settings.per_device_batch_size):
             yield [f"eval.per_device_batch_size={rows}"]
         return
     section = "models" if isinstance(config, PPOConfig) else "model"
     ppo, has_adapters = isinstance(config, PPOConfig), getattr(config, section).adapters
     rows, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    yield from _bf16(stage)
     if adapters and not has_adapters:
         unusable = [key for key in ("offload", "fsdp") if ppo and getattr(settings, key)]
         yield [f"{section}.adapters={{kind: lora}}", *(f"ppo.{key}=false" for key in unusable)]
-    yield [f"{name}.gradient_checkpointing=true"]
-    if not (adapters or has_adapters):
-        yield ["ppo.optim=adamw_8bit"] if ppo else ["trainer.optim=adamw_8bit"]
-        yield from [["models.value=policy_head"], ["ppo.offload=true"]] if ppo else []
+    savings = [[f"{key}={to_yaml(value)}"] for key, value in memory_savings(name).values()]
+    yield from savings[: 1 if adapters or has_adapters else None]
     if ppo:
         for at_once in _halves(settings.local_rollout_forward_batch_size or settings.episodes_per_update):
             yield [f"ppo.local_rollout_forward_batch_size={at_once}"]
@@ -212,17 +211,10 @@ def _candidate_changes(stage: Estimate, *, adapters: bool) -> Iterator[list[str]
     if ppo:
         yield ["ppo.logits_at_a_time=64"]
     if adapters:
-        kind = "{kind: qlora}" if not has_adapters else None
-        yield [f"{section}.adapters={kind}" if kind else f"{section}.adapters.kind=qlora"]
+        yield [f"{section}.adapters.kind=qlora" if has_adapters else f"{section}.adapters={{kind: qlora}}"]
     length = settings.response_length if ppo else settings.max_length
     for tokens in _halves(length)[:3] if isinstance(length, int) else ():
         yield [f"{name}.{'response_length' if ppo else 'max_length'}={tokens}"]
-
-
-def _bf16(stage: Estimate) -> Iterator[list[str]]:
-    name = stage.config.stage
-    if getattr(stage.config, name).bf16 is False and stage.target.computes_in_bf16(True):
-        yield [f"{name}.bf16=true"]
 
 
 def _halves(size: int) -> list[int]:
@@ -252,7 +244,13 @@ def show(plan: dict[str, Any], target: Target) -> None:
     rows = [[kind, *(size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(size(phase["total"]) for phase in phases)])
     columns = [f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"] for phase in phases]
-    terminal.table(["", *columns], rows, title=_title(plan, target))
+    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
+    prompt, response, generates = plan["prompt_tokens"], plan["response_tokens"], plan["stage"] in GENERATING
+    rows_text, generated = f"rows of {prompt + response} tokens", f"prompts of {prompt} tokens, responses of {response}"
+    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
+    processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
+    title = f"{plan['stage']}: {models} parameters; {generated if generates else rows_text}{mode}{processes}"
+    terminal.table(["", *columns], rows, title=title)
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
     extra = "".join(f", {name} {size(count)}" for name, count in others if count)
     needed = f"{size(plan['memory_bytes'])} in {plan['fullest']}{extra}"
@@ -265,8 +263,8 @@ def show(plan: dict[str, Any], target: Target) -> None:
     parts = " + ".join(f"{name} {terminal.duration(each)}" for name, each in seconds.items())
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
     count = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
-    limit = ", with all responses at their limit" if plan["stage"] in GENERATING else ""
-    total = f"{_bound(plan)} {terminal.duration(plan['seconds'])}{limit}"
+    limit = ", with all responses at their limit" if generates else ""
+    total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{limit}"
     once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
     terminal.out(f"         {count} x {terminal.duration(step)}{once}: {total}")
     if plan["share"] < devices.MIN_CPU_SHARE:
@@ -274,17 +272,6 @@ def show(plan: dict[str, Any], target: Target) -> None:
         terminal.out(f"         other processes leave {plan['share']:.0%} of the processor now; alone about {idle}")
     terminal.out(f"data     {_rows(plan)}")
     terminal.out()
-
-
-def _title(plan: dict[str, Any], target: Target) -> str:
-    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
-    prompt, response = plan["prompt_tokens"], plan["response_tokens"]
-    lengths = f"rows of {prompt + response} tokens"
-    if plan["stage"] in GENERATING:
-        lengths = f"prompts of {prompt} tokens, responses of {response}"
-    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
-    processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
-    return f"{plan['stage']}: {models} parameters; {lengths}{mode}{processes}"
 
 
 def _rows(plan: dict[str, Any]) -> str:
@@ -301,13 +288,8 @@ def _show_total(total: dict[str, Any]) -> None:
     size, verdict = system.format_bytes(total["memory_bytes"]), VERDICTS[total["fits"]]
     memory = f"at most {size} of memory, in {total['fullest']}: {verdict}"
     terminal.out(
-        f"in all   {_bound(total)} {terminal.duration(total['seconds'])} for {total['starts']} stages; {memory}"
+        f"in all   {BOUNDS[total['run']]} {terminal.duration(total['seconds'])} for {total['starts']} stages; {memory}"
     )
     loads = total["load_seconds"]
     loading = f" (some {terminal.duration(loads)} here, longer with TRL)" if loads else ""
     terminal.out(f"         on top: {total['starts']} starts{loading}, evaluations, report card and states")
-
-
-def _bound(times: dict[str, Any]) -> str:
-    """Return "about" for measured times, "at least" for those of matrix products only."""
-    return "about" if times["run"] else "at least"

@@ -9,7 +9,6 @@ one with all tokens of a micro-batch as rows for reading and learning, and one w
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,16 +32,12 @@ MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, secon
 MAX_PRODUCT_ROWS = 4096
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Seconds of each phase. `run`: whether passes were measured; else they are a lower bound.
-
-    `share`: the share of the processor that the measurement had; 1 without a measurement.
-    """
+class Duration(NamedTuple):
+    """Seconds of each phase."""
 
     phases: dict[str, float]
-    run: bool
-    share: float
+    run: bool  # whether passes were measured; else they are a lower bound
+    share: float  # of the processor, which the measurement had; 1 without a measurement
 
 
 def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
@@ -93,7 +88,11 @@ def _measure(
         rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
     sizes = rows, mean.prompt, mean.response, new_tokens, generated
     measured = [measure_passes(_make_model(policy, n, is_scorer), *sizes, bf16=policy.bf16) for n in layers]
-    times = measured[0] if len(layers) == 1 else _extrapolate(measured[0], measured[1], policy.layers)
+    times = measured[0]
+    if len(layers) > 1:
+        steps = (policy.layers - layers[0]) / (layers[1] - layers[0])
+        extrapolated = (few + steps * max(0.0, more - few) for few, more in zip(*measured, strict=True))
+        times = PassTimes(*extrapolated)._replace(share=min(each.share for each in measured))
     answers = 0 if is_scorer else rows * mean.response
     passes = {
         "rollout": (times.generate, policy.generation_flops(generated, mean)),
@@ -120,13 +119,6 @@ def _make_model(policy: StageModel, layers: int, is_scorer: bool) -> Any:
     if policy.adapters:
         memory.add_adapters(model, policy.adapters)
     return model
-
-
-def _extrapolate(few: "PassTimes", more: "PassTimes", layers: int) -> "PassTimes":
-    """Return the times of a model with `layers` layers from those of two shallow ones."""
-    steps = (layers - SHALLOW_LAYERS[0]) / (SHALLOW_LAYERS[1] - SHALLOW_LAYERS[0])
-    times = PassTimes(*(low + steps * max(0.0, high - low) for low, high in zip(few, more, strict=True)))
-    return times._replace(share=min(few.share, more.share))
 
 
 # Speed of this machine, by short measurements

@@ -35,8 +35,8 @@ FLOOR = 1e-3  # least denominator of a relative difference
 ZERO = 1e-9  # smaller values are rounding errors
 BY_COUNT = ("response tokens",)  # ids: the number that differ
 # Rounding errors to expect: of a sampled token, in nats; of a quantity, relative (larger ones are reported).
-NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-ROUNDING = {torch.float32: 0.05, torch.bfloat16: 0.5}
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}
+ROUNDING = {"float32": 0.05, "bfloat16": 0.5}
 
 
 # Differences
@@ -199,14 +199,10 @@ class Report:
 
     run: str
     step: int
-    dtype: torch.dtype  # of the run's computations
+    dtype: str  # of the run's computations
     quantities: list[Quantity]
     only_rounding: dict[str, str]  # quantities determined only by rounding, and why
     versions: list[str]  # libraries whose version has changed since the run
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def agrees(self) -> bool:
@@ -223,8 +219,17 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
         report = verify_update(open_run(folder), step, options)
     if as_json:
         terminal.out(json.dumps(_as_json(report), indent=2))
-    else:
-        _show(report)
+        return 0 if report.agrees else 1
+    rows = []
+    for quantity in report.quantities:
+        differences = (quantity.recorded, quantity.float64, quantity.rounding)
+        cells = ["" if x is None else "0" if x == 0 else f"{x:.1e}" for x in differences]
+        rows.append([quantity.name, str(quantity.count), f"{quantity.largest:.4g}", *cells])
+    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype]
+    terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
+    terminal.out()
+    for line in summary_lines(report):
+        terminal.out(line)
     return 0 if report.agrees else 1
 
 
@@ -244,7 +249,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     start = copy.deepcopy(trainer.state_dict())
     before = trace.copy_weights(trainer.policy, trainer.value)
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
-    dtype = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
+    dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         native = trace.run_update(trainer, rollout)
@@ -299,56 +304,30 @@ def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, An
 # The report
 
 
-def _show(report: Report) -> None:
-    rows = [
-        [quantity.name, str(quantity.count), f"{quantity.largest:.4g}"]
-        + [_cell(x) for x in (quantity.recorded, quantity.float64, quantity.rounding)]
-        for quantity in report.quantities
-    ]
-    columns = ["quantity", "numbers", "largest", "recorded", "float64", report.dtype_name]
-    terminal.table(columns, rows, title=f"update {report.step} of {report.run}: largest differences")
-    terminal.out()
-    for line in summary_lines(report):
-        terminal.out(line)
-
-
-def _cell(difference: float | None) -> str:
-    return "" if difference is None else "0" if difference == 0 else f"{difference:.1e}"
-
-
 def summary_lines(report: Report) -> list[str]:
     """Return the results of the three comparisons as lines of text."""
-    errors = [quantity.name for quantity in report.quantities if quantity.error > TOLERANCE]
-    largest = worst(report.quantities)
+    quantities, bound = report.quantities, ROUNDING[report.dtype]
+    compared = [quantity for quantity in quantities if quantity.recorded is not None]
+    changed = [quantity for quantity in compared if quantity.recorded]
+    recorded = f"all {len(compared)} quantities equal the run's to the last bit"
+    if changed:
+        reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
+        first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
+        recorded = f"{len(changed)} of {len(compared)} quantities differ from the run's, {first}: {reason}"
+    rounded = {quantity.name: quantity.relative(quantity.rounding) for quantity in quantities if quantity.rounding}
+    rounding = "no rounding error"
+    if large := [name for name, error in rounded.items() if error > bound]:
+        rounding = f"rounding changes {large[0]} by {rounded[large[0]]:.1e} of its size: more than expected"
+    elif rounded:
+        name, error = max(rounded.items(), key=lambda item: item[1])
+        rounding = f"rounding changes a quantity by at most {error:.1e} of its size ({name})"
+    skipped = [f"skipped   {name}: {why}, only rounding decides it" for name, why in report.only_rounding.items()]
+    errors, largest = [quantity.name for quantity in quantities if quantity.error > TOLERANCE], worst(quantities)
     result = f"agrees to {TOLERANCE:g}: at most {largest.error:.1e} of a quantity's size ({largest.name})"
     if errors:
         result = f"differs: {errors[0]} is the first of {len(errors)} quantities that do not agree to {TOLERANCE:g}"
-    skipped = [f"skipped   {name}: {why}, only rounding decides it" for name, why in report.only_rounding.items()]
-    return [_recorded_line(report), _rounding_line(report), *skipped, f"verify    update {report.step} {result}"]
-
-
-def _recorded_line(report: Report) -> str:
-    recorded = [quantity for quantity in report.quantities if quantity.recorded is not None]
-    changed = [quantity for quantity in recorded if quantity.recorded]
-    if not changed:
-        return f"recorded  all {len(recorded)} quantities equal the run's to the last bit"
-    reason = ", ".join(report.versions) or "another machine, number of threads, or version of the code"
-    first = f"first {changed[0].name} by {changed[0].recorded:.1e}"
-    return f"recorded  {len(changed)} of {len(recorded)} quantities differ from the run's, {first}: {reason}"
-
-
-def _rounding_line(report: Report) -> str:
-    bound = ROUNDING[report.dtype]
-    errors = {
-        quantity.name: quantity.relative(quantity.rounding) for quantity in report.quantities if quantity.rounding
-    }
-    if not errors:
-        return f"{report.dtype_name:9} no rounding error"
-    if large := [name for name, error in errors.items() if error > bound]:
-        change = f"{large[0]} by {errors[large[0]]:.1e} of its size: more than expected"
-        return f"{report.dtype_name:9} rounding changes {change}"
-    name, error = max(errors.items(), key=lambda item: item[1])
-    return f"{report.dtype_name:9} rounding changes a quantity by at most {error:.1e} of its size ({name})"
+    lines = [f"recorded  {recorded}", f"{report.dtype:9} {rounding}", *skipped]
+    return [*lines, f"verify    update {report.step} {result}"]
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -358,15 +337,14 @@ def _as_json(report: Report) -> dict[str, Any]:
         "agrees": report.agrees,
         "exact": not any(quantity.recorded for quantity in report.quantities),  # the run's values, to the last bit
         "tolerance": TOLERANCE,
-        "number_format": report.dtype_name,
+        "number_format": report.dtype,
         "told": summary_lines(report),
-        "quantities": [
-            {name: _finite(x) for name, x in (asdict(quantity) | {"error": quantity.error}).items() if x is not None}
-            for quantity in report.quantities
+        "quantities": [  # infinities and nan as text, which JSON cannot represent as numbers
+            {
+                name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in each.items()
+                if x is not None
+            }
+            for each in (asdict(quantity) | {"error": quantity.error} for quantity in report.quantities)
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    """Return infinities and nan as text, which JSON cannot represent as numbers."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

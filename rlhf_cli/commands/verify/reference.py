@@ -95,7 +95,7 @@ def check_sampling(state: ReferenceState, tick: Callable[[], None]) -> Quantitie
     best, unexplained = [], 0
     for row, response in enumerate(state.responses):
         seed = derive_seed(state.seed, "sample", state.update, row)
-        for step, z in enumerate(response_logits(state, state.policy, row)):
+        for step, z in enumerate(response_logits(state.policy, state.prompts[row], response)):
             perturbed = z / state.settings.temperature - exponential(seed, step, len(z)).log()
             best.append(int(perturbed.argmax()))
             unexplained += bool(perturbed.max() - perturbed[response[step]] > state.near_tie)
@@ -129,15 +129,9 @@ def row_ids(prompt: list[int], response: list[int], model: Any) -> Tensor:  # (1
     return torch.tensor([prompt + response], device=model.device)
 
 
-def before_response_tokens(state: ReferenceState, row: int, outputs: Tensor) -> Tensor:
-    """Return the outputs that predict the T response tokens, of a model's outputs (1, P + T, ...) for a row."""
-    return outputs[0, len(state.prompts[row]) - 1 : -1]
-
-
-def response_logits(state: ReferenceState, model: Any, row: int) -> Tensor:
+def response_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     """Return the logits that predict each response token, (T, V)."""
-    ids = row_ids(state.prompts[row], state.responses[row], model)
-    return before_response_tokens(state, row, model(input_ids=ids, use_cache=False).logits).cpu()
+    return model(input_ids=row_ids(prompt, response, model), use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
 
 
 def response_values(state: ReferenceState, row: int) -> Tensor:
@@ -150,7 +144,7 @@ def response_values(state: ReferenceState, row: int) -> Tensor:
     ids = row_ids(state.prompts[row], state.responses[row], body)
     with_grad = torch.is_grad_enabled() and (state.policy_is_trained or not state.value_is_head)
     with torch.set_grad_enabled(with_grad):
-        hidden = before_response_tokens(state, row, body(input_ids=ids, use_cache=False).last_hidden_state)
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0, len(state.prompts[row]) - 1 : -1]
     score = hidden @ state.value.score.weight[0] if state.value_is_head else classifier_score(state.value, hidden)
     return score.cpu()
 
@@ -163,7 +157,8 @@ def classifier_score(model: Any, hidden: Tensor) -> Tensor:
 
 def log_probs(state: ReferenceState, model: Any, row: int) -> Tensor:
     """Return the log-probabilities of each response token's alternatives at the sampling temperature, (T, V)."""
-    return torch.log_softmax(response_logits(state, model, row) / state.settings.temperature, -1)
+    logits = response_logits(model, state.prompts[row], state.responses[row])
+    return torch.log_softmax(logits / state.settings.temperature, -1)
 
 
 def of_tokens(logp: Tensor, tokens: list[int]) -> Tensor:

@@ -19,8 +19,8 @@ from rlhf_cli.commands.verify.reference import (
     log_probs,
     make_experience,
     of_tokens,
+    response_logits,
     response_values,
-    row_ids,
 )
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
@@ -184,8 +184,7 @@ def language_model_loss(state: ReferenceState, rows: list[int], epoch: int) -> f
     tokens = sum(len(completion) for _, completion in pairs)
     total = 0.0
     for prompt, completion in pairs:
-        logits = state.policy(input_ids=row_ids(prompt, completion, state.policy), use_cache=False).logits
-        logp = torch.log_softmax(logits[0, len(prompt) - 1 : -1], -1)
+        logp = torch.log_softmax(response_logits(state.policy, prompt, completion), -1)
         loss = -of_tokens(logp, completion).sum() / tokens
         (state.settings.ptx_coef * loss).backward()
         total += loss.item()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,8 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
         steps.append(train_minibatch(*arguments))
         return steps[-1]
 
-    vars(trainer)["_train_minibatch"] = recorded  # overrides the method
-    try:
+    with patch.object(trainer, "_train_minibatch", recorded):
         stats = trainer.update(experience)
-    finally:
-        del vars(trainer)["_train_minibatch"]
     mask, score_result = experience.mask, experience.score_result
     moments = score_result.moments
     names = dict.fromkeys(name for step in steps for name in step)
@@ -115,10 +113,8 @@ def _frozen_weights(trainer: PPOTrainer) -> Tensor:
 def weight_changes(before: Weights, after: Weights) -> Quantities:
     """Return the change of each weight of policy and value."""
     return {
-        f"{name} weights, change": torch.cat(
-            [(after[name][key] - before[name][key]).reshape(-1) for key in before[name]]
-        )
-        for name in before
+        f"{name} weights, change": torch.cat([(after[name][key] - old).reshape(-1) for key, old in weights.items()])
+        for name, weights in before.items()
     }
 
 
