@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from rlhf_cli.commands.report import diagnosis, figures
-from rlhf_cli.commands.report.charts import Figure, curves, figure
+from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
 from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
@@ -160,5 +161,5 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
         lines = {name: points for name, points in series.items() if points}
         if len({value for points in lines.values() for _, value in points}) > 1:
             ends = [f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()]
-            sentence, draw = f"At the end: {'; '.join(ends)}.", curves(lines, unit=rule.unit)
+            sentence, draw = f"At the end: {'; '.join(ends)}.", partial(draw_curves, lines, unit=rule.unit)
             yield figure(figures.figure_name(rule.key), rule.title, sentence, draw, key=rule.key)

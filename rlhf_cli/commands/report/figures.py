@@ -1,20 +1,11 @@
 """The figures of a run: which data each one shows, and the sentence below it."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from rlhf_cli.commands.report.charts import (
-    INK,
-    SERIES,
-    Figure,
-    bars,
-    calibration,
-    curves,
-    figure,
-    frontier_panel,
-    histograms,
-    win_rate_chart,
-)
+from rlhf_cli.commands.report import charts
+from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
 from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
 from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
@@ -39,8 +30,8 @@ def training(stage: Stage) -> list[Figure]:
             final = stage.table("metrics").get("eval_loss") if key == "loss" else None
             if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
                 sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
-            name, draw = f"{stage.name}-{key}", curves(lines, unit=unit, x="step")
-            found.append(figure(name, title, sentence, draw, key=key))
+            draw = partial(charts.draw_curves, lines, unit=unit, x="step")
+            found.append(figure(f"{stage.name}-{key}", title, sentence, draw, key=key))
     return found
 
 
@@ -69,7 +60,7 @@ def _ppo_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure
         lines = {title: reading.points}
         if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
             lines = {"score": reading.points, "minus the KL penalty": penalized}
-        draw = curves(lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
+        draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
         markup = figure(figure_name(reading.key), title, sentence, draw).markup
     advice = with_values(reading.advice, stage.config)
     return Figure(title, sentence, markup, reading.verdict, advice, reading.key)
@@ -86,13 +77,13 @@ def report_card(card: Mapping[str, Any]) -> list[Figure]:
     if bins := card.get("calibration"):
         sentence = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
         sentence += "Larger dots have more pairs."
-        found.append(figure("card-calibration", "Calibration", sentence, calibration(bins)))
+        found.append(figure("card-calibration", "Calibration", sentence, partial(charts.draw_calibration, bins)))
     if "margin_histogram" in card:
         edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
         wrong = sum(counts[: 1 + edges.index(0.0)])
         sentence = "The margin is the score of the chosen answer minus that of the rejected one. "
         sentence += f"{wrong} of {card['n']} are below 0: the rejected answer scores higher."
-        draw = bars(counts, edges, "margin, chosen - rejected", "pairs")
+        draw = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
         found.append(figure("card-margins", "Margins", sentence, draw))
     return found
 
@@ -107,7 +98,7 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
         tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
         if end is not best and tied is not None:
             sentence += ", within noise of it" if tied else ", worse by more than noise"
-        draw = frontier_panel(judge, report, (SERIES[0], SERIES[1], INK), legend=True)
+        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK), legend=True)
         found.append(figure(f"frontier-{index}", f"By {judge}", f"{sentence}.", draw, (4.8, 3.2)))
     return found
 
@@ -118,7 +109,8 @@ def wins(report: Mapping[str, Any]) -> Figure | None:
     if not rows:
         return None
     about = "; ".join(f"{label}: {percent(value)}" for label, value, _ in rows)
-    return figure("win-rates", "Win rates", "", win_rate_chart(rows), (4.8, 0.7 + 0.25 * len(rows)), about=about)
+    draw = partial(charts.draw_win_rates, rows)
+    return figure("win-rates", "Win rates", "", draw, (4.8, 0.7 + 0.25 * len(rows)), about=about)
 
 
 def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -128,6 +120,5 @@ def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
         return None
     tokens = {"SFT": [pair.sft["length"] for pair in pairs], "PPO": [pair.ppo["length"] for pair in pairs]}
     means = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in tokens.items())
-    return figure(
-        "lengths", "Answer lengths", f"Mean tokens per answer: {means}.", histograms(tokens, "tokens per answer")
-    )
+    draw = partial(charts.draw_histograms, tokens, "tokens per answer")
+    return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)
