@@ -73,28 +73,16 @@ def clean(text: str) -> str:
     return redact(CONTROL.sub("", text))
 
 
-def say(text: str) -> None:
-    """Print a log line on stderr, on the main process only."""
+def say(text: str, *, dim: bool = False) -> None:
+    """Print a log line on stderr, on the main process only; `dim` dims it on a terminal."""
     if distributed.is_main_process():
-        _write(sys.stderr, text)
+        _write(sys.stderr, text, dim=dim)
 
 
-def out(text: str = "") -> None:
-    """Print a result line on stdout, on the main process only."""
+def out(text: str = "", *, end: str = "\n") -> None:
+    """Print a result line on stdout, on the main process only; without a line break if `end` is empty."""
     if distributed.is_main_process():
-        _write(sys.stdout, text)
-
-
-def log_dim(text: str) -> None:
-    """Print a log line on stderr, dimmed on a terminal."""
-    if distributed.is_main_process():
-        _write(sys.stderr, text, dim=True)
-
-
-def print_partial(text: str) -> None:
-    """Print text on stdout without a line break."""
-    if distributed.is_main_process():
-        _write(sys.stdout, text, end="")
+        _write(sys.stdout, text, end=end)
 
 
 def is_stdout_open() -> bool:

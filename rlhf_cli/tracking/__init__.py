@@ -84,23 +84,19 @@ class Trackers:
                 self._guarded(name, send, tracker)
 
     def _begin(self, name: str) -> None:
-        tracker = self._open[name] = TRACKERS[name](self._run())
-        terminal.say(f"{self.config.stage:<8} {name}: {tracker.place}")
-
-    def _run(self) -> TrackerRun:
-        config = self.config
-        group = Path(config.run).name
-        name = "-".join(part for part in (group, config.stage) if part)
-        return TrackerRun(
+        config, group = self.config, Path(self.config.run).name
+        run = TrackerRun(
             config.stage,
             config.folder,
             config.output.project,
-            config.output.run_name or name,
+            config.output.run_name or "-".join(part for part in (group, config.stage) if part),
             group,
             _redacted(config.dump(relative_to=config.folder)),
             max((line["step"] for line in self._kept), default=NO_STEP),
             max((step for step, _ in self._logged), default=NO_STEP),
         )
+        tracker = self._open[name] = TRACKERS[name](run)
+        terminal.say(f"{config.stage:<8} {name}: {tracker.place}")
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         """Call a tracker; if it raises, warn and close it."""

@@ -196,7 +196,7 @@ class ChatSession:
         for reply in replies:
             label = reply.model.name if compared else ""
             if not self.stopped:
-                terminal.print_partial(f"{label}: " if label else "")
+                terminal.out(f"{label}: " if label else "", end="")
                 self._show(reply)
             if reply.ids:
                 turn.replies[reply.model.name] = self._score(reply, label)
@@ -207,7 +207,7 @@ class ChatSession:
     def _show(self, reply: StreamingReply) -> None:
         try:
             for piece in reply:
-                terminal.print_partial(piece)
+                terminal.out(piece, end="")
         except KeyboardInterrupt:
             self._stop()
         terminal.out()
@@ -231,7 +231,7 @@ class ChatSession:
             if self.stopped:  # the second one
                 raise
             self._stop()
-        terminal.log_dim((f"{label}  " if label else "") + format_metrics(reply))
+        terminal.say((f"{label}  " if label else "") + format_metrics(reply), dim=True)
         return reply
 
 
