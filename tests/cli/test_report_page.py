@@ -249,11 +249,11 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     change(folders[0] / "sft/manifest.json", metrics={"eval_loss": 2.0})
     change(folders[1] / "sft/manifest.json", metrics={"eval_loss": 5.0})
     change(folders[2] / "eval/manifest.json", parents={})  # else it is out of date: its SFT is not finished
-    rows = {row.title: row.cells()[1:] for row in compare.results([read_run(folder) for folder in folders])}
+    rows = {title: cells for title, *cells in compare.results([read_run(folder) for folder in folders])}
     rates = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
     assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", "3"]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
     assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", "2"]
-    assert compare.Row("", [2.0, None]).cells() == ["", "2", "-", "2", "-", "1"]
+    assert compare.row("", [2.0, None]) == ["", "2", "-", "2", "-", "1"]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
     assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"

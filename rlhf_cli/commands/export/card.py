@@ -191,9 +191,9 @@ class Card:
 
     def data_rows(self) -> Iterator[list[str]]:
         for stage in [*self.stages, *([self.evaluation] if self.is_evaluated else [])]:
-            for row in tables.data_rows([stage]):
-                name = code(self.data_name(stage, row.key))
-                yield [self.label(sha256_of(stage), stage.name), code(row.key), name, row.rows, short(row.sha256)]
+            for _, key, _, rows, sha256 in tables.data_rows([stage]):
+                name = code(self.data_name(stage, key))
+                yield [self.label(sha256_of(stage), stage.name), code(key), name, rows, short(sha256)]
 
     def setting_rows(self) -> Iterator[list[str]]:
         """Yield the main settings of each stage, and those that differ from their defaults; no local paths."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, key_changes, readings, reconcile, with_values
+from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence
@@ -17,7 +17,6 @@ from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_
 
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
-SEVERITY: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
 # Limits of docs/evaluation.md, "Badges", and docs/tuning.md (TRIVIAL).
 CHANCE = 0.5
 TRIVIAL = 0.95  # accuracy above which the pairs may differ in something trivial
@@ -190,14 +189,10 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
         yield _finding("alarms", times=times, signals=", ".join(signals), since=since)
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
-            yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
+            judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course
+            yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
     if 0 < updates < FEWEST:
         yield _finding("few_updates", updates=count(updates, "update"), fewest=FEWEST)
-
-
-def _short(reading: Reading) -> str:
-    """Return the reading's sentence without the numbers of its course."""
-    return reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")
 
 
 def _evaluation(run: Run) -> Iterator[Finding]:
@@ -286,20 +281,17 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
 # The result
 
 
-def sentences(run: Run) -> list[str]:
-    """Return the result in plain sentences, as far as it exists."""
-    report = run.outcome
+def sentences(run: Run) -> Iterator[str]:
+    """Yield the result in plain sentences, as far as it exists."""
+    report, rates, ppo = run.outcome, run.rates, run.stages["ppo"]
     if run.stages["eval"].outdated:
-        return ["The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."]
+        yield "The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."
+        return
     if report is None:
-        ppo = run.stages["ppo"]
-        updates = [f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."] if ppo.metrics else []
-        return [*updates, "There is no evaluation yet, so PPO and SFT are not compared."]
-    return list(_result(run, report))
-
-
-def _result(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
-    rates = run.rates
+        if ppo.metrics:
+            yield f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."
+        yield "There is no evaluation yet, so PPO and SFT are not compared."
+        return
     if rates:
         yield f"{summary_sentence(report)}."
         ours, theirs = (at(report, f"models.{name}.response_length_mean") for name in ("ppo", "sft"))
@@ -313,10 +305,6 @@ def _result(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
             undecided = ", undecided" if significance(rate) == "undecided" else ""
             baseline = f"SFT's best of {row['n']} by the reward model, which needs no training"
             yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
-    yield from _selected(report)
-
-
-def _selected(report: Mapping[str, Any]) -> Iterator[str]:
     step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
     if point := next((each for each in points if each["step"] == step), None):
         last = max(each["step"] for each in points)

@@ -71,14 +71,6 @@ class StageRow(NamedTuple):
     device: str
 
 
-class DataRow(NamedTuple):
-    stage: str
-    key: str
-    path: str
-    rows: str
-    sha256: str
-
-
 def stage_row(stage: Stage) -> StageRow:
     """Return a stage as a row of text; unknown cells are empty."""
     steps, seconds = [row["step"] for row in stage.metrics], total_seconds(stage)
@@ -100,17 +92,15 @@ def total_seconds(stage: Stage) -> float:
     return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
 
 
-def data_rows(stages: Iterable[Stage]) -> list[DataRow]:
-    """Return the data of each stage by key. Rows are counted if the file exists and has not changed since."""
+def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
+    """Return (stage, key, path, rows, sha256) of the data; rows of a file that exists and has not changed since."""
     rows = []
     for stage in stages:
         hashes = (stage.manifest or stage.identity or {}).get("data")
         for key, sha256 in (hashes if isinstance(hashes, Mapping) else {}).items():
-            path = stage.setting(key)
-            name = path if isinstance(path, str) else ""
-            rows.append(
-                DataRow(stage.name, key, name, _row_count(stage.folder / name, sha256) if name else "", str(sha256))
-            )
+            name = path if isinstance(path := stage.setting(key), str) else ""
+            lines = _row_count(stage.folder / name, sha256) if name else ""
+            rows.append((stage.name, key, name, lines, str(sha256)))
     return rows
 
 
