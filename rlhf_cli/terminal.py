@@ -49,23 +49,18 @@ def is_first_time(text: str) -> bool:
     """Return True, and record it, if the command has not printed this text. Only the main process prints."""
     if not distributed.is_main_process():
         return False
-    line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-    if line in _seen or line in _seen_by_others():
+    line, file = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest(), os.environ.get(SEEN_FILE_VARIABLE)
+    with suppress(OSError):  # no message yet
+        if file:  # of the messages that earlier processes of the command printed
+            _seen.update(Path(file).read_text(encoding="ascii").split())
+    if line in _seen:
         return False
     _seen.add(line)
     with suppress(OSError):  # on a full disk the message is printed twice
-        if file := os.environ.get(SEEN_FILE_VARIABLE):
+        if file:
             with open(file, "a", encoding="ascii") as lines:
                 lines.write(f"{line}\n")
     return True
-
-
-def _seen_by_others() -> list[str]:
-    """Return the hashes of the messages that earlier processes of the command printed."""
-    try:
-        return Path(os.environ[SEEN_FILE_VARIABLE]).read_text(encoding="ascii").split()
-    except (KeyError, OSError):  # a single process, or no message yet
-        return []
 
 
 def clean(text: str) -> str:
@@ -179,7 +174,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
     if not distributed.is_main_process():
         return
     if is_terminal(sys.stdout):
-        _print_rich_table(columns, rows, title)
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(title=Text(clean(title)) if title else None)
+        for column in columns:
+            grid.add_column(Text(clean(column)))
+        for row in rows:
+            grid.add_row(*(Text(clean(cell)) for cell in row))
+        Console(file=sys.stdout).print(grid)
         return
     cells = [[clean(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (columns, *rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(columns))]
@@ -187,19 +191,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out(title)
     for row in cells:
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(title=Text(clean(title)) if title else None)
-    for column in columns:
-        grid.add_column(Text(clean(column)))
-    for row in rows:
-        grid.add_row(*(Text(clean(cell)) for cell in row))
-    Console(file=sys.stdout).print(grid)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -284,29 +284,26 @@ def response_pairs(samples: Sequence[Row]) -> list[ResponsePair]:
     return pairs
 
 
-def quartile_examples(gains: Mapping[int, float]) -> list[int]:
-    """Return the distinct rows whose gain is nearest to each quartile; the lower index wins a tie."""
-    ordered = sorted(gains.values())
-    selected: list[int] = []
-    for quantile in QUANTILES:
-        target = ordered[round(quantile * (len(ordered) - 1))]
-        remaining = [index for index in gains if index not in selected]
-        if remaining:
-            selected.append(min(remaining, key=lambda index: (abs(gains[index] - target), index)))
+def quartile_examples(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
+    """Return the distinct pairs whose gain is nearest to each quartile; the lower index wins a tie."""
+    gains, remaining, selected = sorted(pair.gain for pair in pairs), list(pairs), []
+    for quantile in QUANTILES[: len(pairs)]:
+        target = gains[round(quantile * (len(gains) - 1))]
+        selected.append(min(remaining, key=lambda pair: (abs(pair.gain - target), pair.index)))
+        remaining.remove(selected[-1])
     return selected
 
 
 def _print_samples(samples: Sequence[Row]) -> None:
     """Print both policies' responses to three prompts, at the quartiles of the gain."""
-    pairs = {pair.index: pair for pair in response_pairs(samples)}
-    if not pairs:
-        return
     rows = []
-    for index in quartile_examples({index: pair.gain for index, pair in pairs.items()}):
-        rows.append(["prompt", "", str(pairs[index].prompt)])
-        for name, row in (("sft", pairs[index].sft), ("ppo", pairs[index].ppo)):
+    for pair in quartile_examples(response_pairs(samples)):
+        rows.append(["prompt", "", str(pair.prompt)])
+        for name, row in (("SFT", pair.sft), ("PPO", pair.ppo)):
             scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
-            rows.append([model_label(name), scores, str(row["response"])])
+            rows.append([name, scores, str(row["response"])])
+    if not rows:
+        return
     terminal.out()
     title = f"Sample responses at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
     terminal.table(["", "scores", "text"], rows, title=title)

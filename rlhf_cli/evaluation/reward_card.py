@@ -78,17 +78,12 @@ def print_card(card: Mapping[str, Any]) -> None:
     terminal.out(text)
     title = f"report card: {card['n']} pairs, {card['adversarial']['n']} probed"
     terminal.table([title, "value [95 % interval]", "limit", ""], rows)
-    counts = margin_counts(card)
-    terminal.table(["margin, chosen - rejected", *counts], [["pairs", *map(str, counts.values())]])
+    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
+    terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
     for line in LEGEND:
         terminal.out(line)
-
-
-def margin_counts(card: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of margins per bin: `below -4`, `-4 to -2`, ..."""
-    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
-    between = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-    return dict(zip([f"below {edges[0]:g}", *between, f"from {edges[-1]:g}"], counts, strict=True))
 
 
 def missing_card_reason(stage: str, manifest: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.errors import Problem, RLHFError, closest_match
+from rlhf_cli.errors import Problem, RLHFError, did_you_mean
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score each; may be async
@@ -160,8 +160,7 @@ def _make_builtin(section: RewardSection, context: RewardContext) -> RewardFn:
     assert section.builtin is not None
     name, known = section.builtin, ", ".join(BUILTIN_REWARDS)
     if name not in BUILTIN_REWARDS:
-        near = closest_match(name, BUILTIN_REWARDS)
-        hint = f"did you mean {near}?" if near else "or write a Python function: function: module:name"
+        hint = did_you_mean(name, BUILTIN_REWARDS) or "or write a Python function: function: module:name"
         raise RLHFError("C07", f'builtin "{name}" is not one of {known}', where=context.where("builtin"), hint=hint)
     strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
     try:
@@ -244,8 +243,5 @@ def repetition(*, words: Annotated[int, Field(gt=0, le=100)] = 3) -> RewardFn:
 
 
 BUILTIN_REWARDS: dict[str, Callable[..., RewardFn]] = {
-    "length": length,
-    "regex": regex,
-    "keyword": keyword,
-    "repetition": repetition,
+    function.__name__: function for function in (length, regex, keyword, repetition)
 }

@@ -101,8 +101,7 @@ class RetokenizingReward(ModelReward):
         return new_prompts, new_responses
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _check_length(self, row: int, prompt_length: int, response_length: int) -> None:
         if not prompt_length:
