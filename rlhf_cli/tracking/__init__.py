@@ -165,13 +165,10 @@ class Log:
 
     def __init__(self, path: Path, position: LogPosition | None = None) -> None:
         self.path = path
-        content = b""
-        if not distributed.is_main_process():
-            pass
-        elif position is None:
+        is_main = distributed.is_main_process()
+        content = _truncate(path, position) if is_main and position else b""
+        if is_main and not position:
             path.unlink(missing_ok=True)
-        else:
-            content = _truncate(path, position)
         self._bytes, self._sha256 = len(content), hashlib.sha256(content)
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ import pytest
 from report_run import CARD, answers, begin, change, configs, metrics, report, write_run
 
 from rlhf_cli.commands.report import charts, compare, page
-from rlhf_cli.commands.report.rules import Band
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import read_run
@@ -193,7 +192,7 @@ def test_a_curve_goes_through_its_points() -> None:
 
 
 def test_the_visible_part_of_a_range_is_shaded() -> None:
-    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=Band([2.0, 2.0], [100.0, 100.0], ""))
+    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=([2.0, 2.0], [100.0, 100.0]))
     line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
     zero, ten = line[0][1], line[1][1]
     bottom, top = max(y for _, y in shade), min(y for _, y in shade)

@@ -135,7 +135,7 @@ def draw_curves(
     low, high = min(values) - margin, max(values) + margin
     if band:  # shade its visible part
         steps: list[float] = [step for step, _ in next(iter(lines.values()))]
-        bottom, top = ([min(max(value, low), high) for value in bound] for bound in (band.low, band.high))
+        bottom, top = ([min(max(value, low), high) for value in bound] for bound in band)
         if len(steps) == 1:
             steps, bottom, top = [steps[0] - 0.5, steps[0] + 0.5], bottom * 2, top * 2
         mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")

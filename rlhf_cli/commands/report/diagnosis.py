@@ -41,9 +41,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 def _finding(key: str, **values: Any) -> Finding:
     """Return a finding of findings.toml with these values."""
-    fields = _TABLE[key]
-    advice = fields.get("advice", "").format(**values)
-    return Finding(fields["grade"], fields["text"].format(**values), advice, fields.get("name", ""))
+    return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
 def findings(run: Run, stage: str) -> list[Finding]:
@@ -60,9 +58,9 @@ def findings(run: Run, stage: str) -> list[Finding]:
 
 def _sft(run: Run) -> Iterator[Finding]:
     stage = run.stages["sft"]
-    overfit = [*_losses(stage), *_held_out_loss(stage)]
-    yield from overfit
-    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in overfit))
+    losses = list(_losses(stage))
+    yield from losses
+    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in losses))
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
@@ -79,22 +77,18 @@ def _losses(stage: Stage) -> Iterator[Finding]:
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
         lowest, last = number(min(held_out)), number(held_out[-1])
         yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
-
-
-def _duration_key(stage: Stage) -> str:
-    steps = f"{stage.name}.max_steps"
-    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
-
-
-def _held_out_loss(stage: Stage) -> Iterator[Finding]:
-    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
-    if loss and held_out:
+    if stage.name == "sft" and loss and held_out:
         final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
         ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
         falling = len(held_out) > 1 and held_out[-1] == min(held_out)
         key = "losses_close" if theirs <= MEMORIZED * ours else "memorized_while_falling" if falling else "memorized"
         values = {"held_out": number(theirs), "training": number(ours), "limit": number(MEMORIZED)}
         yield _finding(key, **values, duration=_duration_key(stage))
+
+
+def _duration_key(stage: Stage) -> str:
+    steps = f"{stage.name}.max_steps"
+    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
 
 
 def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:

@@ -132,16 +132,8 @@ def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
 Verdict = Literal["good", "look", "bad", "none"]  # none: not judged
 SEVERITY = ("none", "good", "early", "stale", "look", "bad")  # of verdicts, and of the grades of the diagnosis
 ILL = SEVERITY[-2:]  # those that need attention
+Band = tuple[list[float], list[float]]  # healthy range: the bounds of each update, infinite if open
 NEAR = best_of_n_kl(2)  # nats per response: a policy that is no farther from SFT than its best of two has hardly moved
-
-
-@dataclass(frozen=True)
-class Band:
-    """The healthy range of each update (infinite if open), and the range as text."""
-
-    low: list[float]
-    high: list[float]
-    words: str
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,7 @@ def _band(
         return None
     first, limit = points[0][1], limit_of(rule, config)
     low, high = zip(*(rule.bounds(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
-    return Band(list(low), list(high), rule.words.format(limit=limit))
+    return list(low), list(high)
 
 
 def _judge_trend(rule: Rule, points: list[tuple[int, float]], ppo: Stage) -> tuple[Verdict, str, str]:
@@ -238,17 +230,18 @@ def _judge_range(
     if band is None:
         return "none", "", ""
     n, values, limit = len(points), [value for _, value in points], limit_of(rule, ppo.config)
-    inside = [low <= value <= high for low, value, high in zip(band.low, values, band.high, strict=True)]
+    words = rule.words.format(limit=limit)
+    inside = [low <= value <= high for value, low, high in zip(values, *band, strict=True)]
     alarms = [(step, value) for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
     if all(inside) and not alarms:
-        return "good", f"Inside the healthy range ({band.words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.", ""
-    text = f"Outside the healthy range ({band.words}) in {inside.count(False)} of {count(n, 'update')}"
+        return "good", f"Inside the healthy range ({words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.", ""
+    text = f"Outside the healthy range ({words}) in {inside.count(False)} of {count(n, 'update')}"
     if alarms:
         advice = rule.if_low if min(values) < rule.alarm_low else rule.if_high
         return "bad", f"{text}, and beyond the alarm limit at update {alarms[0][0]}.", advice
     if n < rule.early:
         return "none", f"{text}. Too early to judge: {rule.early} updates are needed.", ""
-    end, low, high = (fmean(last_quarter(each)) for each in (values, band.low, band.high))
+    end, low, high = (fmean(last_quarter(each)) for each in (values, *band))
     if low <= end <= high:
         return "good", f"{text}, inside it at the end.", ""
 
