@@ -1,7 +1,6 @@
 """Report card of a reward model as a table, and the requirements on it that `ppo.require_reward` sets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,22 +28,12 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class CardRow:
-    """A quantity of the card as text, and the limit above which it is flagged."""
-
-    name: str
-    value: str
-    limit: str
-    flagged: bool
-
-
-def card_rows(card: Mapping[str, Any]) -> list[CardRow]:
-    """Return the rows of a card that has more than the accuracy."""
+def card_rows(card: Mapping[str, Any]) -> list[list[str]]:
+    """Return [quantity, value, limit, "flagged" or ""] for a card that has more than the accuracy."""
     ece, correlation = f"{card['ece']:.3f}; {describe_confidence(card)}", card["length_correlation"]
     rows = [
-        CardRow("calibration error (ECE)", ece, f"{ece_limit(card):.2f}", card["ece"] > ece_limit(card)),
-        CardRow(
+        ("calibration error (ECE)", ece, f"{ece_limit(card):.2f}", card["ece"] > ece_limit(card)),
+        (
             "rank correlation of score and length",
             with_interval(correlation, card["length_correlation_ci95"]),
             f"+-{MAX_LENGTH_CORRELATION:.2f}",
@@ -53,12 +42,12 @@ def card_rows(card: Mapping[str, Any]) -> list[CardRow]:
     ]
     if longer := card.get("longer_answer"):
         value = f"{with_interval(longer['preferred'], longer['ci95'])}; by people {longer['chosen']:.3f}"
-        rows.append(CardRow("longer answer preferred", value, "", False))
+        rows.append(("longer answer preferred", value, "", False))
     for name, probe in card["adversarial"]["probes"].items():
         value = f"{with_interval(probe['beats'], probe['ci95'])}; mean gap {probe['margin']:+z.2f}"
         limit = f"{probe_limit(name, card['accuracy']):.2f}"
-        rows.append(CardRow(f"beaten by {PROBE_LABELS[name]}", value, limit, is_probe_flagged(name, card)))
-    return rows
+        rows.append((f"beaten by {PROBE_LABELS[name]}", value, limit, is_probe_flagged(name, card)))
+    return [[*texts, "flagged" if is_flagged else ""] for *texts, is_flagged in rows]
 
 
 def print_card(card: Mapping[str, Any]) -> None:
@@ -71,7 +60,7 @@ def print_card(card: Mapping[str, Any]) -> None:
     if "adversarial" not in card:
         terminal.out(text)
         return
-    rows = [[row.name, row.value, row.limit, "flagged" if row.flagged else ""] for row in card_rows(card)]
+    rows = card_rows(card)
     if not terminal.is_first_time(f"{text}\n{rows}"):
         terminal.out(f"{text}; report card: see above")
         return

@@ -175,12 +175,12 @@ class Card:
 
     def stage_rows(self) -> Iterator[list[str]]:
         for stage in self.stages:
-            row, parents = tables.stage_row(stage), stage.table("parents").items()
+            parents, (_, _, steps, duration, _, device) = stage.table("parents").items(), tables.stage_row(stage)
             started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
             seed = str((stage.manifest or {}).get("seed", ""))
             model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.chosen.last else " at its end")
             label = self.label(sha256_of(stage), stage.name)
-            yield [label, started or "fresh weights", row.steps, row.time, text(row.device), seed, model]
+            yield [label, started or "fresh weights", steps, duration, text(device), seed, model]
 
     def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
         """Yield (name, kind, models, weight) of PPO's rewards."""

@@ -85,7 +85,7 @@ def short_names(folders: list[Path]) -> list[str]:
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
-    state = stage_row(run.stages[badge.stage]).state
+    _, state, *_ = stage_row(run.stages[badge.stage])
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_cli.config.fields import AUTOMATIC
 from rlhf_cli.config.loading import load
@@ -62,22 +62,13 @@ REST = ("other", "checkpoints, samples, logs, loading")
 ABSENT = "not run yet"
 
 
-class StageRow(NamedTuple):
-    name: str
-    state: str
-    steps: str
-    time: str
-    seed: str
-    device: str
-
-
-def stage_row(stage: Stage) -> StageRow:
-    """Return a stage as a row of text; unknown cells are empty."""
+def stage_row(stage: Stage) -> tuple[str, str, str, str, str, str]:
+    """Return (name, state, steps, time, seed, device) of a stage as text; unknown cells are empty."""
     steps, seconds = [row["step"] for row in stage.metrics], total_seconds(stage)
     environment = (stage.identity or {}).get("environment") or {}
     processes = environment.get("processes", 1)
     state = {"absent": ABSENT, "begun": "not finished"}.get(stage.state, stage.state)
-    return StageRow(
+    return (
         stage.name,
         state + (f" (from {stage.elsewhere})" if stage.elsewhere else ""),
         count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
@@ -237,16 +228,11 @@ TOKEN_VALUES = {
 }
 
 
-class HeatMap(NamedTuple):
-    """A response by its tokens. `strips`: (name, description, value of the full color, (text, value, shade) rows)."""
+def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return {step, prompt, strips} of the last sample that has token values; None if none has.
 
-    step: int
-    prompt: str
-    strips: list[tuple[str, str, str, list[tuple[str, str, float]]]]
-
-
-def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
-    """Return the heat map of the last sample that has token values; None if none has."""
+    `strips`: (name, description, value of the full color, (text, value, shade) of each token).
+    """
     for row in reversed(samples):
         tokens = row.get("tokens")
         strips = []
@@ -262,7 +248,7 @@ def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
                 ]
                 strips.append((name, about, number(top), shades))
         if strips:
-            return HeatMap(row["step"], str(row.get("prompt", "")), strips)
+            return {"step": row["step"], "prompt": str(row.get("prompt", "")), "strips": strips}
     return None
 
 
