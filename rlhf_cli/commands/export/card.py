@@ -6,7 +6,7 @@ Every number is read from the run's files; unknown facts are omitted. Texts from
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -75,6 +75,7 @@ def short(sha256: Any) -> str:
     return code(str(sha256)[:12])
 
 
+@dataclass
 class Card:
     """The facts of a model card: the model, the stages that produced it, and the evaluation of this model.
 
@@ -82,20 +83,16 @@ class Card:
     prompt that may be shown. `stages` are those that produced the model, its own first, if they have not changed since.
     """
 
-    def __init__(
-        self,
-        chosen: ResolvedModel,
-        model: Any,
-        tokenizer: Any,
-        *,
-        dtype: str,
-        name: str,
-        address: str,
-        example: Prompt | None = None,
-    ) -> None:
-        self.chosen, self.model, self.tokenizer = chosen, model, tokenizer
-        self.dtype, self.name, self.address, self.example = dtype, name, address, example
-        own = read_stage(chosen.model.stage, chosen.model.path)
+    chosen: ResolvedModel
+    model: Any
+    tokenizer: Any
+    dtype: str
+    name: str
+    address: str
+    example: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        chosen, own = self.chosen, read_stage(self.chosen.model.stage, self.chosen.model.path)
         self.updates = max((row["step"] for row in own.metrics), default=0)
         if not chosen.last:  # without later updates
             own = replace(own, metrics=tuple(row for row in own.metrics if row["step"] <= (chosen.step or 0)))
@@ -103,7 +100,7 @@ class Card:
         self.run = self._run()
         self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
         self.is_evaluated = own.name in self.report.get("models", {})
-        self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), tokenizer)
+        self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), self.tokenizer)
         self.adapter = read_adapter(chosen.model.model)
         is_selected = chosen.step is not None and chosen.step == self.report.get("selected_step")
         self.selected = self.report["selected"] if is_selected else None
