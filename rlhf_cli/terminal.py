@@ -34,15 +34,12 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 @contextmanager
 def share_seen_messages() -> Iterator[None]:
     """Print each message once in this process and the child processes started in this context."""
-    before = os.environ.get(SEEN_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as folder:
         os.environ[SEEN_FILE_VARIABLE] = str(Path(folder, "seen"))
         try:
             yield
         finally:
             os.environ.pop(SEEN_FILE_VARIABLE)
-            if before is not None:
-                os.environ[SEEN_FILE_VARIABLE] = before
 
 
 def is_first_time(text: str) -> bool:

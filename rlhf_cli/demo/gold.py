@@ -72,9 +72,8 @@ def read_reply(reply: str) -> list[Sentence]:
     """Return the sentences of a reply in order; text that matches no template, up to its next stop, is `unclear`."""
     sentences, rest = [], reply.strip()
     while rest:
-        sentence = _first_sentence(rest)
-        sentences.append(sentence)
-        rest = rest[len(sentence.text) :].lstrip()
+        sentences.append(_first_sentence(rest))
+        rest = rest[len(sentences[-1].text) :].lstrip()
     return sentences
 
 
@@ -110,11 +109,8 @@ def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
         words |= {"kind": family.kinds, "topic": list(family.topics), "adjective": family.adjectives}
         words["detail"] = [detail for details in family.topics.values() for detail in details]
         template = template.replace("{link}", family.link)
-    pieces = re.split(r"\{(\w+)\}", template)  # text, slot, text, slot, ..., text
-    for index in range(1, len(pieces), 2):
-        pieces[index] = f"(?P<{pieces[index]}>{'|'.join(words[pieces[index]])})"
-    pieces[::2] = map(re.escape, pieces[::2])
-    return re.compile("".join(pieces))
+    slots = r"\\\{(\w+)\\\}"  # after re.escape
+    return re.compile(re.sub(slots, lambda slot: f"(?P<{slot[1]}>{'|'.join(words[slot[1]])})", re.escape(template)))
 
 
 # The judge
