@@ -150,6 +150,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 # Built-in rewards. A function takes its parameters by keyword, raises ValueError for invalid combinations, and returns
 # a reward function of the response. pydantic checks types, bounds and names by its signature.
 
+PARAMETER_ERRORS = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
 Count = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(gt=0)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -166,18 +167,15 @@ def _make_builtin(section: RewardSection, context: RewardContext) -> RewardFn:
     try:
         return strict(BUILTIN_REWARDS[name])(**section.parameters)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise RLHFError.from_problems([_problem(name, detail, context) for detail in details]) from error
+        problems = []
+        for detail in error.errors(include_url=False):
+            key = ".".join(str(part) for part in detail["loc"]) or "parameters"
+            text = f"builtin {name}: {key}: {PARAMETER_ERRORS.get(detail['type'], detail['msg'])}"
+            problems.append(Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name)))
+        raise RLHFError.from_problems(problems) from error
     except ValueError as error:
         text = f"builtin {name}: {error}"
         raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name)) from error
-
-
-def _problem(name: str, detail: Any, context: RewardContext) -> Problem:
-    key = ".".join(str(part) for part in detail["loc"]) or "parameters"
-    texts = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
-    text = f"builtin {name}: {key}: {texts.get(detail['type'], detail['msg'])}"
-    return Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name))
 
 
 def _parameter_hint(name: str) -> str:

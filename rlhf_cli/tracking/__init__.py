@@ -37,11 +37,11 @@ class Trackers:
         self.config = config
         self._open: dict[str, Tracker] = {}
         self._kept: Sequence[Line] = ()
-        self._logged: set[tuple[int, frozenset[str]]] = set()
+        self._logged: set[tuple[int, frozenset[str]]] = set()  # a step may have several lines, as of an evaluation
 
     def resume(self, before: Iterable[Line], kept: Sequence[Line]) -> None:
         """Pass the lines of the earlier log, and those kept on resume. Call it before entering the context."""
-        self._logged, self._kept = {_line_key(line) for line in before}, kept
+        self._logged, self._kept = {(line["step"], frozenset(line)) for line in before}, kept
 
     def __enter__(self) -> "Trackers":
         if distributed.is_main_process():
@@ -64,7 +64,8 @@ class Trackers:
     def metrics(self, line: Line) -> None:
         """Log a line of metrics.jsonl: `step` and numbers."""
         step, values = line["step"], {name: value for name, value in line.items() if name != "step"}
-        self._send(step, lambda tracker: tracker.metrics(step, values), again=_line_key(line) in self._logged)
+        again = (step, frozenset(line)) in self._logged
+        self._send(step, lambda tracker: tracker.metrics(step, values), again=again)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table whose rows have the same keys; values other than text and numbers are dropped."""
@@ -118,11 +119,6 @@ def require(config: Config) -> None:
         text = f"output.report_to names trackers that are not installed: {', '.join(missing)}"
         hint = f"{install_hint('trackers')}; or remove it"
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
-
-
-def _line_key(line: Line) -> tuple[int, frozenset[str]]:
-    """Return the key of a line: a step may have several lines, such as one of an evaluation."""
-    return line["step"], frozenset(line)
 
 
 def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:

@@ -89,19 +89,19 @@ class Reply:
     """
 
     def __init__(
-        self, model: ChatModel, tokenizer: Any, prompt: str | Conversation, prompt_ids: list[int],
+        self, model: ChatModel, prompt_format: ConversationFormat, prompt: str | Conversation,
         stop_token_id: StopTokenId, sampling: SamplingParams,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.prompt, self.prompt_ids = model, tokenizer, prompt, prompt_ids
+        self.model, self.tokenizer, self.prompt = model, prompt_format.tokenizer, prompt
         self.stop_token_id, self.sampling = stop_token_id, sampling
-        self.ids: list[int] = []
+        self.prompt_ids, self.ids = prompt_format.encode(prompt), list[int]()
         self.seconds, self.stopped, self.metrics = 0.0, False, ReplyMetrics()
         context, self._room = load.context_length(model.weights.config), sampling.max_new_tokens
         if context is not None:
-            self._room = min(self._room, context - len(prompt_ids))
+            self._room = min(self._room, context - len(self.prompt_ids))
         if self._room < 1:
             limit = f"the context of {model.name} has {context}, reply included"
-            text = f"the prompt has {len(prompt_ids)} tokens, and {limit}"
+            text = f"the prompt has {len(self.prompt_ids)} tokens, and {limit}"
             raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
 
     def __iter__(self) -> Iterator[str]:
@@ -159,43 +159,38 @@ class ChatSession:
 
     def send(self, prompt: str) -> None:
         """Add a turn. Raises RLHFError C13, D06, D08 for an invalid prompt, and as `ReplyScorer.score` does."""
-        if turn := self._generate_turn(prompt, self.turns):
-            self.turns.append(turn)
+        self._add_turn(prompt, self.turns)
 
     def retry(self) -> None:
         """Replace the last reply. Raises RLHFError as `send` does."""
         *history, last = self.turns
-        if turn := self._generate_turn(last.prompt, history):
-            self.turns[-1] = turn
+        self._add_turn(last.prompt, history)
 
-    def _generate_turn(self, text: str, history: Sequence[Turn]) -> Turn | None:
-        """Generate and show all replies; None if Ctrl-C came before the first token."""
-        replies, tokenizer, stop = [], self.prompt_format.tokenizer, self.scorer.stop_token_id
+    def _add_turn(self, text: str, history: list[Turn]) -> None:
+        """Generate and show all replies, and add them to the history, unless Ctrl-C came before the first token."""
+        replies = []
         for model in self.models:
             prompt = self.prompt_format.prompt(self.system, history, model.name, text)
-            ids = self.prompt_format.encode(prompt)
-            replies.append(Reply(model, tokenizer, prompt, ids, stop, self.sampling))
+            replies.append(Reply(model, self.prompt_format, prompt, self.scorer.stop_token_id, self.sampling))
         self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
         turn, compared = Turn(text, {}), len(replies) > 1
         for reply in replies:
             label = reply.model.name if compared else ""
             if not self.stopped:
                 terminal.out(f"{label}: " if label else "", end="")
-                self._show(reply)
+                try:
+                    for piece in reply:
+                        terminal.out(piece, end="")
+                except KeyboardInterrupt:
+                    self._stop()
+                terminal.out()
             if reply.ids:
                 turn.replies[reply.model.name] = reply
                 self._score(reply, label)
         if self.live:
             terminal.out()
-        return turn if turn.replies else None
-
-    def _show(self, reply: Reply) -> None:
-        try:
-            for piece in reply:
-                terminal.out(piece, end="")
-        except KeyboardInterrupt:
-            self._stop()
-        terminal.out()
+        if turn.replies:
+            self.turns = [*history, turn]
 
     def _stop(self) -> None:
         if not self.live:

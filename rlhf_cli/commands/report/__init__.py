@@ -96,15 +96,14 @@ def _require_own_file(target: Path) -> None:
     hint = "choose another path: --out FILE"
     if target.is_dir():
         raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
-    if target.exists() and not _is_report(target):
-        raise RLHFError("C15", f"{shown(target)} exists and is not a report of rlhf; it is not overwritten", hint=hint)
+    from rlhf_cli.commands.report.page import GENERATOR
+
+    if target.exists():
+        with target.open("rb") as file:
+            is_report = f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)
+        if not is_report:
+            text = f"{shown(target)} exists and is not a report of rlhf; it is not overwritten"
+            raise RLHFError("C15", text, hint=hint)
     folder = target.resolve().parent
     system.require_writable(folder, hint=hint)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def _is_report(path: Path) -> bool:
-    from rlhf_cli.commands.report.page import GENERATOR
-
-    with path.open("rb") as file:
-        return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)

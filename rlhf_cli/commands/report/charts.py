@@ -61,10 +61,10 @@ def figure(
 
 
 def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Markup:
-    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`."""
+    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`, such as `ppo-val/ratio`."""
     omitted = ("Creator", "Date", "Format", "Type")
     svg = _render(size, lambda canvas: draw(canvas.subplots()), omitted, STYLE, transparent=True)
-    return Markup(_inline(svg, name, visible(about)))
+    return Markup(_inline(svg, re.sub("[/_]", "-", name), visible(about)))
 
 
 def _render(

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlhf_cli.commands.report import diagnosis, figures
+from rlhf_cli.commands.report import diagnosis
 from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
 from rlhf_cli.commands.report.rules import RULES
@@ -152,4 +152,4 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
         if len({value for points in lines.values() for _, value in points}) > 1:
             ends = [f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()]
             sentence, draw = f"At the end: {'; '.join(ends)}.", partial(draw_curves, lines, unit=rule.unit)
-            yield figure(figures.figure_name(rule.key), rule.title, sentence, draw, key=rule.key)
+            yield figure(f"ppo-{rule.key}", rule.title, sentence, draw, key=rule.key)

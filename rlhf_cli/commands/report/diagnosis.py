@@ -113,25 +113,22 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
 # Reward model
 
 
-def hacked_judge(run: Run) -> str:
-    """Return the judge by which PPO loses although it wins by the reward model, both by more than chance; else ""."""
+def reward_hacking(run: Run) -> tuple[str, str]:
+    """Return the judge by which PPO loses although it wins by the reward model, and the stage that caused it.
+
+    It is ppo if its metrics are unhealthy, else reward. Both texts are empty unless loss and win exceed chance.
+    """
     rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
-    hacked = "reward" in rates and significance(rates["reward"]) == "better" and significance(rates[judge]) == "worse"
-    return judge if hacked else ""
-
-
-def hacked_stage(run: Run) -> str:
-    """Return the stage that caused the reward hacking: ppo if its metrics are unhealthy, else reward; else ""."""
-    if not hacked_judge(run):
-        return ""
-    return "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
+    if "reward" not in rates or significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
+        return "", ""
+    return judge, "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
 
 
 def _reward(run: Run) -> Iterator[Finding]:
-    stage = run.stages["reward"]
-    if hacked_stage(run) == "reward":
-        yield _finding("exploited", judge=hacked_judge(run))
+    stage, (judge, cause) = run.stages["reward"], reward_hacking(run)
+    if cause == "reward":
+        yield _finding("exploited", judge=judge)
     yield from _losses(stage)
     metrics, card = stage.table("metrics"), stage.table("card")
     accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
@@ -165,8 +162,9 @@ def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
 
 
 def _ppo(run: Run) -> Iterator[Finding]:
-    if hacked_stage(run) == "ppo":
-        yield _finding("over_optimized", judge=hacked_judge(run))
+    judge, cause = reward_hacking(run)
+    if cause == "ppo":
+        yield _finding("over_optimized", judge=judge)
     yield from _ppo_log(run)
 
 
@@ -241,8 +239,8 @@ def headline(run: Run, found: list[Badge]) -> str:
 
 
 def _fix_first(run: Run, found: list[Badge]) -> str:
-    if judge := hacked_judge(run):
-        stage = hacked_stage(run)
+    judge, stage = reward_hacking(run)
+    if judge:
         why = "over-optimized its reward model" if stage == "ppo" else "exploited errors of the reward model"
         return f"PPO raised the reward and lost by {judge}: it {why}. Stage to fix first: {stage}."
     first = by_priority(run, found)[0]
@@ -265,7 +263,7 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
     The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
     later ones depend on them, and the evaluation after the training stages.
     """
-    cause = hacked_stage(run)
+    _, cause = reward_hacking(run)
     return sorted(
         found,
         key=lambda badge: (badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, readings, with_values
+from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
 from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
 from rlhf_cli.jsonl import at, is_number
@@ -26,18 +26,15 @@ def training(stage: Stage) -> list[Figure]:
         series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
         lines = {name: points for name, points in series.items() if points}
         if lines:
-            sentence = " ".join(f"{name.capitalize()}: {_ends(points)}" for name, points in lines.items())
+            ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # one of a single
+            texts = {name: " to ".join(number(value) for _, value in points) for name, points in ends.items()}
+            sentence = " ".join(f"{name.capitalize()}: {text}." for name, text in texts.items())
             final = stage.table("metrics").get("eval_loss") if key == "loss" else None
             if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
                 sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
             draw = partial(charts.draw_curves, lines, unit=unit, x="step")
             found.append(figure(f"{stage.name}-{key}", title, sentence, draw, key=key))
     return found
-
-
-def _ends(points: Sequence[tuple[int, float]]) -> str:
-    (_, first), (_, last) = points[0], points[-1]
-    return f"{number(first)}." if len(points) == 1 else f"{number(first)} to {number(last)}."
 
 
 def ppo(run: Run) -> list[Figure]:
@@ -49,26 +46,17 @@ def ppo(run: Run) -> list[Figure]:
     alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
     found = readings(stage)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
-    cards = [_ppo_figure(reading, stage, alarms) for reading in [*ill, *(each for each in found if each not in ill)]]
+    cards = []
+    for reading in [*ill, *(each for each in found if each not in ill)]:
+        title, sentence, key, markup = reading.title, reading.sentence, reading.key, None
+        if len({value for _, value in reading.points}) > 1:
+            lines = {title: reading.points}
+            if key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
+                lines = {"score": reading.points, "minus the KL penalty": penalized}
+            draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
+            markup = figure(f"ppo-{key}", title, sentence, draw).markup
+        cards.append(Figure(title, sentence, markup, reading.verdict, with_values(reading.advice, stage.config), key))
     return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
-
-
-def _ppo_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
-    title, sentence = reading.title, reading.sentence
-    markup = None
-    if len({value for _, value in reading.points}) > 1:
-        lines = {title: reading.points}
-        if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
-            lines = {"score": reading.points, "minus the KL penalty": penalized}
-        draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        markup = figure(figure_name(reading.key), title, sentence, draw).markup
-    advice = with_values(reading.advice, stage.config)
-    return Figure(title, sentence, markup, reading.verdict, advice, reading.key)
-
-
-def figure_name(key: str) -> str:
-    """Return the name of a PPO metric's figure on its page."""
-    return "ppo-" + key.replace("/", "-").replace("_", "-")
 
 
 def report_card(card: Mapping[str, Any]) -> list[Figure]:

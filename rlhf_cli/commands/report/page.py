@@ -34,13 +34,15 @@ def of_run(run: Run) -> str:
     heat_map, badges = tables.last_heat_map(run.samples), diagnosis.badges(run)
     stages, ppo = list(run.stages.values()), run.stages["ppo"]
     missing = [stage.name for stage in stages if not stage.there]
+    reasons = [reason for badge in badges for reason in badge.reasons]
+    warnings = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
         subtitle=f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
         + (f"; {tables.ABSENT}: {', '.join(missing)}" if missing else ""),
         sections=[section for section in SECTIONS if heat_map or section[0] != "tokens"],
-        warnings=_other_warnings(run, badges),
+        warnings=[text for text in warnings if not any(reason in text for reason in reasons)],
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
         headline=diagnosis.headline(run, badges),
@@ -94,13 +96,6 @@ def render_template(template: str, **values: Any) -> str:
         style=Markup(style),
         **values,
     )
-
-
-def _other_warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
-    """Return the notes on damage and the evaluation's warnings that no badge repeats."""
-    reasons = [reason for badge in badges for reason in badge.reasons]
-    notes = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
-    return [note for note in notes if not any(reason in note for reason in reasons)]
 
 
 def _report_card(run: Run) -> dict[str, Any]:

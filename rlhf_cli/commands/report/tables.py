@@ -238,9 +238,8 @@ def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None
         strips = []
         for name, about in TOKEN_VALUES.items() if isinstance(tokens, Mapping) else ():
             texts, values = tokens.get("text"), tokens.get(name)
-            if not (isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0):
-                continue
-            if all(is_number(value) for value in values):
+            are_rows = isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0
+            if are_rows and all(is_number(value) for value in values):
                 top = max(abs(value) for value in values) or 1.0
                 shades = [
                     (_token_text(str(text)), number(v), round(v / top, 3))
