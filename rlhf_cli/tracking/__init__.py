@@ -21,8 +21,9 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.errors import RLHFError, install_hint, redact, shown
 from rlhf_cli.files import sync
 from rlhf_cli.jsonl import append_jsonl, is_number, to_json, write_jsonl
-from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, Tracker, TrackerRun, Trackio, WandB
+from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
+Tracker = TensorBoard | WandB
 Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 TAIL_BYTES = 65_536  # about 45 updates of PPO
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_cli.errors import shown
 from rlhf_cli.jsonl import flatten
@@ -42,23 +42,9 @@ class TrackerRun:
         return path
 
 
-class Tracker(Protocol):
-    """An open run of a tracker. If a method raises, no further method except close is called."""
-
-    last: int  # last step logged by an earlier start; repeated steps up to it must not be logged again
-    place: str  # URL, folder or command to view it, for the terminal
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers of a step, by name."""
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log rows with the same columns."""
-
-    def histograms(self, step: int, values: Samples) -> None:
-        """Log samples of distributions, by name."""
-
-    def close(self, exit_code: int) -> None:
-        """Finish the run after writing or sending everything."""
+# A tracker has the methods metrics, table, histograms and close, and two attributes. `last`: the last step logged by an
+# earlier start; repeated steps up to it must not be logged again. `place`: URL, folder or command to view it, for the
+# terminal. If a method raises, no further method except close is called.
 
 
 class TensorBoard:

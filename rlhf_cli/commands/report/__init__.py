@@ -23,7 +23,7 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
     E03 if it cannot be written.
     """
-    from rlhf_cli.commands.report import compare, page
+    from rlhf_cli.commands.report import compare, diagnosis, page
 
     runs: list[Run] = []
     collect_errors(*(partial(lambda folder: runs.append(read_run(folder)), folder) for folder in folders))
@@ -33,8 +33,9 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     target = out or place / (REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html")
     _require_own_file(target)
     write_text(target.resolve(), page.of_run(runs[0]) if len(runs) == 1 else compare.of_runs(runs))
-    names = ", ".join(compare.short_names([each.folder for each in runs]))
-    summary = _brief(runs[0]).headline if len(runs) == 1 else f"comparison of {len(runs)} runs: {names}"
+    summary = f"comparison of {len(runs)} runs: {', '.join(compare.short_names([each.folder for each in runs]))}"
+    if len(runs) == 1:
+        summary = diagnosis.headline(runs[0], diagnosis.badges(runs[0]))
     terminal.out(shown(target))
     terminal.say(f"report   {summary}")
     terminal.say("next: open it in a browser")
@@ -81,12 +82,9 @@ class Brief(NamedTuple):
 
 def brief(folder: Path) -> Brief:
     """Return the summary of a run without drawing its report. Raises RLHFError M01 if there is no stage."""
-    return _brief(read_run(folder))
-
-
-def _brief(run: Run) -> Brief:
     from rlhf_cli.commands.report import diagnosis
 
+    run = read_run(folder)
     badges = diagnosis.badges(run)
     return Brief(diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges))
 

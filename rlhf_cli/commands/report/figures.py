@@ -61,19 +61,16 @@ def ppo(run: Run) -> list[Figure]:
 
 def report_card(card: Mapping[str, Any]) -> list[Figure]:
     """Return calibration and margins of a reward model's report card."""
-    found = []
-    if bins := card.get("calibration"):
-        sentence = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
-        sentence += "Larger dots have more pairs."
-        found.append(figure("card-calibration", "Calibration", sentence, partial(charts.draw_calibration, bins)))
-    if "margin_histogram" in card:
-        edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
-        wrong = sum(counts[: 1 + edges.index(0.0)])
-        sentence = "The margin is the score of the chosen answer minus that of the rejected one. "
-        sentence += f"{wrong} of {card['n']} are below 0: the rejected answer scores higher."
-        draw = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
-        found.append(figure("card-margins", "Margins", sentence, draw))
-    return found
+    ece = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
+    ece += "Larger dots have more pairs."
+    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+    margins = "The margin is the score of the chosen answer minus that of the rejected one. "
+    margins += f"{sum(counts[: 1 + edges.index(0.0)])} of {card['n']} are below 0: the rejected answer scores higher."
+    draw = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
+    return [
+        figure("card-calibration", "Calibration", ece, partial(charts.draw_calibration, card["calibration"])),
+        figure("card-margins", "Margins", margins, draw),
+    ]
 
 
 def frontiers(report: Mapping[str, Any]) -> list[Figure]:

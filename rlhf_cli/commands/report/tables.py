@@ -114,10 +114,9 @@ def model_rows(run: Run) -> list[list[str]]:
     rows = []
     for stage in run.stages.values():
         for key, entry in stage.table("parents").items():
-            if isinstance(entry, Mapping):
-                kind = "external" if entry.get("stage") == FOREIGN else f"{entry.get('stage')} stage"
-                path = str(entry.get("path", "")) + (f" at {entry['revision']}" if "revision" in entry else "")
-                rows.append([stage.name, key, kind, path, str(entry.get("sha256", ""))])
+            kind = "external" if entry["stage"] == FOREIGN else f"{entry['stage']} stage"
+            path = entry["path"] + (f" at {entry['revision']}" if "revision" in entry else "")
+            rows.append([stage.name, key, kind, path, entry["sha256"]])
         manifest = stage.manifest or {}
         if sha256 := manifest.get("model_sha256"):
             kind = f", {manifest['model_is']}" if "model_is" in manifest else ""
