@@ -12,7 +12,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -125,10 +125,9 @@ def score_texts(name: str, function: RewardFn, prompts: list[str], responses: li
 
 def _is_finite_number(score: Any) -> bool:
     """Return True if `score` is a real number that fits a float."""
-    try:
+    with suppress(OverflowError):  # an integer above 1.8e308
         return not isinstance(score, bool) and isinstance(score, Real) and math.isfinite(score)
-    except OverflowError:  # an integer above 1.8e308
-        return False
+    return False
 
 
 def call_reward_fn(function: RewardFn, prompts: list[str], responses: list[str]) -> list[Any]:

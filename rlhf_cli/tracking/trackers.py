@@ -207,10 +207,9 @@ class Trackio(WandB):
 
     def _unused_name(self, project: str, name: str) -> str:
         """Return the name, or NAME-2, NAME-3, ..., whichever is unused in the project on this machine."""
-        try:
+        taken: set[str] = set()
+        with suppress(ValueError):  # no such project yet
             taken = {run.name for run in self.library.Api().runs(project)}
-        except ValueError:  # no such project yet
-            taken = set()
         return next(free for free in chain([name], (f"{name}-{n}" for n in count(2))) if free not in taken)
 
     @contextmanager

@@ -143,8 +143,7 @@ class InputReader:
             return line
         lines, first = [line.removeprefix(QUOTES)], self.number
         while not lines[-1].endswith(QUOTES):
-            more = self._read_line("... ")
-            if more is None:
+            if (more := self._read_line("... ")) is None:
                 raise RLHFError("C11", f"the prompt that starts here has no closing {QUOTES}", where=f"stdin:{first}")
             lines.append(more)
         text = "\n".join(lines).removesuffix(QUOTES).strip("\n")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,13 +46,10 @@ class ConversationFormat:
     @property
     def supports_system_prompt(self) -> bool:
         """Return True if the chat template renders a system prompt."""
-        if self.kind != "template":
-            return False
         messages = [{"role": "system", "content": _MARKER}, {"role": "user", "content": "text"}]
-        try:
-            return _MARKER in render(self.tokenizer, messages, generation_prompt=True)
-        except RLHFError:  # some templates reject one
-            return False
+        with suppress(RLHFError):  # some templates reject one
+            return self.kind == "template" and _MARKER in render(self.tokenizer, messages, generation_prompt=True)
+        return False
 
     def conversation(self, system: str | None, turns: Sequence["Turn"], name: str) -> Conversation:
         """Return the turns that model `name` replied to, as messages."""
@@ -235,14 +233,13 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
         about: dict[str, Any] = {"model": model.name, "from": model.description}
         about |= {"sha256": model.sha256} if model.sha256 else {}
         replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
-        if session.prompt_format.kind != "text":
-            if turns:
-                messages = session.prompt_format.conversation(session.system, turns, model.name)
-                yield {"messages": messages, "chat": about | {"replies": replies}}
-            continue
-        for turn, fields in zip(turns, replies, strict=True):
-            completion = turn.replies[model.name].text
-            yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
+        if session.prompt_format.kind == "text":
+            for turn, fields in zip(turns, replies, strict=True):
+                completion = turn.replies[model.name].text
+                yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
+        elif turns:
+            messages = session.prompt_format.conversation(session.system, turns, model.name)
+            yield {"messages": messages, "chat": about | {"replies": replies}}
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:

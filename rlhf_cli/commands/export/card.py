@@ -6,6 +6,7 @@ Every number is read from the run's files; unknown facts are omitted. Texts from
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -112,15 +113,13 @@ class Card:
         stages |= {stage.name: stage for stage in reversed(self.stages)}
         if chosen.report:
             stages["eval"] = read_stage("eval", root / "eval")
-        firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
-        firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
+        firings = [row for row in read_log(chosen.model.path / "watchdog.jsonl") if row["step"] <= (chosen.step or 0)]
         run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
         if chosen.last:
             return run
-        try:
+        with suppress(RLHFError):
             return at_step(run, str(chosen.step))
-        except RLHFError:
-            return replace(run, report=None)
+        return replace(run, report=None)
 
     # Parents
 

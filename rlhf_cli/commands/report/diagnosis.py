@@ -188,15 +188,13 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
 
 
 def _evaluation(run: Run) -> Iterator[Finding]:
-    rates = run.rates
-    if not rates:
-        return
-    judge = deciding_judge(rates)
-    result: str = significance(rates[judge])
-    if judge == "reward" and result != "worse":
-        yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
-    else:
-        yield _finding(result, judge=judge)
+    if rates := run.rates:
+        judge = deciding_judge(rates)
+        result: str = significance(rates[judge])
+        if judge == "reward" and result != "worse":
+            yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
+        else:
+            yield _finding(result, judge=judge)
 
 
 # Badges: the findings on each stage, and which stage to fix first

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +97,13 @@ def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _row_count(path: Path, sha256: Any) -> str:
-    try:
-        if not path.is_file():
-            return ""
-        if files_sha256([path]) != sha256:
+    with suppress(OSError):
+        if path.is_file() and files_sha256([path]) != sha256:
             return "changed since"
-        if path.suffix not in (".jsonl", ".txt"):
-            return ""
-        with path.open("rb") as file:
-            return f"{sum(bool(line.strip()) for line in file):,}"
-    except OSError:
-        return ""
+        if path.is_file() and path.suffix in (".jsonl", ".txt"):
+            with path.open("rb") as file:
+                return f"{sum(bool(line.strip()) for line in file):,}"
+    return ""
 
 
 def model_rows(run: Run) -> list[list[str]]:
@@ -166,15 +163,13 @@ def commands(run: Run) -> list[str]:
 
 def _matches_its_file(run: Run, stage: Stage) -> bool:
     """Return True if RUN/STAGE.yaml has the values that the stage was run with; newer keys are ignored."""
-    file = run.folder / f"{stage.name}.yaml"
-    try:
+    file, used = run.folder / f"{stage.name}.yaml", flatten(stage.config or {})
+    with suppress(RLHFError):
         now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
-    except RLHFError:
-        return False
-    used = flatten(stage.config or {})
-    return bool(now) and all(
-        now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
-    )
+        return bool(now) and all(
+            now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
+        )
+    return False
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
