@@ -240,5 +240,8 @@ def repetition(*, words: Annotated[int, Field(gt=0, le=100)] = 3) -> RewardFn:
 
 
 BUILTIN_REWARDS: dict[str, Callable[..., RewardFn]] = {
-    function.__name__: function for function in (length, regex, keyword, repetition)
+    "length": length,
+    "regex": regex,
+    "keyword": keyword,
+    "repetition": repetition,
 }

@@ -65,8 +65,7 @@ class Trackers:
     def metrics(self, line: Line) -> None:
         """Log a line of metrics.jsonl: `step` and numbers."""
         step, values = line["step"], {name: value for name, value in line.items() if name != "step"}
-        again = (step, frozenset(line)) in self._logged
-        self._send(step, lambda tracker: tracker.metrics(step, values), again=again)
+        self._send(step, lambda tracker: tracker.metrics(step, values), again=(step, frozenset(line)) in self._logged)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table whose rows have the same keys; values other than text and numbers are dropped."""

@@ -26,7 +26,7 @@ def training(stage: Stage) -> list[Figure]:
         series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
         lines = {name: points for name, points in series.items() if points}
         if lines:
-            ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # one of a single
+            ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # of one point: one
             texts = {name: " to ".join(number(value) for _, value in points) for name, points in ends.items()}
             sentence = " ".join(f"{name.capitalize()}: {text}." for name, text in texts.items())
             final = stage.table("metrics").get("eval_loss") if key == "loss" else None
