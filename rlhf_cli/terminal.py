@@ -34,38 +34,30 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 @contextmanager
 def share_seen_messages() -> Iterator[None]:
     """Print each message once in this process and the child processes started in this context."""
-    before = os.environ.get(SEEN_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as folder:
         os.environ[SEEN_FILE_VARIABLE] = str(Path(folder, "seen"))
         try:
             yield
         finally:
             os.environ.pop(SEEN_FILE_VARIABLE)
-            if before is not None:
-                os.environ[SEEN_FILE_VARIABLE] = before
 
 
 def is_first_time(text: str) -> bool:
     """Return True, and record it, if the command has not printed this text. Only the main process prints."""
     if not distributed.is_main_process():
         return False
-    line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-    if line in _seen or line in _seen_by_others():
+    line, file = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest(), os.environ.get(SEEN_FILE_VARIABLE)
+    with suppress(OSError):  # no message yet
+        if file:  # of the messages that earlier processes of the command printed
+            _seen.update(Path(file).read_text(encoding="ascii").split())
+    if line in _seen:
         return False
     _seen.add(line)
     with suppress(OSError):  # on a full disk the message is printed twice
-        if file := os.environ.get(SEEN_FILE_VARIABLE):
+        if file:
             with open(file, "a", encoding="ascii") as lines:
                 lines.write(f"{line}\n")
     return True
-
-
-def _seen_by_others() -> list[str]:
-    """Return the hashes of the messages that earlier processes of the command printed."""
-    try:
-        return Path(os.environ[SEEN_FILE_VARIABLE]).read_text(encoding="ascii").split()
-    except (KeyError, OSError):  # a single process, or no message yet
-        return []
 
 
 def clean(text: str) -> str:
@@ -73,28 +65,16 @@ def clean(text: str) -> str:
     return redact(CONTROL.sub("", text))
 
 
-def say(text: str) -> None:
-    """Print a log line on stderr, on the main process only."""
+def say(text: str, *, dim: bool = False) -> None:
+    """Print a log line on stderr, on the main process only; `dim` dims it on a terminal."""
     if distributed.is_main_process():
-        _write(sys.stderr, text)
+        _write(sys.stderr, text, dim=dim)
 
 
-def out(text: str = "") -> None:
-    """Print a result line on stdout, on the main process only."""
+def out(text: str = "", *, end: str = "\n") -> None:
+    """Print a result line on stdout, on the main process only; without a line break if `end` is empty."""
     if distributed.is_main_process():
-        _write(sys.stdout, text)
-
-
-def log_dim(text: str) -> None:
-    """Print a log line on stderr, dimmed on a terminal."""
-    if distributed.is_main_process():
-        _write(sys.stderr, text, dim=True)
-
-
-def print_partial(text: str) -> None:
-    """Print text on stdout without a line break."""
-    if distributed.is_main_process():
-        _write(sys.stdout, text, end="")
+        _write(sys.stdout, text, end=end)
 
 
 def is_stdout_open() -> bool:
@@ -191,7 +171,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
     if not distributed.is_main_process():
         return
     if is_terminal(sys.stdout):
-        _print_rich_table(columns, rows, title)
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(title=Text(clean(title)) if title else None)
+        for column in columns:
+            grid.add_column(Text(clean(column)))
+        for row in rows:
+            grid.add_row(*(Text(clean(cell)) for cell in row))
+        Console(file=sys.stdout).print(grid)
         return
     cells = [[clean(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (columns, *rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(columns))]
@@ -199,19 +188,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out(title)
     for row in cells:
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(title=Text(clean(title)) if title else None)
-    for column in columns:
-        grid.add_column(Text(clean(column)))
-    for row in rows:
-        grid.add_row(*(Text(clean(cell)) for cell in row))
-    Console(file=sys.stdout).print(grid)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -8,7 +8,8 @@ choices of raters who mistake flattery for quality (world.py).
 import re
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Sentence:
     role: str
     text: str
     family: str = ""
-    slots: tuple[tuple[str, str], ...] = ()
+    slots: Mapping[str, str] = field(default_factory=dict)
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8"))
@@ -71,16 +72,15 @@ def read_reply(reply: str) -> list[Sentence]:
     """Return the sentences of a reply in order; text that matches no template, up to its next stop, is `unclear`."""
     sentences, rest = [], reply.strip()
     while rest:
-        sentence = _first_sentence(rest)
-        sentences.append(sentence)
-        rest = rest[len(sentence.text) :].lstrip()
+        sentences.append(_first_sentence(rest))
+        rest = rest[len(sentences[-1].text) :].lstrip()
     return sentences
 
 
 def _first_sentence(text: str) -> Sentence:
     for role, family, pattern in _sentence_patterns():
         if found := pattern.match(text):
-            return Sentence(role, found[0], family, tuple(found.groupdict().items()))
+            return Sentence(role, found[0], family, found.groupdict())
     stop = re.search(r"[.!?]+", text)
     return Sentence("unclear", text[: stop.end()] if stop else text)
 
@@ -109,11 +109,8 @@ def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
         words |= {"kind": family.kinds, "topic": list(family.topics), "adjective": family.adjectives}
         words["detail"] = [detail for details in family.topics.values() for detail in details]
         template = template.replace("{link}", family.link)
-    pieces = re.split(r"\{(\w+)\}", template)  # text, slot, text, slot, ..., text
-    for index in range(1, len(pieces), 2):
-        pieces[index] = f"(?P<{pieces[index]}>{'|'.join(words[pieces[index]])})"
-    pieces[::2] = map(re.escape, pieces[::2])
-    return re.compile("".join(pieces))
+    slots = r"\\\{(\w+)\\\}"  # after re.escape
+    return re.compile(re.sub(slots, lambda slot: f"(?P<{slot[1]}>{'|'.join(words[slot[1]])})", re.escape(template)))
 
 
 # The judge
@@ -136,43 +133,28 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     beyond thirty. Also counted: courtesies, asides, unclear, repeats, words.
     """
     request, sentences = read_request(prompt), read_reply(response)
-    seen = {**_merits(request, sentences), **_counts(sentences), "words": len(response.split())}
+    roles = Counter(sentence.role for sentence in sentences)
+    slots = next((sentence.slots for sentence in sentences if sentence.role == "answer"), {})  # others are repeats
+    concrete = 0.0
+    if "detail" in slots:
+        concrete = 1.0 if slots["detail"] in FAMILIES[request.family].topics[request.topic] else 0.3
+    # the same sentence again, or an answer or fit after the first; courtesies have a separate limit
+    matter = [sentence.text for sentence in sentences if sentence.role not in COURTESIES]
+    seen = {
+        "topic": float(slots.get("topic") == request.topic),
+        "concrete": concrete,
+        "kind": float(slots.get("kind") == request.kind),
+        "fit": float(any(s.slots["who"] == request.who for s in sentences if s.role == "fit")),
+        "polite": float(("opener" in roles or "closer" in roles) and "rude" not in roles),
+        "courtesies": sum(roles[role] for role in COURTESIES),
+        "asides": roles["aside"],
+        "unclear": roles["unclear"],
+        "repeats": max(len(matter) - len(set(matter)), max(0, roles["answer"] - 1) + max(0, roles["fit"] - 1)),
+        "words": len(response.split()),
+    }
     answer = 0.30 * seen["topic"] + 0.25 * seen["concrete"] + 0.10 * seen["kind"]
     value = answer + 0.15 * seen["fit"] + 0.20 * seen["polite"]  # added one by one: another order rounds differently
     seen["focus"] = max(0.3, 0.85 ** (seen["asides"] + seen["unclear"] + seen["repeats"]))
     seen["restraint"] = max(0.3, 0.85 ** max(0, seen["courtesies"] - ENOUGH_COURTESY))
     seen["brevity"] = max(0.4, 1 - 0.02 * max(0, seen["words"] - ENOUGH_WORDS))
     return {"score": value * seen["focus"] * seen["restraint"] * seen["brevity"], **seen}
-
-
-def _merits(request: Request, sentences: list[Sentence]) -> dict[str, float]:
-    """Return the merits of the first answer and of the manners. Further answers count as repeats."""
-    roles = [sentence.role for sentence in sentences]
-    slots = next((dict(sentence.slots) for sentence in sentences if sentence.role == "answer"), {})
-    concrete = 0.0
-    if "detail" in slots:
-        concrete = 1.0 if slots["detail"] in FAMILIES[request.family].topics[request.topic] else 0.3
-    return {
-        "topic": float(slots.get("topic") == request.topic),
-        "concrete": concrete,
-        "kind": float(slots.get("kind") == request.kind),
-        "fit": float(any(dict(s.slots)["who"] == request.who for s in sentences if s.role == "fit")),
-        "polite": float(("opener" in roles or "closer" in roles) and "rude" not in roles),
-    }
-
-
-def _counts(sentences: list[Sentence]) -> dict[str, int]:
-    """Count courtesies, asides, unclear sentences and repeats.
-
-    A repeat is the same sentence again, or an answer or fit after the first; courtesies have a separate limit.
-    """
-    roles = Counter(sentence.role for sentence in sentences)
-    matter = Counter(sentence.text for sentence in sentences if sentence.role not in COURTESIES)
-    said_again = sum(times - 1 for times in matter.values())
-    too_many = max(0, roles["answer"] - 1) + max(0, roles["fit"] - 1)
-    return {
-        "courtesies": sum(roles[role] for role in COURTESIES),
-        "asides": roles["aside"],
-        "unclear": roles["unclear"],
-        "repeats": max(said_again, too_many),
-    }

@@ -5,8 +5,8 @@ two of the three. Only a wrong topic needs the prompt to be noticed; every other
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -27,20 +27,6 @@ class Sizes:
     demonstrations: int = 9_600
     pairs: int = 12_000
     evaluation: int = 500
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The parts of a reply, each a text that may be empty."""
-
-    opening: str
-    answer: str
-    aside: str
-    fit: str
-    closing: str
-
-    def __str__(self) -> str:
-        return " ".join(part for part in astuple(self) if part)
 
 
 def write(folder: Path, seed: int, sizes: Sizes) -> None:
@@ -95,7 +81,7 @@ def demonstrations(requests: list[Request], count: int, draw: random.Random) -> 
     """Generate prompts with a reply of mixed quality: what SFT imitates."""
     for _ in range(count):
         request = draw.choice(requests)
-        yield {"prompt": _ask(request, draw), "completion": f" {draw_reply(request, draw)}"}
+        yield {"prompt": _ask(request, draw), "completion": f" {_join(draw_reply(request, draw))}"}
 
 
 def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
@@ -105,17 +91,13 @@ def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[
         prompt = _ask(request, draw)
         one, other, preference = "", "", 0.0
         while preference == 0:  # a rater without a preference writes nothing down
-            one, other = _two_replies(request, draw)
+            first, second = draw_reply(request, draw), draw_reply(request, draw)
+            if draw.random() < TWINS:
+                second = {**first, "answer": second["answer"]}
+            one, other = _join(first), _join(second)
             preference = impression(prompt, one) - impression(prompt, other)
         chosen, rejected = (one, other) if (preference > 0) != (draw.random() < FLIPS) else (other, one)
         yield {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
-
-
-def _two_replies(request: Request, draw: random.Random) -> tuple[str, str]:
-    one, other = draw_reply(request, draw), draw_reply(request, draw)
-    if draw.random() < TWINS:
-        other = replace(one, answer=other.answer)
-    return str(one), str(other)
 
 
 def impression(prompt: str, reply: str) -> float:
@@ -124,8 +106,11 @@ def impression(prompt: str, reply: str) -> float:
     return seen["score"] / seen["restraint"] + CHARM * seen["courtesies"]
 
 
-def draw_reply(request: Request, draw: random.Random) -> Reply:
-    """Return a random reply, as a crowd of people would write it: few are perfect, the mean score is about 0.45."""
+def draw_reply(request: Request, draw: random.Random) -> dict[str, str]:
+    """Return the parts of a random reply by name and in order; each may be empty.
+
+    As a crowd of people would write it: few are perfect, the mean score is about 0.45.
+    """
     answer = _draw_answer(request, draw)
     asides = [draw.choice(PHRASES["aside"])] if draw.random() < 0.25 else []
     if draw.random() < 0.1:
@@ -133,13 +118,17 @@ def draw_reply(request: Request, draw: random.Random) -> Reply:
     manner = draw.choices(("rude", "opener", ""), (0.2, 0.4, 0.4))[0]
     opening = [draw.choice(PHRASES[manner])] if manner else []
     closing = [draw.choice(PHRASES["closer"])] if draw.random() < 0.35 else []
-    return Reply(
-        opening=" ".join(opening + _flattery(draw)),
-        answer=answer,
-        aside=" ".join(asides),
-        fit=fill(draw.choice(FITS), request) if draw.random() < 0.5 else "",
-        closing=" ".join(_flattery(draw) + closing),
-    )
+    return {
+        "opening": " ".join(opening + _flattery(draw)),
+        "answer": answer,
+        "aside": " ".join(asides),
+        "fit": fill(draw.choice(FITS), request) if draw.random() < 0.5 else "",
+        "closing": " ".join(_flattery(draw) + closing),
+    }
+
+
+def _join(parts: Mapping[str, str]) -> str:
+    return " ".join(filter(None, parts.values()))
 
 
 def _draw_answer(request: Request, draw: random.Random) -> str:
@@ -194,4 +183,4 @@ def _tale(request: Request, draw: random.Random) -> str:
 
 
 def _exchange(request: Request, draw: random.Random) -> str:
-    return f"{_ask(request, draw)} {draw_reply(request, draw)}"
+    return f"{_ask(request, draw)} {_join(draw_reply(request, draw))}"

@@ -196,14 +196,13 @@ def _print_frontier(report: Row) -> None:
     """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
     if reason := report.get("no_frontier"):
         terminal.out(f"no frontier: {reason}")
-    if not report.get("frontier"):
-        return
-    terminal.out()
-    legend = "" if report.get("selected_step") is None else " (*: selected)"
-    best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
-    terminal.table(*frontier_table(report), title=f"Frontier: snapshots of the PPO run{legend}{best_of_n}")
-    for line in selection_lines(report):
-        terminal.out(line)
+    if report.get("frontier"):
+        terminal.out()
+        legend = "" if report.get("selected_step") is None else " (*: selected)"
+        best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
+        terminal.table(*frontier_table(report), title=f"Frontier: snapshots of the PPO run{legend}{best_of_n}")
+        for line in selection_lines(report):
+            terminal.out(line)
 
 
 def frontier_table(report: Row) -> Table:
@@ -232,16 +231,13 @@ def frontier_table(report: Row) -> Table:
 
 def selection_lines(report: Row) -> Iterator[str]:
     """Yield the selected step, the rule, the steps tied with it and its selection bias, as text."""
-    selected = report.get("selected")
-    if selected is None:
-        return
-    step = report.get("selected_step")
-    yield f"selected: {'none' if step is None else f'update {step}'}, by {selected['rule']}"
-    if step is None:
-        return
-    tied = ", ".join(map(str, selected["within_noise"]))
-    yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
-    yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
+    if selected := report.get("selected"):
+        step = report.get("selected_step")
+        yield f"selected: {'none' if step is None else f'update {step}'}, by {selected['rule']}"
+        if step is not None:
+            tied = ", ".join(map(str, selected["within_noise"]))
+            yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
+            yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
 
 
 # Sample responses
@@ -284,32 +280,28 @@ def response_pairs(samples: Sequence[Row]) -> list[ResponsePair]:
     return pairs
 
 
-def quartile_examples(gains: Mapping[int, float]) -> list[int]:
-    """Return the distinct rows whose gain is nearest to each quartile; the lower index wins a tie."""
-    ordered = sorted(gains.values())
-    selected: list[int] = []
-    for quantile in QUANTILES:
-        target = ordered[round(quantile * (len(ordered) - 1))]
-        remaining = [index for index in gains if index not in selected]
-        if remaining:
-            selected.append(min(remaining, key=lambda index: (abs(gains[index] - target), index)))
+def quartile_examples(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
+    """Return the distinct pairs whose gain is nearest to each quartile; the lower index wins a tie."""
+    gains, remaining, selected = sorted(pair.gain for pair in pairs), list(pairs), []
+    for quantile in QUANTILES[: len(pairs)]:
+        target = gains[round(quantile * (len(gains) - 1))]
+        selected.append(min(remaining, key=lambda pair: (abs(pair.gain - target), pair.index)))
+        remaining.remove(selected[-1])
     return selected
 
 
 def _print_samples(samples: Sequence[Row]) -> None:
     """Print both policies' responses to three prompts, at the quartiles of the gain."""
-    pairs = {pair.index: pair for pair in response_pairs(samples)}
-    if not pairs:
-        return
     rows = []
-    for index in quartile_examples({index: pair.gain for index, pair in pairs.items()}):
-        rows.append(["prompt", "", str(pairs[index].prompt)])
-        for name, row in (("sft", pairs[index].sft), ("ppo", pairs[index].ppo)):
+    for pair in quartile_examples(response_pairs(samples)):
+        rows.append(["prompt", "", str(pair.prompt)])
+        for name, row in (("SFT", pair.sft), ("PPO", pair.ppo)):
             scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
-            rows.append([model_label(name), scores, str(row["response"])])
-    terminal.out()
-    title = f"Sample responses at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
-    terminal.table(["", "scores", "text"], rows, title=title)
+            rows.append([name, scores, str(row["response"])])
+    if rows:
+        terminal.out()
+        title = f"Sample responses at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
+        terminal.table(["", "scores", "text"], rows, title=title)
 
 
 # Summary

@@ -1,7 +1,6 @@
 """Report card of a reward model as a table, and the requirements on it that `ppo.require_reward` sets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,22 +28,12 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class CardRow:
-    """A quantity of the card as text, and the limit above which it is flagged."""
-
-    name: str
-    value: str
-    limit: str
-    flagged: bool
-
-
-def card_rows(card: Mapping[str, Any]) -> list[CardRow]:
-    """Return the rows of a card that has more than the accuracy."""
+def card_rows(card: Mapping[str, Any]) -> list[list[str]]:
+    """Return [quantity, value, limit, "flagged" or ""] for a card that has more than the accuracy."""
     ece, correlation = f"{card['ece']:.3f}; {describe_confidence(card)}", card["length_correlation"]
     rows = [
-        CardRow("calibration error (ECE)", ece, f"{ece_limit(card):.2f}", card["ece"] > ece_limit(card)),
-        CardRow(
+        ("calibration error (ECE)", ece, f"{ece_limit(card):.2f}", card["ece"] > ece_limit(card)),
+        (
             "rank correlation of score and length",
             with_interval(correlation, card["length_correlation_ci95"]),
             f"+-{MAX_LENGTH_CORRELATION:.2f}",
@@ -53,12 +42,12 @@ def card_rows(card: Mapping[str, Any]) -> list[CardRow]:
     ]
     if longer := card.get("longer_answer"):
         value = f"{with_interval(longer['preferred'], longer['ci95'])}; by people {longer['chosen']:.3f}"
-        rows.append(CardRow("longer answer preferred", value, "", False))
+        rows.append(("longer answer preferred", value, "", False))
     for name, probe in card["adversarial"]["probes"].items():
         value = f"{with_interval(probe['beats'], probe['ci95'])}; mean gap {probe['margin']:+z.2f}"
         limit = f"{probe_limit(name, card['accuracy']):.2f}"
-        rows.append(CardRow(f"beaten by {PROBE_LABELS[name]}", value, limit, is_probe_flagged(name, card)))
-    return rows
+        rows.append((f"beaten by {PROBE_LABELS[name]}", value, limit, is_probe_flagged(name, card)))
+    return [[*texts, "flagged" if is_flagged else ""] for *texts, is_flagged in rows]
 
 
 def print_card(card: Mapping[str, Any]) -> None:
@@ -71,24 +60,19 @@ def print_card(card: Mapping[str, Any]) -> None:
     if "adversarial" not in card:
         terminal.out(text)
         return
-    rows = [[row.name, row.value, row.limit, "flagged" if row.flagged else ""] for row in card_rows(card)]
+    rows = card_rows(card)
     if not terminal.is_first_time(f"{text}\n{rows}"):
         terminal.out(f"{text}; report card: see above")
         return
     terminal.out(text)
     title = f"report card: {card['n']} pairs, {card['adversarial']['n']} probed"
     terminal.table([title, "value [95 % interval]", "limit", ""], rows)
-    counts = margin_counts(card)
-    terminal.table(["margin, chosen - rejected", *counts], [["pairs", *map(str, counts.values())]])
+    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
+    terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
     for line in LEGEND:
         terminal.out(line)
-
-
-def margin_counts(card: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of margins per bin: `below -4`, `-4 to -2`, ..."""
-    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
-    between = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-    return dict(zip([f"below {edges[0]:g}", *between, f"from {edges[-1]:g}"], counts, strict=True))
 
 
 def missing_card_reason(stage: str, manifest: Mapping[str, Any]) -> str | None:

@@ -199,6 +199,7 @@ def build_probes(
 
     `polite` are the tokens of POLITE_ANSWER for each row. `swapped_prompt` is absent if all prompts are the same.
     """
+    n, prompts = len(rows), [list(row["prompt_ids"]) for row in rows]
     answers = [list(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in rows]
     rng = random.Random(seed)
     probes = {
@@ -207,25 +208,16 @@ def build_probes(
         "politeness": [[*ids, *answer[-1:]] for ids, answer in zip(polite, answers, strict=True)],
         "over_long": [answer[:-1] * OVER_LONG_REPEATS + answer[-1:] for answer in answers],
     }
-    if swapped := _answers_to_other_prompts(rows, answers):
-        probes["swapped_prompt"] = swapped
-    prompts = [list(row["prompt_ids"]) for row in rows]
+    if any(prompt != prompts[0] for prompt in prompts):
+        # the good answer of the next row with a different prompt, starting half the rows further
+        following = [k % n for k in range(n // 2, n // 2 + 2 * n)]
+        probes["swapped_prompt"] = [
+            next(answers[k] for k in following[i:] if prompts[k] != prompt) for i, prompt in enumerate(prompts)
+        ]
     return {
         name: [prompt + _truncate(answer, context, len(prompt)) for prompt, answer in zip(prompts, probed, strict=True)]
         for name, probed in probes.items()
     }
-
-
-def _answers_to_other_prompts(rows: Sequence[Row], answers: Sequence[list[int]]) -> list[list[int]] | None:
-    """Return for each row the good answer of the next row with a different prompt, starting half the rows further."""
-    n, swapped = len(rows), []
-    for i, row in enumerate(rows):
-        candidates = ((i + n // 2 + step) % n for step in range(n))
-        other = next((k for k in candidates if rows[k]["prompt_ids"] != row["prompt_ids"]), None)
-        if other is None:
-            return None
-        swapped.append(answers[other])
-    return swapped
 
 
 def _truncate(answer: list[int], context: int | None, prompt_length: int) -> list[int]:

@@ -3,8 +3,3 @@
 `function.py` has the protocol, functions and built-in rewards. `model.py` has reward models and ensembles. Every other
 file has one kind of reward that reads text, with a `make` that builds it from its section in ppo.yaml.
 """
-
-from rlhf_cli.rewards.function import FunctionReward
-from rlhf_cli.rewards.model import ModelReward
-
-__all__ = ["FunctionReward", "ModelReward"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import TextClassificationPipeline
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.rewards.function import RewardContext, RewardFn
 
@@ -45,8 +45,8 @@ def make(section: RewardSection, context: RewardContext) -> RewardFn:
     with at_location(context.where("pipeline")):
         config = load.read_classifier_config(context.model, trust)
     label = _resolve_label(section.label, [str(name) for name in config.id2label.values()], context)
-    if not context.load:
-        return _not_loaded
+    if not context.load:  # only to validate the section
+        return lambda prompts, responses: []
     with at_location(context.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
         model = load.load_classifier(context.model, trust_remote_code=trust)
@@ -56,18 +56,13 @@ def make(section: RewardSection, context: RewardContext) -> RewardFn:
     return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size)
 
 
-def _not_loaded(prompts: list[str], responses: list[str]) -> list[float]:
-    raise AssertionError("built for validation only")
-
-
 def _resolve_label(label: str | None, known: list[str], context: RewardContext) -> str:
     assert context.model is not None
     if label is None and len(known) == 1:
         return known[0]
     if label not in known:
         problem = "label is missing" if label is None else f'label: "{label}" is not one of the model'
-        near = label and closest_match(label, known)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+        hint = (label and did_you_mean(label, known)) or f"there are {', '.join(known)}"
         text = f"{problem}; {shown(context.model)} has {len(known)}"
         raise RLHFError("C07", text, where=context.where("label"), hint=hint)
     return label

@@ -12,7 +12,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.errors import Problem, RLHFError, closest_match
+from rlhf_cli.errors import Problem, RLHFError, did_you_mean
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score each; may be async
@@ -125,10 +125,9 @@ def score_texts(name: str, function: RewardFn, prompts: list[str], responses: li
 
 def _is_finite_number(score: Any) -> bool:
     """Return True if `score` is a real number that fits a float."""
-    try:
+    with suppress(OverflowError):  # an integer above 1.8e308
         return not isinstance(score, bool) and isinstance(score, Real) and math.isfinite(score)
-    except OverflowError:  # an integer above 1.8e308
-        return False
+    return False
 
 
 def call_reward_fn(function: RewardFn, prompts: list[str], responses: list[str]) -> list[Any]:
@@ -150,6 +149,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 # Built-in rewards. A function takes its parameters by keyword, raises ValueError for invalid combinations, and returns
 # a reward function of the response. pydantic checks types, bounds and names by its signature.
 
+PARAMETER_ERRORS = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
 Count = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(gt=0)]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -160,25 +160,21 @@ def _make_builtin(section: RewardSection, context: RewardContext) -> RewardFn:
     assert section.builtin is not None
     name, known = section.builtin, ", ".join(BUILTIN_REWARDS)
     if name not in BUILTIN_REWARDS:
-        near = closest_match(name, BUILTIN_REWARDS)
-        hint = f"did you mean {near}?" if near else "or write a Python function: function: module:name"
+        hint = did_you_mean(name, BUILTIN_REWARDS) or "or write a Python function: function: module:name"
         raise RLHFError("C07", f'builtin "{name}" is not one of {known}', where=context.where("builtin"), hint=hint)
     strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
     try:
         return strict(BUILTIN_REWARDS[name])(**section.parameters)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise RLHFError.from_problems([_problem(name, detail, context) for detail in details]) from error
+        problems = []
+        for detail in error.errors(include_url=False):
+            key = ".".join(str(part) for part in detail["loc"]) or "parameters"
+            text = f"builtin {name}: {key}: {PARAMETER_ERRORS.get(detail['type'], detail['msg'])}"
+            problems.append(Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name)))
+        raise RLHFError.from_problems(problems) from error
     except ValueError as error:
         text = f"builtin {name}: {error}"
         raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name)) from error
-
-
-def _problem(name: str, detail: Any, context: RewardContext) -> Problem:
-    key = ".".join(str(part) for part in detail["loc"]) or "parameters"
-    texts = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
-    text = f"builtin {name}: {key}: {texts.get(detail['type'], detail['msg'])}"
-    return Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name))
 
 
 def _parameter_hint(name: str) -> str:

@@ -44,18 +44,16 @@ class HTTPReward:
         scores: list[Any] = []
         for start in track_progress("score: request", range(0, len(prompts), self.batch_size)):
             rows = slice(start, start + self.batch_size)
-            scores += await self._request_scores(prompts[rows], responses[rows])
-        return scores
-
-    async def _request_scores(self, prompts: list[str], responses: list[str]) -> list[Any]:
-        answer = await self._post_with_retries(json.dumps({"prompts": prompts, "responses": responses}).encode())
-        try:
-            scores = json.loads(answer)["scores"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise self._protocol_error(f"answered {_excerpt(answer)}") from None
-        if not isinstance(scores, list) or len(scores) != len(prompts):
-            count = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
-            raise self._protocol_error(f"answered {count} for {len(prompts)} responses")
+            body = {"prompts": prompts[rows], "responses": responses[rows]}
+            answer = await self._post_with_retries(json.dumps(body).encode())
+            try:
+                found = json.loads(answer)["scores"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise self._protocol_error(f"answered {_excerpt(answer)}") from None
+            if not isinstance(found, list) or len(found) != len(prompts[rows]):
+                count = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
+                raise self._protocol_error(f"answered {count} for {len(prompts[rows])} responses")
+            scores += found
         return scores
 
     async def _post_with_retries(self, body: bytes) -> bytes:

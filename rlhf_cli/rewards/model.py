@@ -97,22 +97,17 @@ class RetokenizingReward(ModelReward):
             tokens, ended = known[row], responses[row][-1] in stop_ids(self.stop_token_id)
             new_prompts.append(prompt if tokens is None else tokens)
             new_responses.append(response if ended or len(response) == 1 else response[:-1])
-            self._check_length(row_offset + row, len(new_prompts[-1]), len(new_responses[-1]))
+            length, name = len(new_prompts[-1]) + len(new_responses[-1]), f"row {row_offset + row}"
+            if not new_prompts[-1]:
+                text = f"reward `{self.name}`: its tokenizer encodes the prompt of {name} to nothing"
+                raise RLHFError("R05", text, hint="remove such prompts from data.prompts")
+            if self.context is not None and length > self.context:
+                text = f"reward `{self.name}`: {name} has {length} tokens, its model reads {self.context} at most"
+                raise RLHFError("R05", text, hint="remove longer prompts, or lower ppo.response_length")
         return new_prompts, new_responses
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-
-    def _check_length(self, row: int, prompt_length: int, response_length: int) -> None:
-        if not prompt_length:
-            text = f"reward `{self.name}`: its tokenizer encodes the prompt of row {row} to nothing"
-            raise RLHFError("R05", text, hint="remove such prompts from data.prompts")
-        if self.context is not None and prompt_length + response_length > self.context:
-            text = f"row {row} has {prompt_length + response_length} tokens, its model reads {self.context} at most"
-            raise RLHFError(
-                "R05", f"reward `{self.name}`: {text}", hint="remove longer prompts, or lower ppo.response_length"
-            )
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @dataclass

@@ -21,8 +21,9 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.errors import RLHFError, install_hint, redact, shown
 from rlhf_cli.files import sync
 from rlhf_cli.jsonl import append_jsonl, is_number, to_json, write_jsonl
-from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, Tracker, TrackerRun, Trackio, WandB
+from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
+Tracker = TensorBoard | WandB
 Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 TAIL_BYTES = 65_536  # about 45 updates of PPO
 
@@ -37,11 +38,11 @@ class Trackers:
         self.config = config
         self._open: dict[str, Tracker] = {}
         self._kept: Sequence[Line] = ()
-        self._logged: set[tuple[int, frozenset[str]]] = set()
+        self._logged: set[tuple[int, frozenset[str]]] = set()  # a step may have several lines, as of an evaluation
 
     def resume(self, before: Iterable[Line], kept: Sequence[Line]) -> None:
         """Pass the lines of the earlier log, and those kept on resume. Call it before entering the context."""
-        self._logged, self._kept = {_line_key(line) for line in before}, kept
+        self._logged, self._kept = {(line["step"], frozenset(line)) for line in before}, kept
 
     def __enter__(self) -> "Trackers":
         if distributed.is_main_process():
@@ -64,7 +65,7 @@ class Trackers:
     def metrics(self, line: Line) -> None:
         """Log a line of metrics.jsonl: `step` and numbers."""
         step, values = line["step"], {name: value for name, value in line.items() if name != "step"}
-        self._send(step, lambda tracker: tracker.metrics(step, values), again=_line_key(line) in self._logged)
+        self._send(step, lambda tracker: tracker.metrics(step, values), again=(step, frozenset(line)) in self._logged)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table whose rows have the same keys; values other than text and numbers are dropped."""
@@ -84,23 +85,19 @@ class Trackers:
                 self._guarded(name, send, tracker)
 
     def _begin(self, name: str) -> None:
-        tracker = self._open[name] = TRACKERS[name](self._run())
-        terminal.say(f"{self.config.stage:<8} {name}: {tracker.place}")
-
-    def _run(self) -> TrackerRun:
-        config = self.config
-        group = Path(config.run).name
-        name = "-".join(part for part in (group, config.stage) if part)
-        return TrackerRun(
+        config, group = self.config, Path(self.config.run).name
+        run = TrackerRun(
             config.stage,
             config.folder,
             config.output.project,
-            config.output.run_name or name,
+            config.output.run_name or "-".join(part for part in (group, config.stage) if part),
             group,
             _redacted(config.dump(relative_to=config.folder)),
             max((line["step"] for line in self._kept), default=NO_STEP),
             max((step for step, _ in self._logged), default=NO_STEP),
         )
+        tracker = self._open[name] = TRACKERS[name](run)
+        terminal.say(f"{config.stage:<8} {name}: {tracker.place}")
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         """Call a tracker; if it raises, warn and close it."""
@@ -122,11 +119,6 @@ def require(config: Config) -> None:
         text = f"output.report_to names trackers that are not installed: {', '.join(missing)}"
         hint = f"{install_hint('trackers')}; or remove it"
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
-
-
-def _line_key(line: Line) -> tuple[int, frozenset[str]]:
-    """Return the key of a line: a step may have several lines, such as one of an evaluation."""
-    return line["step"], frozenset(line)
 
 
 def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
@@ -169,13 +161,10 @@ class Log:
 
     def __init__(self, path: Path, position: LogPosition | None = None) -> None:
         self.path = path
-        content = b""
-        if not distributed.is_main_process():
-            pass
-        elif position is None:
+        is_main = distributed.is_main_process()
+        content = _truncate(path, position) if is_main and position else b""
+        if is_main and not position:
             path.unlink(missing_ok=True)
-        else:
-            content = _truncate(path, position)
         self._bytes, self._sha256 = len(content), hashlib.sha256(content)
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_cli.errors import shown
 from rlhf_cli.jsonl import flatten
@@ -42,23 +42,9 @@ class TrackerRun:
         return path
 
 
-class Tracker(Protocol):
-    """An open run of a tracker. If a method raises, no further method except close is called."""
-
-    last: int  # last step logged by an earlier start; repeated steps up to it must not be logged again
-    place: str  # URL, folder or command to view it, for the terminal
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers of a step, by name."""
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log rows with the same columns."""
-
-    def histograms(self, step: int, values: Samples) -> None:
-        """Log samples of distributions, by name."""
-
-    def close(self, exit_code: int) -> None:
-        """Finish the run after writing or sending everything."""
+# A tracker has the methods metrics, table, histograms and close, and two attributes. `last`: the last step logged by an
+# earlier start; repeated steps up to it must not be logged again. `place`: URL, folder or command to view it, for the
+# terminal. If a method raises, no further method except close is called.
 
 
 class TensorBoard:
@@ -75,7 +61,11 @@ class TensorBoard:
         self.place = f"{shown(folder)} (tensorboard --logdir {shown(run.folder.parent)})"
         if self.last == NO_STEP:
             assert self.writer.file_writer
-            for summary in hparams(_hyperparameters(run.config), {}):
+            hyperparameters = {  # by keys as for --set
+                key: value if isinstance(value, str | int | float) else json.dumps(value)
+                for key, value in flatten(run.config).items()
+            }
+            for summary in hparams(hyperparameters, {}):
                 self.writer.file_writer.add_summary(summary)
             self._text("config", json.dumps(run.config, indent=2, ensure_ascii=False), 0)
 
@@ -108,21 +98,13 @@ class TensorBoard:
         self.writer.flush()
 
 
-def _hyperparameters(config: Mapping[str, Any]) -> dict[str, str | float]:
-    """Return the config by keys as for `--set`; values other than text and numbers are JSON."""
-    return {
-        key: value if isinstance(value, str | int | float) else json.dumps(value)
-        for key, value in flatten(config).items()
-    }
-
-
 class WandB:
     """A wandb run. wandb writes RUN/<stage>/wandb and uploads it, unless WANDB_MODE is offline."""
 
     def __init__(self, run: TrackerRun) -> None:
         import wandb
 
-        self.wandb = wandb
+        self.library: Any = wandb
         settings = {
             "console": "off",
             "symlink": False,  # a run's folder can be moved
@@ -160,24 +142,27 @@ class WandB:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers; all logs of a step form one row of the history."""
-        self.run.log(dict(values), step=step)
+        self._log(step, dict(values))
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log a wandb.Table."""
+        """Log a Table of the library."""
         columns = list(rows[0])
-        self.run.log({name: self.wandb.Table(columns, [[row[column] for column in columns] for row in rows])}, step)
+        self._log(step, {name: self.library.Table(columns, [[row[column] for column in columns] for row in rows])})
 
     def histograms(self, step: int, values: Samples) -> None:
-        """Log a wandb.Histogram of 64 bins per name."""
-        self.run.log({name: self.wandb.Histogram(list(samples)) for name, samples in values.items()}, step=step)
+        """Log a Histogram of the library, of 64 bins, per name."""
+        self._log(step, {name: self.library.Histogram(list(samples)) for name, samples in values.items()})
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
 
     def close(self, exit_code: int) -> None:
         """Finish the run. Raises TimeoutError if the upload does not end in time; the data stays in the folder."""
         self.run.finish(exit_code=exit_code)
 
 
-class Trackio:
-    """A trackio run. The database is in TRACKIO_DIR, by default in the hub's cache, with all runs of a project.
+class Trackio(WandB):
+    """A trackio run, with the methods of wandb. The database, in TRACKIO_DIR or the hub's cache, has all of a project.
 
     A second run of the same name in a project becomes NAME-2. trackio reports errors as warnings, often from its own
     thread; the next call raises them.
@@ -186,7 +171,7 @@ class Trackio:
     def __init__(self, run: TrackerRun) -> None:
         import trackio
 
-        self.trackio, self._problem = trackio, ""
+        self.library, self._problem = trackio, ""
         self._show = warnings.showwarning
         warnings.showwarning = self._record_warning
         try:
@@ -203,20 +188,10 @@ class Trackio:
         self.last = getattr(self.run, "_next_step", run.logged_step + 1) - 1 if resumed else NO_STEP
         self.place = f"run {name} of project {project} (trackio show --project {project})"
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers, which are written within half a second."""
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        """Log values, which are written within half a second."""
         with self._silenced():
-            self.run.log(dict(values), step=step)
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log a trackio.Table."""
-        with self._silenced():
-            self.run.log({name: self.trackio.Table(data=[dict(row) for row in rows])}, step=step)
-
-    def histograms(self, step: int, values: Samples) -> None:
-        """Log a trackio.Histogram of 64 bins per name."""
-        with self._silenced():
-            self.run.log({name: self.trackio.Histogram(samples) for name, samples in values.items()}, step=step)
+            super()._log(step, values)
 
     def close(self, exit_code: int) -> None:
         """Finish the run; trackio records no exit code."""
@@ -226,16 +201,15 @@ class Trackio:
     def _finish(self) -> None:
         """Finish the run now: an unfinished one would print on stdout when the process ends."""
         with redirect_stdout(io.StringIO()), suppress(RuntimeError):  # no run is open
-            self.trackio.finish()
+            self.library.finish()
         if warnings.showwarning == self._record_warning:
             warnings.showwarning = self._show
 
     def _unused_name(self, project: str, name: str) -> str:
         """Return the name, or NAME-2, NAME-3, ..., whichever is unused in the project on this machine."""
-        try:
-            taken = {run.name for run in self.trackio.Api().runs(project)}
-        except ValueError:  # no such project yet
-            taken = set()
+        taken: set[str] = set()
+        with suppress(ValueError):  # no such project yet
+            taken = {run.name for run in self.library.Api().runs(project)}
         return next(free for free in chain([name], (f"{name}-{n}" for n in count(2))) if free not in taken)
 
     @contextmanager

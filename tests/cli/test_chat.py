@@ -4,7 +4,8 @@ import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ppo_folder
 import pytest
@@ -16,7 +17,7 @@ from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import chat
 from rlhf_cli.commands.chat.models import ReplyMetrics, resolve_models
-from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, SamplingParams, Turn
+from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, Turn
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
@@ -24,6 +25,7 @@ from rlhf_cli.models import load, tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.runs import locks
+from rlhf_cli.stages import setup
 
 pytestmark = pytest.mark.training
 
@@ -139,7 +141,7 @@ def detect(chat_origin: Path, written: Any, template: str | None = None) -> Conv
     tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model")
     if template is not None:
         tokenizers.set_chat_template(tokenizer, template)
-    return ConversationFormat.detect(written, tokenizer)
+    return ConversationFormat(setup.prompt_format(written, tokenizer), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +167,7 @@ def test_a_prompt_has_the_token_ids_of_ppo(
     jsonl.write_jsonl(tmp_path / "prompts.jsonl", [row])
     form = detect(chat_origin, data.prompt_form(tmp_path / "prompts.jsonl"), template)
     (expected,) = data.prompt_rows(tmp_path / "prompts.jsonl", form.tokenizer, max_length=None)
-    turns = (
-        [Turn("Hello, you.", {"ppo": Reply(reply, 3, True, False, 1.0, SamplingParams(1.0, 9, 0))})] if reply else []
-    )
+    turns = [Turn("Hello, you.", {"ppo": cast(Reply, SimpleNamespace(text=reply))})] if reply else []
     system = "Be kind." if "messages" in row else None
     prompt = form.prompt(system, turns, "ppo", "And now?")
     assert form.kind == kind and form.encode(prompt) == expected.ids
@@ -336,7 +336,7 @@ def test_ctrl_c_keeps_the_partial_reply(run: Path, monkeypatch: pytest.MonkeyPat
     session.send("a")
     assert session.stopped and [list(turn.replies) for turn in session.turns] == [["sft"]]
     (reply,) = session.turns[0].replies.values()
-    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.metrics.scores
+    assert (len(reply.ids), reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.metrics.scores
     interrupt_after(0)
     session.send("b")
     session.retry()
@@ -356,7 +356,7 @@ def test_a_reply_is_limited_by_the_context(run: Path) -> None:
         prompt = "Z" * (CONTEXT - room)  # one unknown token per letter
         assert len(session.prompt_format.encode(prompt)) == CONTEXT - room
         session.send(prompt)
-    assert [turn.replies["sft"].length for turn in session.turns] == [9, 4]
+    assert [len(turn.replies["sft"].ids) for turn in session.turns] == [9, 4]
 
 
 # Selection of models

@@ -91,7 +91,8 @@ def test_samples_are_at_the_quartiles_of_the_gain(printed: Any) -> None:
     ],
 )
 def test_examples_are_deterministic(gains: dict[int, float], examples: list[int]) -> None:
-    assert render.quartile_examples(gains) == examples
+    pairs = [render.ResponsePair(index, "", {}, {}, gain) for index, gain in gains.items()]
+    assert [pair.index for pair in render.quartile_examples(pairs)] == examples
 
 
 def test_a_judge_other_than_the_reward_model_decides() -> None:

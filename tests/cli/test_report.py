@@ -363,7 +363,8 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(run: Path, monkeypatch: pytest
         raise ValueError("no such\nfont")
 
     monkeypatch.setattr(page, "of_run", fail)
-    assert write_beside(run / "eval") is None and not (run / "eval/report.html").exists()
+    write_beside(run / "eval")
+    assert not (run / "eval/report.html").exists()
     text = "warning[R15]: the report of the evaluation could not be written: ValueError: no such font"
     assert terminal.emitted_warnings() == [text]
 

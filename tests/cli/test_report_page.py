@@ -6,15 +6,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from report_run import CARD, answers, begin, change, configs, metrics, report, write_run
 
 from rlhf_cli.commands.report import charts, compare, page
-from rlhf_cli.commands.report.rules import Band
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import read_run
@@ -160,8 +161,8 @@ def test_unhealthy_figures_come_first_and_first_alarms_are_marked(tmp_path: Path
 # Figures
 
 
-def drawn(draw: Callable, name: str = "x") -> ElementTree.Element:
-    return ElementTree.fromstring(str(charts.draw_svg(name, "about", charts.CARD, draw)))
+def drawn(draw: Callable, *data: Any, name: str = "x", **options: Any) -> ElementTree.Element:
+    return ElementTree.fromstring(str(charts.draw_svg(name, "about", charts.CARD, partial(draw, *data, **options))))
 
 
 def group(root: ElementTree.Element, name: str) -> ElementTree.Element:
@@ -182,7 +183,7 @@ def height(root: ElementTree.Element, name: str) -> float:
 
 
 def test_a_curve_goes_through_its_points() -> None:
-    root = drawn(charts.curves({"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]}))
+    root = drawn(charts.draw_curves, {"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]})
     (x1, y1), (x2, y2), (x3, y3) = corners(group(root, "one"))
     assert x3 - x2 == pytest.approx(x2 - x1) and x2 > x1
     assert (y3 - y2) / (y1 - y2) == pytest.approx(0.5, abs=1e-4), "SVG counts downwards"
@@ -191,7 +192,7 @@ def test_a_curve_goes_through_its_points() -> None:
 
 
 def test_the_visible_part_of_a_range_is_shaded() -> None:
-    root = drawn(charts.curves({"a": [(1, 0.0), (2, 10.0)]}, band=Band([2.0, 2.0], [100.0, 100.0], "")))
+    root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=([2.0, 2.0], [100.0, 100.0]))
     line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
     zero, ten = line[0][1], line[1][1]
     bottom, top = max(y for _, y in shade), min(y for _, y in shade)
@@ -201,7 +202,7 @@ def test_the_visible_part_of_a_range_is_shaded() -> None:
 
 def test_win_rates_are_at_their_values() -> None:
     rows = [("wins", 0.75, [0.7, 0.8]), ("loses", 0.25, [0.2, 0.3]), ("open", 0.5, [0.4, 0.6]), ("alone", 0.5, None)]
-    root = drawn(charts.win_rate_chart(rows))
+    root = drawn(charts.draw_win_rates, rows)
     dots = [next(group(root, f"win-{label}").iter("use")) for label, _, _ in rows]
     x = [float(dot.get("x", "")) for dot in dots]
     assert x[0] - x[2] == pytest.approx(x[2] - x[1], abs=1e-3) and x[2] == x[3] and x[0] > x[1]
@@ -213,25 +214,24 @@ def test_win_rates_are_at_their_values() -> None:
 
 def test_the_selected_policy_has_a_ring() -> None:
     evaluation = report()
-    root = drawn(charts.frontier_panel("gold", evaluation, charts.SERIES[:3]))
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
     del evaluation["selected_step"]
-    assert "selected" not in ElementTree.tostring(
-        drawn(charts.frontier_panel("gold", evaluation, charts.SERIES[:3])), "unicode"
-    )
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
+    assert "selected" not in ElementTree.tostring(root, "unicode")
 
 
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
-    root = drawn(charts.bars([1, 3], [0.0], "x", "y"))
+    root = drawn(charts.draw_bars, [1, 3], [0.0], "x", "y")
     assert height(root, "bar-1") / height(root, "bar-0") == pytest.approx(3, abs=1e-3)
-    root = drawn(charts.histograms({"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]}, "tokens"))
+    root = drawn(charts.draw_histograms, {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]}, "tokens")
     assert height(root, "PPO") / height(root, "SFT") == pytest.approx(4 / 3, abs=1e-3)
 
 
 def test_ids_are_unique_and_figures_deterministic() -> None:
-    curve = charts.curves({name: [(1, 2.0), (2, 3.0)] for name in ("to -2", "to 2", "to_2")})
-    ids = [each.get("id") for each in drawn(curve, "b").iter("g") if "series" in each.get("id", "")]
+    curve = partial(charts.draw_curves, {name: [(1, 2.0), (2, 3.0)] for name in ("to -2", "to 2", "to_2")})
+    ids = [each.get("id") for each in drawn(curve, name="b").iter("g") if "series" in each.get("id", "")]
     assert ids == ["b-series-to-2", "b-series-to-2-again", "b-series-to_2"]
     one, two = (str(charts.draw_svg(name, "about", charts.CARD, curve)) for name in ("one", "two"))
     assert one != two and one.replace("one-", "two-") == two
@@ -248,11 +248,11 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     change(folders[0] / "sft/manifest.json", metrics={"eval_loss": 2.0})
     change(folders[1] / "sft/manifest.json", metrics={"eval_loss": 5.0})
     change(folders[2] / "eval/manifest.json", parents={})  # else it is out of date: its SFT is not finished
-    rows = {row.title: row.cells()[1:] for row in compare.results([read_run(folder) for folder in folders])}
+    rows = {title: cells for title, *cells in compare.results([read_run(folder) for folder in folders])}
     rates = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
     assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", "3"]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
     assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", "2"]
-    assert compare.Row("", [2.0, None]).cells() == ["", "2", "-", "2", "-", "1"]
+    assert compare.row("", [2.0, None]) == ["", "2", "-", "2", "-", "1"]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
     assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"

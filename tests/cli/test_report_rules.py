@@ -85,7 +85,7 @@ def test_the_kl_range_is_the_watchdog_limit_times_the_length() -> None:
     lengths = {"objective__response_length": [10.0, 20.0, 20.0] + [40.0] * 9}
     kl = [0.0, 9.9, 10.1] + [19.9] * 9
     reading = read_one("objective/kl_k1", kl, **lengths)
-    assert reading.band and reading.band.high == [5.0, 10.0, 10.0] + [20.0] * 9 and reading.band.low == [0.0] * 12
+    assert reading.band == ([0.0] * 12, [5.0, 10.0, 10.0] + [20.0] * 9)
     assert "(0 to 0.5 nats per token) in 1 of 12 updates, inside it at the end." in reading.sentence
     tight = read_one("objective/kl_k1", kl, {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
     assert "(0 to 0.25 nats per token) in 11 of 12 updates" in tight.sentence and tight.verdict == "look"
@@ -260,8 +260,8 @@ def test_the_heat_map_is_of_the_last_sample_with_token_values() -> None:
         {"step": 3, "prompt": "without"},
     ]
     found = tables.last_heat_map(rows)
-    assert found and (found.step, found.prompt) == (2, "p")
-    (reward, _, top, shades), (kl, _, _, kl_shades) = found.strips
+    assert found and (found["step"], found["prompt"]) == (2, "p")
+    (reward, _, top, shades), (kl, _, _, kl_shades) = found["strips"]
     assert (reward, kl, top) == ("reward", "kl", "2"), "columns of other lengths are skipped"
     arrow, dot, minus = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "\N{MIDDLE DOT}", "\N{MINUS SIGN}"
     assert shades == [("a", "0.5", 0.25), (arrow, f"{minus}2", -1.0), (dot, "0", 0.0)]

@@ -66,7 +66,7 @@ CLAIMS = [
     *(
         Claim("{}, and still outside at the end.", (worlds.updated, {}), (worlds.updated, {"beyond": 1.0}),
               f"{re.escape(rule.title)}.*still outside at the end")
-        for rule in RULES if rule.bounds_of
+        for rule in RULES if rule.has_range
     ),
     Claim("{}, and beyond the alarm limit at update {}.", (worlds.updated, {}),
           (worlds.evaluation, {"ill": True}), "beyond the alarm limit"),

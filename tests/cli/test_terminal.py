@@ -95,9 +95,9 @@ def test_rich_is_loaded_only_for_a_terminal() -> None:
 
 def test_a_text_comes_piece_by_piece_and_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("a\x1b[2J ", "b\n", "c"):
-        terminal.print_partial(text)
+        terminal.out(text, end="")
     terminal.out()
-    terminal.log_dim("numbers\x07")
+    terminal.say("numbers\x07", dim=True)
     assert capsys.readouterr() == ("a[2J b\nc\n", "numbers\n")
 
 
@@ -106,7 +106,7 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("NO_COLOR", no_color)
-    terminal.log_dim("a")
+    terminal.say("a", dim=True)
     assert screen.getvalue() == shown
 
 

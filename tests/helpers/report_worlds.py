@@ -166,11 +166,11 @@ def updated(rng: Rng, *, beyond: float = 0.0) -> Iterator[str]:
 
 def _at_the_bound(rng: Rng, rule: Rule, n: int, beyond: float) -> Any:
     """Values around the end of a metric's range, with noise that is far from the alarms."""
-    if rule.exact or not rule.bounds_of:
+    if rule.exact or not rule.has_range:
         return np.full(n, 10.0 if beyond else 0.0)
-    low, high = rule.bounds_of(1.0, limit_of(rule, None), 40.0)
+    low, high = rule.bounds(1.0, limit_of(rule, None), 40.0)
     upper = math.isfinite(high)
-    if rule.bounds_of(2.0, limit_of(rule, None), 40.0) != (low, high):  # relative to the first value
+    if rule.bounds(2.0, limit_of(rule, None), 40.0) != (low, high):  # relative to the first value
         level, noise = 1.0, 0.002
         end = (4.0 if upper else 0.07) if beyond else level
     else:

@@ -90,7 +90,7 @@ def test_every_request_and_every_sentence_is_read_back_as_it_was_written() -> No
             (sentence,) = read_reply(judge.fill(template, request, adjective=adjective, detail=detail))
             expected = {"kind": request.kind, "topic": request.topic, "adjective": adjective, "detail": detail}
             assert (sentence.role, sentence.family) == ("answer", request.family)
-            assert dict(sentence.slots) == {slot: word for slot, word in expected.items() if f"{{{slot}}}" in template}
+            assert sentence.slots == {slot: word for slot, word in expected.items() if f"{{{slot}}}" in template}
 
 
 def test_what_the_grammar_does_not_write_is_unclear() -> None:

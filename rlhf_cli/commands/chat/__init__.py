@@ -16,11 +16,11 @@ from rlhf_cli import terminal
 from rlhf_cli.commands.chat.models import ChatModels, display_name, load_models, resolve_models
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, SamplingParams, export_rows
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.jsonl import decode, write_jsonl
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.resolve import LAST
+from rlhf_cli.stages import setup
 
 QUOTES = '"""'
 PROMPT_STYLES = {
@@ -65,18 +65,15 @@ def run(folder: Path, chat_options: ChatOptions, options: Options) -> None:
 
 def open_session(chat_models: ChatModels, chat_options: ChatOptions, options: Options) -> ChatSession:
     """Load the models. Sampling is as in PPO's training, unless the command line overrides it."""
-    sampling = _sampling(chat_models.config, chat_options)
-    models, scorer = load_models(chat_models, options)
-    prompt_format = ConversationFormat.detect(chat_models.written, scorer.tokenizer)
-    return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
-
-
-def _sampling(config: PPOConfig, chat_options: ChatOptions) -> SamplingParams:
-    temperature, length = chat_options.temperature, chat_options.max_new_tokens
+    temperature, defaults = chat_options.temperature, chat_models.config.ppo
     if temperature is not None and not math.isfinite(temperature):
         raise RLHFError("C06", f"--temperature {temperature}: a number from 0 up is needed")
-    temperature = config.ppo.temperature if temperature is None else temperature
-    return SamplingParams(temperature, length or config.ppo.max_response_length, chat_options.seed)
+    temperature = defaults.temperature if temperature is None else temperature
+    length = chat_options.max_new_tokens or defaults.max_response_length
+    models, scorer = load_models(chat_models, options)
+    prompt_format = ConversationFormat(setup.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer)
+    sampling = SamplingParams(temperature, length, chat_options.seed)
+    return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
 
 
 def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]:
@@ -146,8 +143,7 @@ class InputReader:
             return line
         lines, first = [line.removeprefix(QUOTES)], self.number
         while not lines[-1].endswith(QUOTES):
-            more = self._read_line("... ")
-            if more is None:
+            if (more := self._read_line("... ")) is None:
                 raise RLHFError("C11", f"the prompt that starts here has no closing {QUOTES}", where=f"stdin:{first}")
             lines.append(more)
         text = "\n".join(lines).removesuffix(QUOTES).strip("\n")

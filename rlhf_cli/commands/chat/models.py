@@ -89,15 +89,13 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
 
 def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
     """Return the models that --compare names, in its order. Raises RLHFError C07, C11."""
-    if compare is None:
-        return []
-    names = compare.split(",")
+    names = [] if compare is None else compare.split(",")
     if unknown := [name for name in names if name not in POLICY_STAGES]:
         text = f"--compare {compare}: {unknown[0] or 'nothing'} is not one of sft, ppo"
         raise RLHFError("C07", text, hint="--compare sft,ppo")
-    if sorted(names) != sorted(POLICY_STAGES):
+    if names and sorted(names) != sorted(POLICY_STAGES):
         raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
-    if stage is not None:
+    if names and stage is not None:
         raise RLHFError("C11", "--compare and --stage both select the models", hint="omit --stage")
     return names
 

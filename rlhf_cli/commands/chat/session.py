@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli import data, terminal
@@ -33,27 +34,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A model's reply, its sampling parameters and its metrics."""
-
-    text: str
-    length: int  # tokens
-    ended: bool  # with the stop token
-    stopped: bool  # by Ctrl-C
-    seconds: float
-    sampling: SamplingParams
-    metrics: ReplyMetrics = field(default_factory=ReplyMetrics)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A prompt and the models' replies to it, by name. A model stopped before its first token has no reply."""
-
-    prompt: str
-    replies: dict[str, Reply]
-
-
-@dataclass(frozen=True)
 class ConversationFormat:
     """Format of prompts: the chat template, a transcript ("Human:", "Assistant:"), or plain text.
 
@@ -63,27 +43,15 @@ class ConversationFormat:
     kind: setup.PromptFormat
     tokenizer: Any
 
-    @classmethod
-    def detect(cls, written: setup.PromptForm | None, tokenizer: Any) -> "ConversationFormat":
-        """Return the format for a model whose training prompts were `written` in a way (None: unknown)."""
-        return cls(setup.prompt_format(written, tokenizer), tokenizer)
-
-    @property
-    def is_multi_turn(self) -> bool:
-        return self.kind != "text"
-
     @property
     def supports_system_prompt(self) -> bool:
         """Return True if the chat template renders a system prompt."""
-        if self.kind != "template":
-            return False
         messages = [{"role": "system", "content": _MARKER}, {"role": "user", "content": "text"}]
-        try:
-            return _MARKER in render(self.tokenizer, messages, generation_prompt=True)
-        except RLHFError:  # some templates reject one
-            return False
+        with suppress(RLHFError):  # some templates reject one
+            return self.kind == "template" and _MARKER in render(self.tokenizer, messages, generation_prompt=True)
+        return False
 
-    def conversation(self, system: str | None, turns: Sequence[Turn], name: str) -> Conversation:
+    def conversation(self, system: str | None, turns: Sequence["Turn"], name: str) -> Conversation:
         """Return the turns that model `name` replied to, as messages."""
         messages = [{"role": "system", "content": system}] if system else []
         for turn in turns:
@@ -92,7 +60,7 @@ class ConversationFormat:
                 messages.append({"role": "assistant", "content": turn.replies[name].text})
         return messages
 
-    def prompt(self, system: str | None, turns: Sequence[Turn], name: str, text: str) -> str | Conversation:
+    def prompt(self, system: str | None, turns: Sequence["Turn"], name: str, text: str) -> str | Conversation:
         """Return the prompt of the next reply of model `name`: the history and the new `text`."""
         if self.kind == "text":
             return text
@@ -109,52 +77,66 @@ class ConversationFormat:
         return ids
 
 
-class StreamingReply:
-    """A reply as it is generated: iterate over its text. `ids` are its tokens so far, `seconds` the time they took.
+class Reply:
+    """A model's reply, generated while its text is iterated over.
 
+    `ids` are its tokens so far, `seconds` the time they took; `stopped`: Ctrl-C ended it.
     Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only on
     the seed and the number of the reply, so that compared models get the same.
     Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `ConversationFormat.encode` does.
     """
 
     def __init__(
-        self, model: ChatModel, tokenizer: Any, prompt: str | Conversation, prompt_ids: list[int],
+        self, model: ChatModel, prompt_format: ConversationFormat, prompt: str | Conversation,
         stop_token_id: StopTokenId, sampling: SamplingParams,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.prompt, self.prompt_ids = model, tokenizer, prompt, prompt_ids
+        self.model, self.tokenizer, self.prompt = model, prompt_format.tokenizer, prompt
         self.stop_token_id, self.sampling = stop_token_id, sampling
-        self.ids: list[int] = []
-        self.seconds = 0.0
-        context, room = load.context_length(model.weights.config), sampling.max_new_tokens
+        self.prompt_ids, self.ids = prompt_format.encode(prompt), list[int]()
+        self.seconds, self.stopped, self.metrics = 0.0, False, ReplyMetrics()
+        context, self._room = load.context_length(model.weights.config), sampling.max_new_tokens
         if context is not None:
-            room = min(room, context - len(prompt_ids))
-        if room < 1:
+            self._room = min(self._room, context - len(self.prompt_ids))
+        if self._room < 1:
             limit = f"the context of {model.name} has {context}, reply included"
-            text = f"the prompt has {len(prompt_ids)} tokens, and {limit}"
+            text = f"the prompt has {len(self.prompt_ids)} tokens, and {limit}"
             raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
-        seed = derive_seed(sampling.seed, "chat", sampling.reply_index)
-        prompts = replace(Prompts.from_lists([prompt_ids]), seeds=(seed,), response_length=room)
-        engine = HFEngine(model.weights, stop_token_id, tokenizer.pad_token_id or 0, sampling.temperature)
-        self._stream = engine.stream(prompts)
 
     def __iter__(self) -> Iterator[str]:
         return data.decode_stream(self.tokenizer, self._tokens())
 
     def _tokens(self) -> Iterator[int]:
+        seed = derive_seed(self.sampling.seed, "chat", self.sampling.reply_index)
+        prompts = replace(Prompts.from_lists([self.prompt_ids]), seeds=(seed,), response_length=self._room)
+        pad_token_id = self.tokenizer.pad_token_id or 0
+        engine = HFEngine(self.model.weights, self.stop_token_id, pad_token_id, self.sampling.temperature)
+        stream = engine.stream(prompts)
         while True:
             start = time.perf_counter()
-            token = next(self._stream, None)
+            token = next(stream, None)
             self.seconds += time.perf_counter() - start
             if token is None:
                 return
             self.ids.append(token)
             yield token
 
-    def finish(self, *, stopped: bool) -> Reply:
-        """Return the reply so far, without special tokens; `stopped`: Ctrl-C ended it."""
-        ended = bool(self.ids) and self.ids[-1] in stop_ids(self.stop_token_id)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        return Reply(text, len(self.ids), ended, stopped and not ended, self.seconds, self.sampling)
+    @property
+    def text(self) -> str:
+        """Text so far, without special tokens."""
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    @property
+    def ended(self) -> bool:
+        """Return True if it ended with the stop token."""
+        return bool(self.ids) and self.ids[-1] in stop_ids(self.stop_token_id)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and the models' replies to it, by name. A model stopped before its first token has no reply."""
+
+    prompt: str
+    replies: dict[str, Reply]
 
 
 class ChatSession:
@@ -175,54 +157,49 @@ class ChatSession:
 
     def send(self, prompt: str) -> None:
         """Add a turn. Raises RLHFError C13, D06, D08 for an invalid prompt, and as `ReplyScorer.score` does."""
-        if turn := self._generate_turn(prompt, self.turns):
-            self.turns.append(turn)
+        self._add_turn(prompt, self.turns)
 
     def retry(self) -> None:
         """Replace the last reply. Raises RLHFError as `send` does."""
         *history, last = self.turns
-        if turn := self._generate_turn(last.prompt, history):
-            self.turns[-1] = turn
+        self._add_turn(last.prompt, history)
 
-    def _generate_turn(self, text: str, history: Sequence[Turn]) -> Turn | None:
-        """Generate and show all replies; None if Ctrl-C came before the first token."""
-        replies, tokenizer, stop = [], self.prompt_format.tokenizer, self.scorer.stop_token_id
+    def _add_turn(self, text: str, history: list[Turn]) -> None:
+        """Generate and show all replies, and add them to the history, unless Ctrl-C came before the first token."""
+        replies = []
         for model in self.models:
             prompt = self.prompt_format.prompt(self.system, history, model.name, text)
-            ids = self.prompt_format.encode(prompt)
-            replies.append(StreamingReply(model, tokenizer, prompt, ids, stop, self.sampling))
+            replies.append(Reply(model, self.prompt_format, prompt, self.scorer.stop_token_id, self.sampling))
         self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
         turn, compared = Turn(text, {}), len(replies) > 1
         for reply in replies:
             label = reply.model.name if compared else ""
             if not self.stopped:
-                terminal.print_partial(f"{label}: " if label else "")
-                self._show(reply)
+                terminal.out(f"{label}: " if label else "", end="")
+                try:
+                    for piece in reply:
+                        terminal.out(piece, end="")
+                except KeyboardInterrupt:
+                    self._stop()
+                terminal.out()
             if reply.ids:
-                turn.replies[reply.model.name] = self._score(reply, label)
+                turn.replies[reply.model.name] = reply
+                self._score(reply, label)
         if self.live:
             terminal.out()
-        return turn if turn.replies else None
-
-    def _show(self, reply: StreamingReply) -> None:
-        try:
-            for piece in reply:
-                terminal.print_partial(piece)
-        except KeyboardInterrupt:
-            self._stop()
-        terminal.out()
+        if turn.replies:
+            self.turns = [*history, turn]
 
     def _stop(self) -> None:
         if not self.live:
             raise KeyboardInterrupt
         self.stopped = True
 
-    def _score(self, stream: StreamingReply, label: str) -> Reply:
-        """Return a reply with its metrics, and show them."""
-        reply = stream.finish(stopped=self.stopped)
+    def _score(self, reply: Reply, label: str) -> None:
+        """Score a reply, and show its metrics."""
+        reply.stopped = self.stopped and not reply.ended
         try:
-            metrics = self.scorer.score(stream.model.weights, stream.prompt, stream.prompt_ids, stream.ids)
-            reply = replace(reply, metrics=metrics)
+            reply.metrics = self.scorer.score(reply.model.weights, reply.prompt, reply.prompt_ids, reply.ids)
         except RLHFError as error:
             if not self.live:
                 raise
@@ -231,8 +208,7 @@ class ChatSession:
             if self.stopped:  # the second one
                 raise
             self._stop()
-        terminal.log_dim((f"{label}  " if label else "") + format_metrics(reply))
-        return reply
+        terminal.say((f"{label}  " if label else "") + format_metrics(reply), dim=True)
 
 
 def format_metrics(reply: Reply) -> str:
@@ -242,8 +218,9 @@ def format_metrics(reply: Reply) -> str:
     parts = [f"{name} {score:.3f}" for name, score in scores.items()]
     parts += [f"KL {metrics.kl:.2f}"] if metrics.kl is not None else []
     ending = "ended" if reply.ended else "stopped" if reply.stopped else "cut off"
-    parts.append(f"{reply.length} token{'s' * (reply.length != 1)}, {ending}")
-    return "  ".join([*parts, f"{reply.length / reply.seconds:.0f} tokens/s"])
+    length = len(reply.ids)
+    parts.append(f"{length} token{'s' * (length != 1)}, {ending}")
+    return "  ".join([*parts, f"{length / reply.seconds:.0f} tokens/s"])
 
 
 def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
@@ -256,14 +233,13 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
         about: dict[str, Any] = {"model": model.name, "from": model.description}
         about |= {"sha256": model.sha256} if model.sha256 else {}
         replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
-        if session.prompt_format.is_multi_turn:
-            if turns:
-                messages = session.prompt_format.conversation(session.system, turns, model.name)
-                yield {"messages": messages, "chat": about | {"replies": replies}}
-            continue
-        for turn, fields in zip(turns, replies, strict=True):
-            completion = turn.replies[model.name].text
-            yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
+        if session.prompt_format.kind == "text":
+            for turn, fields in zip(turns, replies, strict=True):
+                completion = turn.replies[model.name].text
+                yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
+        elif turns:
+            messages = session.prompt_format.conversation(session.system, turns, model.name)
+            yield {"messages": messages, "chat": about | {"replies": replies}}
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
@@ -275,7 +251,7 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens,
         "seed": sampling.seed,
         "draw": sampling.reply_index,
-        "length": reply.length,
+        "length": len(reply.ids),
         "ended": reply.ended,
         **{name: value for name, value in optional.items() if value is not None},
     }

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli import __version__, config, data, runs, system, terminal
 from rlhf_cli.commands.export.card import Card, Prompt
 from rlhf_cli.config.base import Options
-from rlhf_cli.errors import RLHFError, closest_match, collect_errors, shown
+from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.models import hub, load, lora, memory, save, tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
@@ -98,9 +98,8 @@ def held_out_prompt(run_folder: Path) -> Prompt:
 
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
-        near = closest_match(dtype, DTYPES)
-        hint = near and f"did you mean {near}?"
-        raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(DTYPES)}", hint=hint)
+        text = f"--dtype {dtype}: not one of {', '.join(DTYPES)}"
+        raise RLHFError("C07", text, hint=did_you_mean(dtype, DTYPES))
 
 
 def _write(

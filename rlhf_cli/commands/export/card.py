@@ -6,7 +6,8 @@ Every number is read from the run's files; unknown facts are omitted. Texts from
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -75,6 +76,7 @@ def short(sha256: Any) -> str:
     return code(str(sha256)[:12])
 
 
+@dataclass
 class Card:
     """The facts of a model card: the model, the stages that produced it, and the evaluation of this model.
 
@@ -82,20 +84,16 @@ class Card:
     prompt that may be shown. `stages` are those that produced the model, its own first, if they have not changed since.
     """
 
-    def __init__(
-        self,
-        chosen: ResolvedModel,
-        model: Any,
-        tokenizer: Any,
-        *,
-        dtype: str,
-        name: str,
-        address: str,
-        example: Prompt | None = None,
-    ) -> None:
-        self.chosen, self.model, self.tokenizer = chosen, model, tokenizer
-        self.dtype, self.name, self.address, self.example = dtype, name, address, example
-        own = read_stage(chosen.model.stage, chosen.model.path)
+    chosen: ResolvedModel
+    model: Any
+    tokenizer: Any
+    dtype: str
+    name: str
+    address: str
+    example: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        chosen, own = self.chosen, read_stage(self.chosen.model.stage, self.chosen.model.path)
         self.updates = max((row["step"] for row in own.metrics), default=0)
         if not chosen.last:  # without later updates
             own = replace(own, metrics=tuple(row for row in own.metrics if row["step"] <= (chosen.step or 0)))
@@ -103,7 +101,7 @@ class Card:
         self.run = self._run()
         self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
         self.is_evaluated = own.name in self.report.get("models", {})
-        self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), tokenizer)
+        self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), self.tokenizer)
         self.adapter = read_adapter(chosen.model.model)
         is_selected = chosen.step is not None and chosen.step == self.report.get("selected_step")
         self.selected = self.report["selected"] if is_selected else None
@@ -115,15 +113,13 @@ class Card:
         stages |= {stage.name: stage for stage in reversed(self.stages)}
         if chosen.report:
             stages["eval"] = read_stage("eval", root / "eval")
-        firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
-        firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
+        firings = [row for row in read_log(chosen.model.path / "watchdog.jsonl") if row["step"] <= (chosen.step or 0)]
         run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
         if chosen.last:
             return run
-        try:
+        with suppress(RLHFError):
             return at_step(run, str(chosen.step))
-        except RLHFError:
-            return replace(run, report=None)
+        return replace(run, report=None)
 
     # Parents
 
@@ -175,12 +171,12 @@ class Card:
 
     def stage_rows(self) -> Iterator[list[str]]:
         for stage in self.stages:
-            row, parents = tables.stage_row(stage), stage.table("parents").items()
+            parents, (_, _, steps, duration, _, device) = stage.table("parents").items(), tables.stage_row(stage)
             started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
             seed = str((stage.manifest or {}).get("seed", ""))
             model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.chosen.last else " at its end")
             label = self.label(sha256_of(stage), stage.name)
-            yield [label, started or "fresh weights", row.steps, row.time, text(row.device), seed, model]
+            yield [label, started or "fresh weights", steps, duration, text(device), seed, model]
 
     def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
         """Yield (name, kind, models, weight) of PPO's rewards."""
@@ -191,9 +187,9 @@ class Card:
 
     def data_rows(self) -> Iterator[list[str]]:
         for stage in [*self.stages, *([self.evaluation] if self.is_evaluated else [])]:
-            for row in tables.data_rows([stage]):
-                name = code(self.data_name(stage, row.key))
-                yield [self.label(sha256_of(stage), stage.name), code(row.key), name, row.rows, short(row.sha256)]
+            for _, key, _, rows, sha256 in tables.data_rows([stage]):
+                name = code(self.data_name(stage, key))
+                yield [self.label(sha256_of(stage), stage.name), code(key), name, rows, short(sha256)]
 
     def setting_rows(self) -> Iterator[list[str]]:
         """Yield the main settings of each stage, and those that differ from their defaults; no local paths."""

@@ -204,9 +204,9 @@ def length_note(parts: Parts, contents: Mapping[str, Sequence[Any]], *, balanced
     """Return what --balance-length did, or that it would help."""
     share = longer_share(parts["pairs"])
     if balanced:
-        text = (
-            f"of {len(parts['pairs'])} and {len(parts['held-out'])} pairs of the reward model {len(contents['pairs'])} "
-        )
-        return f"{text}and {len(contents['pairs_eval'])} are kept, in which no answer is chosen for its length"
+        before, after = (f"{len(pairs)} and {len(held_out)}" for pairs, held_out in (
+            (parts["pairs"], parts["held-out"]), (contents["pairs"], contents["pairs_eval"])
+        ))  # fmt: skip
+        return f"of {before} pairs of the reward model {after} are kept, in which no answer is chosen for its length"
     text = f"the longer answer is the chosen one in {percent(share)} of the pairs: a reward model may learn that"
     return f"{text}; --balance-length drops such pairs" if share > MAX_LONGER_SHARE else None

@@ -23,26 +23,23 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
     E03 if it cannot be written.
     """
+    from rlhf_cli.commands.report import compare, diagnosis, page
+
     runs: list[Run] = []
-    collect_errors(*(partial(_read, folder, runs) for folder in folders))
+    collect_errors(*(partial(lambda folder: runs.append(read_run(folder)), folder) for folder in folders))
     runs = [at_step(each, step) for each in runs]
-    name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
-    target = out or (_default_folder(runs[0]) / name if len(runs) == 1 else Path(name))
+    inside = runs[0].folder / "eval"
+    place = Path() if len(runs) > 1 else inside if inside.is_dir() else runs[0].folder
+    target = out or place / (REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html")
     _require_own_file(target)
-    write_text(target.resolve(), _page(runs))
+    write_text(target.resolve(), page.of_run(runs[0]) if len(runs) == 1 else compare.of_runs(runs))
+    summary = f"comparison of {len(runs)} runs: {', '.join(compare.short_names([each.folder for each in runs]))}"
+    if len(runs) == 1:
+        summary = diagnosis.headline(runs[0], diagnosis.badges(runs[0]))
     terminal.out(shown(target))
-    terminal.say(f"report   {_summary(runs)}")
+    terminal.say(f"report   {summary}")
     terminal.say("next: open it in a browser")
     return target
-
-
-def _read(folder: Path, runs: list[Run]) -> None:
-    runs.append(read_run(folder))
-
-
-def _default_folder(run: Run) -> Path:
-    inside = run.folder / "eval"
-    return inside if inside.is_dir() else run.folder
 
 
 def show_evaluation(config: EvalConfig) -> None:
@@ -62,21 +59,18 @@ def show_evaluation(config: EvalConfig) -> None:
     render.check_requirements(report, config.eval.require, where=config.where)
 
 
-def write_beside(eval_folder: Path) -> Path | None:
-    """Write report.html in an evaluation's folder and return its path.
-
-    The evaluation is complete by then, so a failure is a warning (R15) and returns None.
-    """
+def write_beside(eval_folder: Path) -> None:
+    """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
     target = eval_folder / REPORT
     try:
+        from rlhf_cli.commands.report import page
+
         _require_own_file(target)
-        write_text(target, _page([read_run(eval_folder)]))
+        write_text(target, page.of_run(read_run(eval_folder)))
     except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
         reason = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
         text = f"the report of the evaluation could not be written: {' '.join(reason.split())}"
         terminal.warn("R15", text, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
-        return None
-    return target
 
 
 class Brief(NamedTuple):
@@ -88,32 +82,11 @@ class Brief(NamedTuple):
 
 def brief(folder: Path) -> Brief:
     """Return the summary of a run without drawing its report. Raises RLHFError M01 if there is no stage."""
-    return _brief(read_run(folder))
-
-
-def _brief(run: Run) -> Brief:
     from rlhf_cli.commands.report import diagnosis
 
+    run = read_run(folder)
     badges = diagnosis.badges(run)
     return Brief(diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges))
-
-
-def _page(runs: list[Run]) -> str:
-    if len(runs) == 1:
-        from rlhf_cli.commands.report import page
-
-        return page.of_run(runs[0])
-    from rlhf_cli.commands.report import compare
-
-    return compare.of_runs(runs)
-
-
-def _summary(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return _brief(runs[0]).headline
-    from rlhf_cli.commands.report import compare
-
-    return f"comparison of {len(runs)} runs: {', '.join(compare.short_names([run.folder for run in runs]))}"
 
 
 def _require_own_file(target: Path) -> None:
@@ -121,15 +94,14 @@ def _require_own_file(target: Path) -> None:
     hint = "choose another path: --out FILE"
     if target.is_dir():
         raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
-    if target.exists() and not _is_report(target):
-        raise RLHFError("C15", f"{shown(target)} exists and is not a report of rlhf; it is not overwritten", hint=hint)
+    from rlhf_cli.commands.report.page import GENERATOR
+
+    if target.exists():
+        with target.open("rb") as file:
+            is_report = f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)
+        if not is_report:
+            text = f"{shown(target)} exists and is not a report of rlhf; it is not overwritten"
+            raise RLHFError("C15", text, hint=hint)
     folder = target.resolve().parent
     system.require_writable(folder, hint=hint)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def _is_report(path: Path) -> bool:
-    from rlhf_cli.commands.report.page import GENERATOR
-
-    with path.open("rb") as file:
-        return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)

@@ -4,8 +4,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,29 +61,25 @@ def figure(
 
 
 def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Markup:
-    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`."""
-    with _matplotlib(STYLE) as new_figure:
-        canvas = new_figure(figsize=size, layout="constrained")
-        draw(canvas.subplots())
-        svg = _save(canvas, dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
-    return Markup(_inline(svg, name, visible(about)))
+    """Draw one panel of `size` inches as an SVG element whose ids begin with `name`, such as `ppo-val/ratio`."""
+    omitted = ("Creator", "Date", "Format", "Type")
+    svg = _render(size, lambda canvas: draw(canvas.subplots()), omitted, STYLE, transparent=True)
+    return Markup(_inline(svg, re.sub("[/_]", "-", name), visible(about)))
 
 
-@contextmanager
-def _matplotlib(style: Path | None = None) -> Iterator[Any]:
-    """Context manager that yields matplotlib's Figure class under a style, else under the user's settings."""
+def _render(
+    size: tuple[float, float], draw: Draw, omitted: Sequence[str], style: Path | None = None, **options: Any
+) -> str:
+    """Return the SVG file of a drawing on a figure, without some metadata; default style: the user's settings."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     settings = matplotlib.rc_params_from_file(style, use_default_template=False) if style else {}
-    with matplotlib.rc_context({**settings, "svg.hashsalt": "rlhf"}):  # equal figures are equal bytes
-        yield Canvas
-
-
-def _save(canvas: Any, metadata: Mapping[str, None], **options: Any) -> str:
     picture = io.StringIO()
-    canvas.savefig(picture, format="svg", metadata=metadata, **options)
+    with matplotlib.rc_context({**settings, "svg.hashsalt": "rlhf"}):  # equal figures are equal bytes
+        draw(canvas := Canvas(figsize=size, layout="constrained"))
+        canvas.savefig(picture, format="svg", metadata=dict.fromkeys(omitted), **options)
     return picture.getvalue()
 
 
@@ -121,117 +116,95 @@ def mark(artist: Any, name: str) -> None:
     artist.set_gid(SERIES_ID + re.sub(r"\W+", "-", visible(name)))
 
 
-# Kinds of drawings
+# Kinds of drawings: without the axis, such as partial(draw_curves, lines), they are a Draw
 
 
-def curves(
-    lines: Mapping[str, Points], *, band: Band | None = None, unit: str = "", x: str = "update",
+def draw_curves(
+    lines: Mapping[str, Points], axis: Any, *, band: Band | None = None, unit: str = "", x: str = "update",
     alarms: Sequence[int] = (),
-) -> Draw:  # fmt: skip
-    """Lines over steps, the healthy range shaded, a dotted line at each alarm."""
+) -> None:  # fmt: skip
+    """Draw lines over steps, the healthy range shaded, a dotted line at each alarm."""
+    from matplotlib.ticker import MaxNLocator
 
-    def draw(axis: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        for index, (label, points) in enumerate(lines.items()):
-            dots, color = "o" if len(points) == 1 else None, SERIES[index % len(SERIES)]
-            (line,) = axis.plot(*zip(*points, strict=True), color=color, marker=dots, label=visible(label))
-            mark(line, label)
-        values = [value for points in lines.values() for _, value in points]
-        margin = MARGIN * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
-        low, high = min(values) - margin, max(values) + margin
-        if band:
-            _shade(axis, band, [step for step, _ in next(iter(lines.values()))], low, high)
-        for step in alarms:
-            mark(axis.axvline(step, color=ALARM, linestyle=":", linewidth=1), f"alarm-{step}")
-        axis.set(xlabel=x, ylabel=unit, ylim=(low, high))
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        if len(lines) > 1:
-            axis.legend(loc="best")
-
-    return draw
-
-
-def _shade(axis: Any, band: Band, steps: Sequence[float], low: float, high: float) -> None:
-    """Shade the visible part of the healthy range."""
-    bottom, top = ([min(max(value, low), high) for value in bound] for bound in (band.low, band.high))
-    if len(steps) == 1:
-        steps, bottom, top = [steps[0] - 0.5, steps[0] + 0.5], bottom * 2, top * 2
-    mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")
-
-
-def win_rate_chart(rows: Sequence[tuple[str, float, Sequence[float] | None]]) -> Draw:
-    """A row for each comparison: the win rate, its interval, and the line of one half."""
-
-    def draw(axis: Any) -> None:
-        axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
-        for y, (label, value, interval) in enumerate(rows):
-            color = SERIES[0] if not interval or interval[0] > 0.5 else SERIES[1] if interval[1] < 0.5 else MUTED
-            if interval:
-                axis.plot(interval, [y, y], color=color, linewidth=2.2, solid_capstyle="butt")
-            (dot,) = axis.plot([value], [y], "o", color=color, markersize=5)
-            mark(dot, f"win-{label}")
-        axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK, fontsize=8)
-        axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="win rate with 95 % interval")
-        axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-        axis.grid(visible=False, axis="y")
-
-    return draw
-
-
-def histograms(values: Mapping[str, Sequence[float]], x: str) -> Draw:
-    """One outline per series, with the same bins."""
-
-    def draw(axis: Any) -> None:
-        import numpy as np
-
-        pooled = [value for series in values.values() for value in series]
-        bins = np.histogram_bin_edges(pooled, bins=min(30, max(5, int(max(pooled) - min(pooled)))))
-        for index, (label, series) in enumerate(values.items()):
-            _, _, (outline,) = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=SERIES[index])
-            axis.hist(series, bins, histtype="step", color=SERIES[index], linewidth=1.4)
-            outline.set_label(label)
-            mark(outline, label)
-        axis.set(xlabel=x, ylabel="answers")
+    for index, (label, points) in enumerate(lines.items()):
+        dots, color = "o" if len(points) == 1 else None, SERIES[index % len(SERIES)]
+        (line,) = axis.plot(*zip(*points, strict=True), color=color, marker=dots, label=visible(label))
+        mark(line, label)
+    values = [value for points in lines.values() for _, value in points]
+    margin = MARGIN * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
+    low, high = min(values) - margin, max(values) + margin
+    if band:  # shade its visible part
+        steps: list[float] = [step for step, _ in next(iter(lines.values()))]
+        bottom, top = ([min(max(value, low), high) for value in bound] for bound in band)
+        if len(steps) == 1:
+            steps, bottom, top = [steps[0] - 0.5, steps[0] + 0.5], bottom * 2, top * 2
+        mark(axis.fill_between(steps, bottom, top, color=BAND, linewidth=0), "healthy")
+    for step in alarms:
+        mark(axis.axvline(step, color=ALARM, linestyle=":", linewidth=1), f"alarm-{step}")
+    axis.set(xlabel=x, ylabel=unit, ylim=(low, high))
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if len(lines) > 1:
         axis.legend(loc="best")
 
-    return draw
+
+def draw_win_rates(rows: Sequence[tuple[str, float, Sequence[float] | None]], axis: Any) -> None:
+    """Draw a row for each comparison: the win rate, its interval, and the line of one half."""
+    axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
+    for y, (label, value, interval) in enumerate(rows):
+        color = SERIES[0] if not interval or interval[0] > 0.5 else SERIES[1] if interval[1] < 0.5 else MUTED
+        if interval:
+            axis.plot(interval, [y, y], color=color, linewidth=2.2, solid_capstyle="butt")
+        (dot,) = axis.plot([value], [y], "o", color=color, markersize=5)
+        mark(dot, f"win-{label}")
+    axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK, fontsize=8)
+    axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="win rate with 95 % interval")
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axis.grid(visible=False, axis="y")
 
 
-def bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str) -> Draw:
-    """Bars of equal width: below the first edge, between each two, and above the last."""
+def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: Any) -> None:
+    """Draw one outline per series, with the same bins."""
+    import numpy as np
 
-    def draw(axis: Any) -> None:
-        for index, bar in enumerate(axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)):
-            mark(bar, f"bar-{index}")
-        axis.set_xticks([index + 0.5 for index in range(len(edges))], [number(edge) for edge in edges])
-        axis.set(xlabel=x, ylabel=y)
-        axis.grid(visible=False, axis="x")
+    pooled = [value for series in values.values() for value in series]
+    bins = np.histogram_bin_edges(pooled, bins=min(30, max(5, int(max(pooled) - min(pooled)))))
+    for index, (label, series) in enumerate(values.items()):
+        _, _, (outline,) = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=SERIES[index])
+        axis.hist(series, bins, histtype="step", color=SERIES[index], linewidth=1.4)
+        outline.set_label(label)
+        mark(outline, label)
+    axis.set(xlabel=x, ylabel="answers")
+    axis.legend(loc="best")
 
-    return draw
+
+def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: Any) -> None:
+    """Draw bars of equal width: below the first edge, between each two, and above the last."""
+    for index, bar in enumerate(axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)):
+        mark(bar, f"bar-{index}")
+    axis.set_xticks([index + 0.5 for index in range(len(edges))], [number(edge) for edge in edges])
+    axis.set(xlabel=x, ylabel=y)
+    axis.grid(visible=False, axis="x")
 
 
-def calibration(bins: Sequence[Mapping[str, float]]) -> Draw:
-    """Accuracy over confidence, and the diagonal of perfect calibration."""
-
-    def draw(axis: Any) -> None:
-        axis.plot([0.5, 1], [0.5, 1], color=MUTED, linestyle="--", linewidth=1)
-        most = max(each["n"] for each in bins)
-        confidence, accuracy = ([each[name] for each in bins] for name in ("confidence", "accuracy"))
-        axis.plot(confidence, accuracy, color=SERIES[0], linewidth=1)
-        dots = axis.scatter(confidence, accuracy, [10 + 60 * each["n"] / most for each in bins], color=SERIES[0])
-        mark(dots, "calibration")
-        axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
-
-    return draw
+def draw_calibration(bins: Sequence[Mapping[str, float]], axis: Any) -> None:
+    """Draw accuracy over confidence, and the diagonal of perfect calibration."""
+    axis.plot([0.5, 1], [0.5, 1], color=MUTED, linestyle="--", linewidth=1)
+    most = max(each["n"] for each in bins)
+    confidence, accuracy = ([each[name] for each in bins] for name in ("confidence", "accuracy"))
+    axis.plot(confidence, accuracy, color=SERIES[0], linewidth=1)
+    dots = axis.scatter(confidence, accuracy, [10 + 60 * each["n"] / most for each in bins], color=SERIES[0])
+    mark(dots, "calibration")
+    axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
 
 
 PAPER = ("#1f5fa8", "#d1660a", "black")  # colors of PPO, of SFT's best of n, of the ring in a separate file
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
-def frontier_panel(judge: str, report: Mapping[str, Any], colors: Sequence[str], *, legend: bool = False) -> Draw:
-    """A judge's mean with interval over KL on a square-root scale: PPO's snapshots, and SFT's best of n.
+def draw_panel(
+    judge: str, report: Mapping[str, Any], colors: Sequence[str], axis: Any, *, legend: bool = False
+) -> None:
+    """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, and SFT's best of n.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
     KL, the true quality rises and falls.
@@ -239,38 +212,34 @@ def frontier_panel(judge: str, report: Mapping[str, Any], colors: Sequence[str],
     import numpy as np
 
     ppo_color, best_of_n_color, ring_color = colors
-
-    def draw(axis: Any) -> None:
-        start = (0.0, report["models"]["sft"])
-        snapshots = [start, *((max(0.0, row["kl"]), row) for row in report["frontier"])]  # estimates may be below 0
-        best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
-        for points, style, color, label in (
-            (best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)"),
-            (snapshots, "o-", ppo_color, "PPO snapshots"),
-        ):
-            scores = [row["judges"][judge] for _, row in points]
-            means = [score["mean"] for score in scores]
-            errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
-            style_options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
-            kl = [kl for kl, _ in points]
-            (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=label, **style_options)
-            mark(dots, label)
-        for kl, row in snapshots[1:]:
-            if row["step"] == report.get("selected_step"):
-                label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
-                (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
-                mark(ring, label)
-        end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
-        root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
-        axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
-        axis.set_xlim(-end / 800, end)
-        axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
-        axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
-        axis.grid(alpha=0.3)
-        if legend:
-            axis.legend(*_legend(axis), loc="best")
-
-    return draw
+    start = (0.0, report["models"]["sft"])
+    snapshots = [start, *((max(0.0, row["kl"]), row) for row in report["frontier"])]  # estimates may be below 0
+    best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
+    for points, style, color, label in (
+        (best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)"),
+        (snapshots, "o-", ppo_color, "PPO snapshots"),
+    ):
+        scores = [row["judges"][judge] for _, row in points]
+        means = [score["mean"] for score in scores]
+        errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
+        style_options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
+        kl = [kl for kl, _ in points]
+        (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=label, **style_options)
+        mark(dots, label)
+    for kl, row in snapshots[1:]:
+        if row["step"] == report.get("selected_step"):
+            label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
+            (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
+            mark(ring, label)
+    end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
+    root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
+    axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
+    axis.set_xlim(-end / 800, end)
+    axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
+    axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
+    axis.grid(alpha=0.3)
+    if legend:
+        axis.legend(*_legend(axis), loc="best")
 
 
 def _legend(axis: Any) -> list[list[Any]]:
@@ -290,13 +259,13 @@ def ticks(end: float) -> list[float]:
 def draw_frontier(report: Mapping[str, Any], path: Path) -> None:
     """Write the frontier as an SVG file with a panel for each judge."""
     judges = list(report["models"]["sft"]["judges"])
-    with _matplotlib() as new_figure:
-        canvas = new_figure(figsize=(0.8 + 4.4 * len(judges), 4.0), layout="constrained")
+
+    def draw(canvas: Any) -> None:
         axes = canvas.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):
-            frontier_panel(judge, report, PAPER)(axis)
+            draw_panel(judge, report, PAPER, axis)
         handles, labels = _legend(axes[0])
         columns = len(labels) if len(judges) > 1 else 1
         canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-        svg = _save(canvas, {"Date": None})
-    write_text(path, svg)
+
+    write_text(path, _render((0.8 + 4.4 * len(judges), 4.0), draw, ["Date"]))

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlhf_cli.commands.report import diagnosis, figures
-from rlhf_cli.commands.report.charts import Figure, curves, figure
+from rlhf_cli.commands.report import diagnosis
+from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
 from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
@@ -29,34 +29,25 @@ REPORT_ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """A result of each run with its 95 % interval; values that are not numbers are unknown."""
+def row(
+    title: str, results: list[Any], intervals: list[Any] | None = None, *, share: bool = False, averaged: bool = True
+) -> list[str]:
+    """Return the title, each run's result with its 95 % interval, and mean, standard deviation over runs (n - 1) and n.
 
-    title: str
-    results: list[Any]
-    intervals: list[Any] | None = None
-    share: bool = False  # shown in percent
-    averaged: bool = True  # False if a mean over runs is meaningless
+    Results that are not numbers are unknown. A `share` is shown in percent; without `averaged`, the mean is omitted.
+    """
 
-    @property
-    def values(self) -> list[float | None]:
-        return [float(value) if is_number(value) else None for value in self.results]
+    def text(value: Any) -> str:
+        return "-" if not is_number(value) else percent(value) if share else number(value)
 
-    def cells(self) -> list[str]:
-        """Return the title, each run's result, and mean, standard deviation over runs (n - 1) and n."""
-        intervals = self.intervals or [None] * len(self.values)
-        cells = [
-            self._text(value) + (bounds(interval) if value is not None else "")
-            for value, interval in zip(self.values, intervals, strict=True)
-        ]
-        known = [value for value in self.values if value is not None]
-        spread = stdev(known) if len(known) > 1 else None
-        over_runs = [self._text(fmean(known)), self._text(spread)] if self.averaged else ["", ""]
-        return [self.title, *cells, *over_runs, str(len(known))]
-
-    def _text(self, value: float | None) -> str:
-        return "-" if value is None else percent(value) if self.share else number(value)
+    cells = [
+        text(value) + (bounds(interval) if is_number(value) else "")
+        for value, interval in zip(results, intervals or [None] * len(results), strict=True)
+    ]
+    known = [float(value) for value in results if is_number(value)]
+    spread = stdev(known) if len(known) > 1 else None
+    over_runs = [text(fmean(known)), text(spread)] if known and averaged else ["", ""]
+    return [title, *cells, *over_runs, str(len(known))]
 
 
 def of_runs(runs: list[Run]) -> str:
@@ -77,7 +68,7 @@ def of_runs(runs: list[Run]) -> str:
         headlines=[(name, diagnosis.headline(run, each)) for name, run, each in zip(names, runs, badges, strict=True)],
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds=all(key == "seed" for _, key, _ in differences),
-        results=[row.cells() for row in results(runs) if any(value is not None for value in row.values)],
+        results=[cells for cells in results(runs) if cells[-1] != "0"],
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
         stages=states,
@@ -94,33 +85,33 @@ def short_names(folders: list[Path]) -> list[str]:
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
-    state = stage_row(run.stages[badge.stage]).state
+    _, state, *_ = stage_row(run.stages[badge.stage])
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 
-def results(runs: list[Run]) -> Iterator[Row]:
-    """Yield the main results. Evaluations that are out of date are ignored."""
+def results(runs: list[Run]) -> Iterator[list[str]]:
+    """Yield a row for each of the main results. Evaluations that are out of date are ignored."""
     reports: list[Mapping[str, Any]] = [run.outcome or {} for run in runs]
-    yield Row("SFT, held-out loss", [run.stages["sft"].table("metrics").get("eval_loss") for run in runs])
+    yield row("SFT, held-out loss", [run.stages["sft"].table("metrics").get("eval_loss") for run in runs])
     metrics = [run.stages["reward"].table("metrics") for run in runs]
     intervals = [each.get("accuracy_ci95") for each in metrics]
-    yield Row("reward model, accuracy", [each.get("accuracy") for each in metrics], intervals, share=True)
+    yield row("reward model, accuracy", [each.get("accuracy") for each in metrics], intervals, share=True)
     sections = [report.get("win_rate") or {} for report in reports]
     pairs = {(pair, judge): None for each in sections for pair in each if "_vs_" in pair for judge in each[pair]}
     for pair, judge in pairs:
         rates = [each.get(pair, {}).get(judge, {}) for each in sections]
         for key, note in (("value", ""), ("length_controlled", ", length-controlled")):
             ends = [rate.get("ci95" if key == "value" else f"{key}_ci95") for rate in rates]
-            yield Row(f"{pair_label(pair)}, {judge}{note}", [rate.get(key) for rate in rates], ends, share=True)
+            yield row(f"{pair_label(pair)}, {judge}{note}", [rate.get(key) for rate in rates], ends, share=True)
     judges = [at(report, "models.ppo.judges") or {} for report in reports]
     for judge in dict.fromkeys(name for each in judges for name in each):
-        yield Row(f"PPO, mean of {judge}, held-out prompts", [(each.get(judge) or {}).get("mean") for each in judges])
+        yield row(f"PPO, mean of {judge}, held-out prompts", [(each.get(judge) or {}).get("mean") for each in judges])
     for title, path, share in REPORT_ROWS:
-        yield Row(title, [at(report, path) for report in reports], share=share)
-    yield Row("selected update", [report.get("selected_step") for report in reports], averaged=False)
+        yield row(title, [at(report, path) for report in reports], share=share)
+    yield row("selected update", [report.get("selected_step") for report in reports], averaged=False)
     scores = [[value for _, value in run.stages["ppo"].series("objective/scores")] for run in runs]
-    yield Row("PPO, final reward score in training", [fmean(last_quarter(each)) if each else None for each in scores])
-    yield Row("PPO, seconds", [total_seconds(run.stages["ppo"]) or None for run in runs])
+    yield row("PPO, final reward score in training", [fmean(last_quarter(each)) if each else None for each in scores])
+    yield row("PPO, seconds", [total_seconds(run.stages["ppo"]) or None for run in runs])
 
 
 def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
@@ -160,5 +151,5 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
         lines = {name: points for name, points in series.items() if points}
         if len({value for points in lines.values() for _, value in points}) > 1:
             ends = [f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()]
-            sentence, draw = f"At the end: {'; '.join(ends)}.", curves(lines, unit=rule.unit)
-            yield figure(figures.figure_name(rule.key), rule.title, sentence, draw, key=rule.key)
+            sentence, draw = f"At the end: {'; '.join(ends)}.", partial(draw_curves, lines, unit=rule.unit)
+            yield figure(f"ppo-{rule.key}", rule.title, sentence, draw, key=rule.key)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, key_changes, readings, reconcile, with_values
+from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence
@@ -17,7 +17,6 @@ from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_
 
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
-SEVERITY: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
 # Limits of docs/evaluation.md, "Badges", and docs/tuning.md (TRIVIAL).
 CHANCE = 0.5
 TRIVIAL = 0.95  # accuracy above which the pairs may differ in something trivial
@@ -42,9 +41,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 def _finding(key: str, **values: Any) -> Finding:
     """Return a finding of findings.toml with these values."""
-    fields = _TABLE[key]
-    advice = fields.get("advice", "").format(**values)
-    return Finding(fields["grade"], fields["text"].format(**values), advice, fields.get("name", ""))
+    return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
 def findings(run: Run, stage: str) -> list[Finding]:
@@ -61,9 +58,9 @@ def findings(run: Run, stage: str) -> list[Finding]:
 
 def _sft(run: Run) -> Iterator[Finding]:
     stage = run.stages["sft"]
-    overfit = [*_losses(stage), *_held_out_loss(stage)]
-    yield from overfit
-    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in overfit))
+    losses = list(_losses(stage))
+    yield from losses
+    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in losses))
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
@@ -80,22 +77,18 @@ def _losses(stage: Stage) -> Iterator[Finding]:
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
         lowest, last = number(min(held_out)), number(held_out[-1])
         yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
-
-
-def _duration_key(stage: Stage) -> str:
-    steps = f"{stage.name}.max_steps"
-    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
-
-
-def _held_out_loss(stage: Stage) -> Iterator[Finding]:
-    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
-    if loss and held_out:
+    if stage.name == "sft" and loss and held_out:
         final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
         ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
         falling = len(held_out) > 1 and held_out[-1] == min(held_out)
         key = "losses_close" if theirs <= MEMORIZED * ours else "memorized_while_falling" if falling else "memorized"
         values = {"held_out": number(theirs), "training": number(ours), "limit": number(MEMORIZED)}
         yield _finding(key, **values, duration=_duration_key(stage))
+
+
+def _duration_key(stage: Stage) -> str:
+    steps = f"{stage.name}.max_steps"
+    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
 
 
 def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
@@ -120,25 +113,22 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
 # Reward model
 
 
-def hacked_judge(run: Run) -> str:
-    """Return the judge by which PPO loses although it wins by the reward model, both by more than chance; else ""."""
+def reward_hacking(run: Run) -> tuple[str, str]:
+    """Return the judge by which PPO loses although it wins by the reward model, and the stage that caused it.
+
+    It is ppo if its metrics are unhealthy, else reward. Both texts are empty unless loss and win exceed chance.
+    """
     rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
-    hacked = "reward" in rates and significance(rates["reward"]) == "better" and significance(rates[judge]) == "worse"
-    return judge if hacked else ""
-
-
-def hacked_stage(run: Run) -> str:
-    """Return the stage that caused the reward hacking: ppo if its metrics are unhealthy, else reward; else ""."""
-    if not hacked_judge(run):
-        return ""
-    return "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
+    if "reward" not in rates or significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
+        return "", ""
+    return judge, "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
 
 
 def _reward(run: Run) -> Iterator[Finding]:
-    stage = run.stages["reward"]
-    if hacked_stage(run) == "reward":
-        yield _finding("exploited", judge=hacked_judge(run))
+    stage, (judge, cause) = run.stages["reward"], reward_hacking(run)
+    if cause == "reward":
+        yield _finding("exploited", judge=judge)
     yield from _losses(stage)
     metrics, card = stage.table("metrics"), stage.table("card")
     accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
@@ -172,8 +162,9 @@ def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
 
 
 def _ppo(run: Run) -> Iterator[Finding]:
-    if hacked_stage(run) == "ppo":
-        yield _finding("over_optimized", judge=hacked_judge(run))
+    judge, cause = reward_hacking(run)
+    if cause == "ppo":
+        yield _finding("over_optimized", judge=judge)
     yield from _ppo_log(run)
 
 
@@ -190,26 +181,20 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
         yield _finding("alarms", times=times, signals=", ".join(signals), since=since)
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
-            yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
+            judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course
+            yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
     if 0 < updates < FEWEST:
         yield _finding("few_updates", updates=count(updates, "update"), fewest=FEWEST)
 
 
-def _short(reading: Reading) -> str:
-    """Return the reading's sentence without the numbers of its course."""
-    return reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")
-
-
 def _evaluation(run: Run) -> Iterator[Finding]:
-    rates = run.rates
-    if not rates:
-        return
-    judge = deciding_judge(rates)
-    result: str = significance(rates[judge])
-    if judge == "reward" and result != "worse":
-        yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
-    else:
-        yield _finding(result, judge=judge)
+    if rates := run.rates:
+        judge = deciding_judge(rates)
+        result: str = significance(rates[judge])
+        if judge == "reward" and result != "worse":
+            yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
+        else:
+            yield _finding(result, judge=judge)
 
 
 # Badges: the findings on each stage, and which stage to fix first
@@ -252,8 +237,8 @@ def headline(run: Run, found: list[Badge]) -> str:
 
 
 def _fix_first(run: Run, found: list[Badge]) -> str:
-    if judge := hacked_judge(run):
-        stage = hacked_stage(run)
+    judge, stage = reward_hacking(run)
+    if judge:
         why = "over-optimized its reward model" if stage == "ppo" else "exploited errors of the reward model"
         return f"PPO raised the reward and lost by {judge}: it {why}. Stage to fix first: {stage}."
     first = by_priority(run, found)[0]
@@ -276,7 +261,7 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
     The cause of reward hacking is first. Then bad stages come before those worth a look, earlier ones first, since the
     later ones depend on them, and the evaluation after the training stages.
     """
-    cause = hacked_stage(run)
+    _, cause = reward_hacking(run)
     return sorted(
         found,
         key=lambda badge: (badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"),
@@ -286,20 +271,17 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
 # The result
 
 
-def sentences(run: Run) -> list[str]:
-    """Return the result in plain sentences, as far as it exists."""
-    report = run.outcome
+def sentences(run: Run) -> Iterator[str]:
+    """Yield the result in plain sentences, as far as it exists."""
+    report, rates, ppo = run.outcome, run.rates, run.stages["ppo"]
     if run.stages["eval"].outdated:
-        return ["The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."]
+        yield "The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."
+        return
     if report is None:
-        ppo = run.stages["ppo"]
-        updates = [f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."] if ppo.metrics else []
-        return [*updates, "There is no evaluation yet, so PPO and SFT are not compared."]
-    return list(_result(run, report))
-
-
-def _result(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
-    rates = run.rates
+        if ppo.metrics:
+            yield f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."
+        yield "There is no evaluation yet, so PPO and SFT are not compared."
+        return
     if rates:
         yield f"{summary_sentence(report)}."
         ours, theirs = (at(report, f"models.{name}.response_length_mean") for name in ("ppo", "sft"))
@@ -313,10 +295,6 @@ def _result(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
             undecided = ", undecided" if significance(rate) == "undecided" else ""
             baseline = f"SFT's best of {row['n']} by the reward model, which needs no training"
             yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
-    yield from _selected(report)
-
-
-def _selected(report: Mapping[str, Any]) -> Iterator[str]:
     step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
     if point := next((each for each in points if each["step"] == step), None):
         last = max(each["step"] for each in points)

@@ -1,21 +1,12 @@
 """The figures of a run: which data each one shows, and the sentence below it."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from rlhf_cli.commands.report.charts import (
-    INK,
-    SERIES,
-    Figure,
-    bars,
-    calibration,
-    curves,
-    figure,
-    frontier_panel,
-    histograms,
-    win_rate_chart,
-)
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, readings, with_values
+from rlhf_cli.commands.report import charts
+from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
+from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
 from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
 from rlhf_cli.jsonl import at, is_number
@@ -35,18 +26,15 @@ def training(stage: Stage) -> list[Figure]:
         series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
         lines = {name: points for name, points in series.items() if points}
         if lines:
-            sentence = " ".join(f"{name.capitalize()}: {_ends(points)}" for name, points in lines.items())
+            ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # of one point: one
+            texts = {name: " to ".join(number(value) for _, value in points) for name, points in ends.items()}
+            sentence = " ".join(f"{name.capitalize()}: {text}." for name, text in texts.items())
             final = stage.table("metrics").get("eval_loss") if key == "loss" else None
             if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
                 sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
-            name, draw = f"{stage.name}-{key}", curves(lines, unit=unit, x="step")
-            found.append(figure(name, title, sentence, draw, key=key))
+            draw = partial(charts.draw_curves, lines, unit=unit, x="step")
+            found.append(figure(f"{stage.name}-{key}", title, sentence, draw, key=key))
     return found
-
-
-def _ends(points: Sequence[tuple[int, float]]) -> str:
-    (_, first), (_, last) = points[0], points[-1]
-    return f"{number(first)}." if len(points) == 1 else f"{number(first)} to {number(last)}."
 
 
 def ppo(run: Run) -> list[Figure]:
@@ -58,43 +46,31 @@ def ppo(run: Run) -> list[Figure]:
     alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
     found = readings(stage)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
-    cards = [_ppo_figure(reading, stage, alarms) for reading in [*ill, *(each for each in found if each not in ill)]]
+    cards = []
+    for reading in [*ill, *(each for each in found if each not in ill)]:
+        title, sentence, key, markup = reading.title, reading.sentence, reading.key, None
+        if len({value for _, value in reading.points}) > 1:
+            lines = {title: reading.points}
+            if key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
+                lines = {"score": reading.points, "minus the KL penalty": penalized}
+            draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
+            markup = figure(f"ppo-{key}", title, sentence, draw).markup
+        cards.append(Figure(title, sentence, markup, reading.verdict, with_values(reading.advice, stage.config), key))
     return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
-
-
-def _ppo_figure(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
-    title, sentence = reading.title, reading.sentence
-    markup = None
-    if len({value for _, value in reading.points}) > 1:
-        lines = {title: reading.points}
-        if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
-            lines = {"score": reading.points, "minus the KL penalty": penalized}
-        draw = curves(lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-        markup = figure(figure_name(reading.key), title, sentence, draw).markup
-    advice = with_values(reading.advice, stage.config)
-    return Figure(title, sentence, markup, reading.verdict, advice, reading.key)
-
-
-def figure_name(key: str) -> str:
-    """Return the name of a PPO metric's figure on its page."""
-    return "ppo-" + key.replace("/", "-").replace("_", "-")
 
 
 def report_card(card: Mapping[str, Any]) -> list[Figure]:
     """Return calibration and margins of a reward model's report card."""
-    found = []
-    if bins := card.get("calibration"):
-        sentence = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
-        sentence += "Larger dots have more pairs."
-        found.append(figure("card-calibration", "Calibration", sentence, calibration(bins)))
-    if "margin_histogram" in card:
-        edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
-        wrong = sum(counts[: 1 + edges.index(0.0)])
-        sentence = "The margin is the score of the chosen answer minus that of the rejected one. "
-        sentence += f"{wrong} of {card['n']} are below 0: the rejected answer scores higher."
-        draw = bars(counts, edges, "margin, chosen - rejected", "pairs")
-        found.append(figure("card-margins", "Margins", sentence, draw))
-    return found
+    ece = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
+    ece += "Larger dots have more pairs."
+    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+    margins = "The margin is the score of the chosen answer minus that of the rejected one. "
+    margins += f"{sum(counts[: 1 + edges.index(0.0)])} of {card['n']} are below 0: the rejected answer scores higher."
+    draw = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
+    return [
+        figure("card-calibration", "Calibration", ece, partial(charts.draw_calibration, card["calibration"])),
+        figure("card-margins", "Margins", margins, draw),
+    ]
 
 
 def frontiers(report: Mapping[str, Any]) -> list[Figure]:
@@ -107,7 +83,7 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
         tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
         if end is not best and tied is not None:
             sentence += ", within noise of it" if tied else ", worse by more than noise"
-        draw = frontier_panel(judge, report, (SERIES[0], SERIES[1], INK), legend=True)
+        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK), legend=True)
         found.append(figure(f"frontier-{index}", f"By {judge}", f"{sentence}.", draw, (4.8, 3.2)))
     return found
 
@@ -118,7 +94,8 @@ def wins(report: Mapping[str, Any]) -> Figure | None:
     if not rows:
         return None
     about = "; ".join(f"{label}: {percent(value)}" for label, value, _ in rows)
-    return figure("win-rates", "Win rates", "", win_rate_chart(rows), (4.8, 0.7 + 0.25 * len(rows)), about=about)
+    draw = partial(charts.draw_win_rates, rows)
+    return figure("win-rates", "Win rates", "", draw, (4.8, 0.7 + 0.25 * len(rows)), about=about)
 
 
 def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -128,6 +105,5 @@ def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
         return None
     tokens = {"SFT": [pair.sft["length"] for pair in pairs], "PPO": [pair.ppo["length"] for pair in pairs]}
     means = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in tokens.items())
-    return figure(
-        "lengths", "Answer lengths", f"Mean tokens per answer: {means}.", histograms(tokens, "tokens per answer")
-    )
+    draw = partial(charts.draw_histograms, tokens, "tokens per answer")
+    return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)

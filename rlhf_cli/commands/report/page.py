@@ -3,8 +3,6 @@
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from markupsafe import Markup
@@ -36,13 +34,15 @@ def of_run(run: Run) -> str:
     heat_map, badges = tables.last_heat_map(run.samples), diagnosis.badges(run)
     stages, ppo = list(run.stages.values()), run.stages["ppo"]
     missing = [stage.name for stage in stages if not stage.there]
+    reasons = [reason for badge in badges for reason in badge.reasons]
+    warnings = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
         subtitle=f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
         + (f"; {tables.ABSENT}: {', '.join(missing)}" if missing else ""),
         sections=[section for section in SECTIONS if heat_map or section[0] != "tokens"],
-        warnings=_other_warnings(run, badges),
+        warnings=[text for text in warnings if not any(reason in text for reason in reasons)],
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
         headline=diagnosis.headline(run, badges),
@@ -76,8 +76,9 @@ def render_template(template: str, **values: Any) -> str:
     """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
     import jinja2
 
+    loader = jinja2.PackageLoader("rlhf_cli.commands.report", "templates")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rlhf_cli.commands.report", "templates"),
+        loader=loader,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if value is None or hasattr(value, "__html__") else visible(str(value)),
@@ -85,28 +86,16 @@ def render_template(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(number=number, percent=percent, is_number=is_number, words=WORDS)
-    script = _text("search.js")
+    script, style = (loader.get_source(environment, name)[0] for name in ("search.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         generator=GENERATOR,
         version=__version__,
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-        style=Markup(_text("style.css")),
+        style=Markup(style),
         **values,
     )
-
-
-@cache
-def _text(name: str) -> str:
-    return (files("rlhf_cli.commands.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _other_warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
-    """Return the notes on damage and the evaluation's warnings that no badge repeats."""
-    reasons = [reason for badge in badges for reason in badge.reasons]
-    notes = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
-    return [note for note in notes if not any(reason in note for reason in reasons)]
 
 
 def _report_card(run: Run) -> dict[str, Any]:

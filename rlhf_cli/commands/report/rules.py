@@ -65,32 +65,7 @@ def reconcile(recommendations: Sequence[tuple[str, str]]) -> list[str]:
 
 # Rules
 
-Range = Callable[[float, float, float], tuple[float, float]]
 INF = math.inf
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A metric's healthy range, and the advice below and above it: a table of rules.toml, which explains the fields.
-
-    `bounds_of(first value, limit, response tokens)` returns the range of an update, infinite if open. Without it, the
-    metric should rise.
-    """
-
-    key: str
-    title: str
-    unit: str = ""
-    words: str = ""
-    bounds_of: Range | None = None
-    watchdog: str | None = None
-    alarm_low: float = -INF
-    alarm_high: float = INF
-    early: int = FEWEST
-    exact: bool = False
-    if_low: str = ""
-    if_high: str = ""
-
-
 # The bounds that rules.toml names, of (first, limit, length).
 BOUNDS: dict[str, Callable[[float, float, float], float]] = {
     "first": lambda first, limit, length: first,
@@ -104,19 +79,36 @@ BOUNDS: dict[str, Callable[[float, float, float], float]] = {
 }
 
 
-def _rule(low: float | str = -INF, high: float | str = INF, **fields: Any) -> Rule:
-    if (low, high) == (-INF, INF):
-        return Rule(**fields)
+@dataclass(frozen=True)
+class Rule:
+    """A metric's healthy range, and the advice below and above it: a table of rules.toml, which explains the fields."""
 
-    def bounds(*sizes: float) -> tuple[float, float]:
-        lowest, highest = (BOUNDS[each](*sizes) if isinstance(each, str) else each for each in (low, high))
-        return lowest, highest
+    key: str
+    title: str
+    unit: str = ""
+    words: str = ""
+    low: float | str = -INF
+    high: float | str = INF
+    watchdog: str | None = None
+    alarm_low: float = -INF
+    alarm_high: float = INF
+    early: int = FEWEST
+    exact: bool = False
+    if_low: str = ""
+    if_high: str = ""
 
-    return Rule(bounds_of=bounds, **fields)
+    @property
+    def has_range(self) -> bool:
+        return (self.low, self.high) != (-INF, INF)
+
+    def bounds(self, *sizes: float) -> tuple[float, float]:
+        """Return the range of an update, infinite if open, of (first value, limit, response tokens)."""
+        low, high = (BOUNDS[each](*sizes) if isinstance(each, str) else each for each in (self.low, self.high))
+        return low, high
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-RULES = tuple(_rule(**fields) for fields in _TABLE["rules"])
+RULES = tuple(Rule(**fields) for fields in _TABLE["rules"])
 CAUSES: list[str] = _TABLE["causes"]  # keys of the rules by the priority of their advice
 # Advice if the score does not rise: the policy is still near the SFT policy, or has moved.
 IF_NEAR = (
@@ -138,18 +130,10 @@ def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
 # Readings: the rules applied to a run
 
 Verdict = Literal["good", "look", "bad", "none"]  # none: not judged
-SEVERITY = ("none", "good", "look", "bad")
-ILL = SEVERITY[2:]  # verdicts that need attention
+SEVERITY = ("none", "good", "early", "stale", "look", "bad")  # of verdicts, and of the grades of the diagnosis
+ILL = SEVERITY[-2:]  # those that need attention
+Band = tuple[list[float], list[float]]  # healthy range: the bounds of each update, infinite if open
 NEAR = best_of_n_kl(2)  # nats per response: a policy that is no farther from SFT than its best of two has hardly moved
-
-
-@dataclass(frozen=True)
-class Band:
-    """The healthy range of each update (infinite if open), and the range as text."""
-
-    low: list[float]
-    high: list[float]
-    words: str
 
 
 @dataclass(frozen=True)
@@ -176,7 +160,8 @@ def readings(ppo: Stage) -> list[Reading]:
                 points = [(step, value) for step, value in points if step in lengths]
             if points:
                 band = _band(rule, points, lengths, ppo.config)
-                verdict, sentence, advice = _judge(rule, points, band, ppo)
+                judged = _judge_range(rule, points, band, ppo) if rule.has_range else _judge_trend(rule, points, ppo)
+                verdict, sentence, advice = judged
                 sentence = f"{course(points)} {sentence}".strip()
                 found.append(Reading(key, title, rule, points, band, verdict, sentence, advice))
     ordered = by_cause(found)
@@ -205,21 +190,16 @@ def _band(
 ) -> Band | None:
     """Return the range of a metric; None if it has none, for example if response lengths are sampled."""
     sampled_length = isinstance(at(config, "ppo.response_length"), Mapping)
-    if not rule.bounds_of or (rule.watchdog in ("length", "eos") and sampled_length):
+    if not rule.has_range or (rule.watchdog in ("length", "eos") and sampled_length):
         return None
     first, limit = points[0][1], limit_of(rule, config)
-    low, high = zip(*(rule.bounds_of(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
-    return Band(list(low), list(high), rule.words.format(limit=limit))
+    low, high = zip(*(rule.bounds(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
+    return list(low), list(high)
 
 
-def _judge(rule: Rule, points: list[tuple[int, float]], band: Band | None, ppo: Stage) -> tuple[Verdict, str, str]:
-    if not rule.bounds_of:
-        return _judge_trend(rule, [value for _, value in points], ppo)
-    return _judge_range(rule, points, band, limit_of(rule, ppo.config)) if band else ("none", "", "")
-
-
-def _judge_trend(rule: Rule, values: list[float], ppo: Stage) -> tuple[Verdict, str, str]:
+def _judge_trend(rule: Rule, points: list[tuple[int, float]], ppo: Stage) -> tuple[Verdict, str, str]:
     """Judge a metric that should rise from its first tenth to its last quarter by more than its noise."""
+    values = [value for _, value in points]
     if len(values) < FEWEST:
         return "none", "Too few updates for a trend.", ""
     gain, chance = gained(values)
@@ -239,34 +219,35 @@ def _judge_trend(rule: Rule, values: list[float], ppo: Stage) -> tuple[Verdict, 
     return "look", f"{still} KL from SFT: {number(now)} nats, plus or minus {number(chance)}.", IF_NEAR
 
 
-def _judge_range(rule: Rule, points: list[tuple[int, float]], band: Band, limit: float) -> tuple[Verdict, str, str]:
+def _judge_range(
+    rule: Rule, points: list[tuple[int, float]], band: Band | None, ppo: Stage
+) -> tuple[Verdict, str, str]:
     """Judge a metric by its range.
 
     It is outside at the end if the mean of the last quarter is outside by more than its noise, and that of the first
     value if the bound depends on it.
     """
-    values = [value for _, value in points]
-    n, inside = (
-        len(values),
-        [low <= value <= high for low, value, high in zip(band.low, values, band.high, strict=True)],
-    )
+    if band is None:
+        return "none", "", ""
+    n, values, limit = len(points), [value for _, value in points], limit_of(rule, ppo.config)
+    words = rule.words.format(limit=limit)
+    inside = [low <= value <= high for value, low, high in zip(values, *band, strict=True)]
     alarms = [(step, value) for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
     if all(inside) and not alarms:
-        return "good", f"Inside the healthy range ({band.words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.", ""
-    text = f"Outside the healthy range ({band.words}) in {inside.count(False)} of {count(n, 'update')}"
+        return "good", f"Inside the healthy range ({words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.", ""
+    text = f"Outside the healthy range ({words}) in {inside.count(False)} of {count(n, 'update')}"
     if alarms:
         advice = rule.if_low if min(values) < rule.alarm_low else rule.if_high
         return "bad", f"{text}, and beyond the alarm limit at update {alarms[0][0]}.", advice
     if n < rule.early:
         return "none", f"{text}. Too early to judge: {rule.early} updates are needed.", ""
-    end, low, high = (fmean(last_quarter(each)) for each in (values, band.low, band.high))
+    end, low, high = (fmean(last_quarter(each)) for each in (values, *band))
     if low <= end <= high:
         return "good", f"{text}, inside it at the end.", ""
 
     def slope(side: int) -> float:
         """Return by how much a bound follows the first value."""
-        assert rule.bounds_of
-        before, after = (rule.bounds_of(values[0] + shift, limit, 0.0)[side] for shift in (0, 1))
+        before, after = (rule.bounds(values[0] + shift, limit, 0.0)[side] for shift in (0, 1))
         return after - before if math.isfinite(before) else 0.0
 
     if not rule.exact and low - end_noise(values, slope(0)) <= end <= high + end_noise(values, slope(1)):

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_cli.config.fields import AUTOMATIC
 from rlhf_cli.config.loading import load
@@ -62,30 +63,13 @@ REST = ("other", "checkpoints, samples, logs, loading")
 ABSENT = "not run yet"
 
 
-class StageRow(NamedTuple):
-    name: str
-    state: str
-    steps: str
-    time: str
-    seed: str
-    device: str
-
-
-class DataRow(NamedTuple):
-    stage: str
-    key: str
-    path: str
-    rows: str
-    sha256: str
-
-
-def stage_row(stage: Stage) -> StageRow:
-    """Return a stage as a row of text; unknown cells are empty."""
+def stage_row(stage: Stage) -> tuple[str, str, str, str, str, str]:
+    """Return (name, state, steps, time, seed, device) of a stage as text; unknown cells are empty."""
     steps, seconds = [row["step"] for row in stage.metrics], total_seconds(stage)
     environment = (stage.identity or {}).get("environment") or {}
     processes = environment.get("processes", 1)
     state = {"absent": ABSENT, "begun": "not finished"}.get(stage.state, stage.state)
-    return StageRow(
+    return (
         stage.name,
         state + (f" (from {stage.elsewhere})" if stage.elsewhere else ""),
         count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
@@ -100,32 +84,26 @@ def total_seconds(stage: Stage) -> float:
     return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
 
 
-def data_rows(stages: Iterable[Stage]) -> list[DataRow]:
-    """Return the data of each stage by key. Rows are counted if the file exists and has not changed since."""
+def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
+    """Return (stage, key, path, rows, sha256) of the data; rows of a file that exists and has not changed since."""
     rows = []
     for stage in stages:
         hashes = (stage.manifest or stage.identity or {}).get("data")
         for key, sha256 in (hashes if isinstance(hashes, Mapping) else {}).items():
-            path = stage.setting(key)
-            name = path if isinstance(path, str) else ""
-            rows.append(
-                DataRow(stage.name, key, name, _row_count(stage.folder / name, sha256) if name else "", str(sha256))
-            )
+            name = path if isinstance(path := stage.setting(key), str) else ""
+            lines = _row_count(stage.folder / name, sha256) if name else ""
+            rows.append((stage.name, key, name, lines, str(sha256)))
     return rows
 
 
 def _row_count(path: Path, sha256: Any) -> str:
-    try:
-        if not path.is_file():
-            return ""
-        if files_sha256([path]) != sha256:
+    with suppress(OSError):
+        if path.is_file() and files_sha256([path]) != sha256:
             return "changed since"
-        if path.suffix not in (".jsonl", ".txt"):
-            return ""
-        with path.open("rb") as file:
-            return f"{sum(bool(line.strip()) for line in file):,}"
-    except OSError:
-        return ""
+        if path.is_file() and path.suffix in (".jsonl", ".txt"):
+            with path.open("rb") as file:
+                return f"{sum(bool(line.strip()) for line in file):,}"
+    return ""
 
 
 def model_rows(run: Run) -> list[list[str]]:
@@ -133,10 +111,9 @@ def model_rows(run: Run) -> list[list[str]]:
     rows = []
     for stage in run.stages.values():
         for key, entry in stage.table("parents").items():
-            if isinstance(entry, Mapping):
-                kind = "external" if entry.get("stage") == FOREIGN else f"{entry.get('stage')} stage"
-                path = str(entry.get("path", "")) + (f" at {entry['revision']}" if "revision" in entry else "")
-                rows.append([stage.name, key, kind, path, str(entry.get("sha256", ""))])
+            kind = "external" if entry["stage"] == FOREIGN else f"{entry['stage']} stage"
+            path = entry["path"] + (f" at {entry['revision']}" if "revision" in entry else "")
+            rows.append([stage.name, key, kind, path, entry["sha256"]])
         manifest = stage.manifest or {}
         if sha256 := manifest.get("model_sha256"):
             kind = f", {manifest['model_is']}" if "model_is" in manifest else ""
@@ -186,15 +163,13 @@ def commands(run: Run) -> list[str]:
 
 def _matches_its_file(run: Run, stage: Stage) -> bool:
     """Return True if RUN/STAGE.yaml has the values that the stage was run with; newer keys are ignored."""
-    file = run.folder / f"{stage.name}.yaml"
-    try:
+    file, used = run.folder / f"{stage.name}.yaml", flatten(stage.config or {})
+    with suppress(RLHFError):
         now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
-    except RLHFError:
-        return False
-    used = flatten(stage.config or {})
-    return bool(now) and all(
-        now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
-    )
+        return bool(now) and all(
+            now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
+        )
+    return False
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
@@ -247,24 +222,18 @@ TOKEN_VALUES = {
 }
 
 
-class HeatMap(NamedTuple):
-    """A response by its tokens. `strips`: (name, description, value of the full color, (text, value, shade) rows)."""
+def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return {step, prompt, strips} of the last sample that has token values; None if none has.
 
-    step: int
-    prompt: str
-    strips: list[tuple[str, str, str, list[tuple[str, str, float]]]]
-
-
-def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
-    """Return the heat map of the last sample that has token values; None if none has."""
+    `strips`: (name, description, value of the full color, (text, value, shade) of each token).
+    """
     for row in reversed(samples):
         tokens = row.get("tokens")
         strips = []
         for name, about in TOKEN_VALUES.items() if isinstance(tokens, Mapping) else ():
             texts, values = tokens.get("text"), tokens.get(name)
-            if not (isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0):
-                continue
-            if all(is_number(value) for value in values):
+            are_rows = isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0
+            if are_rows and all(is_number(value) for value in values):
                 top = max(abs(value) for value in values) or 1.0
                 shades = [
                     (_token_text(str(text)), number(v), round(v / top, 3))
@@ -272,7 +241,7 @@ def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
                 ]
                 strips.append((name, about, number(top), shades))
         if strips:
-            return HeatMap(row["step"], str(row.get("prompt", "")), strips)
+            return {"step": row["step"], "prompt": str(row.get("prompt", "")), "strips": strips}
     return None
 
 
