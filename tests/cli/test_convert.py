@@ -13,7 +13,7 @@ import yaml
 from fuzzing import CHARACTERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ppo_folder import lines
+from ppo_folder import lines, must_succeed
 from run_cli import is_one_error, rlhf
 
 from rlhf_cli import config
@@ -32,6 +32,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import at
 
+pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).parents[2]
 # trl/trainer/model_config.py and trl/scripts/utils.py of TRL 1.12, and arguments of generate().
 SCRIPT_OPTIONS = """
@@ -65,11 +66,6 @@ FORMS = {
     ) + " > ppo.log 2>&1 | tee all.log\n",
     ".py": lambda options: f"config = trl.PPOConfig({', '.join(f'{name}={each!r}' for name, each in options.items())})",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run_convert(text: str, suffix: str = ".yaml", *arguments: str) -> tuple[PPOConfig, str, str]:
@@ -556,7 +552,6 @@ def test_a_converted_command_trains(run_folder: Path, monkeypatch: pytest.Monkey
     assert rlhf("convert", "ppo.sh", "mine").exit_code == 0
     checked = rlhf("check", "mine/ppo.yaml")
     assert checked.exit_code == 0 and "8 episodes" in checked.stdout, checked.output
-    result = rlhf("ppo", "--config", "mine/ppo.yaml")
-    assert result.exit_code == 0, result.output
+    must_succeed(rlhf("ppo", "--config", "mine/ppo.yaml"))
     rows = lines(Path("mine/ppo/metrics.jsonl"))
     assert [row["episode"] for row in rows] == [8, 16] and rows[0]["objective/kl"] == 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from conftest import World
-from run_cli import is_one_error, rlhf
+from run_cli import is_one_error, must_succeed, rlhf
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.commands.init import placement, sizes
@@ -290,8 +290,7 @@ def test_the_plan_of_the_written_folder_fits(
     world.tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
     jsonl.write_jsonl(pairs, rows)
-    result = rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib))
     assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
     ppo = (run / "ppo.yaml").read_text()
     for words, key in {"offload in PPO": "offload: true", "policy_head in PPO": "{value: policy_head}"}.items():

@@ -13,7 +13,7 @@ import tiny
 import torch
 import yaml
 from bad_inputs import replace
-from ppo_folder import fails, lines, ppo, rlhf, settings
+from ppo_folder import fails, lines, must_succeed, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
@@ -375,8 +375,7 @@ def test_an_error_is_relative_to_the_quantity(name: str, largest: float, differe
 
 def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the report of a verified update, and its quantities by name."""
-    result = rlhf("verify", folder, "--json", *(["--step", step] if step else []))
-    assert result.exit_code == 0, result.output
+    result = must_succeed(rlhf("verify", folder, "--json", *(["--step", step] if step else [])))
     report = json.loads(result.stdout)
     return report, {quantity["name"]: quantity for quantity in report["quantities"]}
 

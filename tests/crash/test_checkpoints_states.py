@@ -1,12 +1,11 @@
 """Checkpoints to resume from: complete or ignored, and used only after their hashes were checked."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cli import python
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.errors import RLHFError
@@ -144,6 +143,6 @@ def rename(path, to):
 if {moment!r} == "rename": pathlib.Path.rename = rename
 states.commit_state(folder, "step_000002", write, keep=1)
 """
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 137
+    assert python("-c", script, tmp_path).returncode == 137
     latest = runs.latest_state(tmp_path)
     assert latest and latest.name == ("step_000002" if moment == "rename" else "step_000001")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import PPO, lines, ppo, rlhf, write
+from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
 from run_cli import is_one_error
 from test_group_ppo import TWO
 
@@ -37,8 +37,7 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
     metrics, models = lines(sharded / "ppo/metrics.jsonl"), plain_models(sharded)
     state = runs.state_at(sharded / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
-    verified = rlhf("verify", sharded, "--step", "6")
-    assert verified.exit_code == 0, verified.output
+    must_succeed(rlhf("verify", sharded, "--step", "6"))
     assert child(*command(sharded / "ppo.yaml", *changes, "--fresh", "-s", "ppo.fsdp=false")).returncode == 0
     for line, expected in zip(metrics, lines(sharded / "ppo/metrics.jsonl"), strict=True):
         for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg"):

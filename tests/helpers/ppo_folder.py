@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from typer.testing import CliRunner, Result
+from run_cli import must_succeed, rlhf
+from typer.testing import Result
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.cli import app
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Prompts
@@ -86,8 +86,7 @@ def trained_once(origin: Path, tmp_path_factory) -> tuple[Path, Result]:
     folder = Path(shutil.copytree(origin, tmp_path_factory.mktemp("ppo") / "run"))
     write(folder, "ppo", PPO)
     write(folder, "eval", EVAL)
-    result = ppo(folder)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(folder))
     return folder, result
 
 
@@ -122,10 +121,6 @@ def as_reward_stage(folder: Path, **fields: object) -> None:
     """reward_model as the finished folder of a reward stage, with these fields in its manifest."""
     config = {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}}
     as_stage(folder, "reward", folder / "reward_model", config, **fields)
-
-
-def rlhf(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def ppo(folder: Path, *arguments: object):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_folder import EVAL, PPO, as_reward_stage, ppo, rlhf, write
+from ppo_folder import EVAL, PPO, as_reward_stage, must_succeed, ppo, rlhf, write
 from reward_card import card
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -18,8 +18,7 @@ HEADLINE = {"accuracy": 0.8, "accuracy_ci95": [0.76, 0.83], "n": 500, "ece": 0.0
 
 def report(folder: Path, *arguments: str) -> tuple[dict[str, Any], Any]:
     """report.json, and the command's result."""
-    result = rlhf("eval", "-c", folder / "eval.yaml", *arguments)
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(rlhf("eval", "-c", folder / "eval.yaml", *arguments))
     return json.loads((folder / "eval/report.json").read_text()), result
 
 
@@ -32,8 +31,7 @@ def trained(run_folder: Path) -> Path:
     """A chain whose PPO was trained on a reward stage's model, which has a card."""
     as_reward_stage(run_folder, metrics=HEADLINE, card=CARD)
     write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
-    result = ppo(run_folder, "-s", "ppo.total_episodes=8")
-    assert result.exit_code == 0, result.stderr
+    must_succeed(ppo(run_folder, "-s", "ppo.total_episodes=8"))
     return run_folder
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from ppo_folder import lines, manifest, must_succeed, rlhf
 
 from rlhf_cli import jsonl
-from rlhf_cli.cli import app
 
 SHARED = Path(__file__).parents[3] / "shared"
 pytestmark = [
@@ -71,17 +70,8 @@ def run(tmp_path_factory) -> Path:
     for stage, config in CONFIGS.items():
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
     for stage in CONFIGS:
-        result = CliRunner().invoke(app, [stage, "-c", str(folder / f"{stage}.yaml")])
-        assert result.exit_code == 0, result.output
+        must_succeed(rlhf(stage, "-c", folder / f"{stage}.yaml"))
     return folder
-
-
-def manifest(run: Path, stage: str) -> dict:
-    return json.loads((run / stage / "manifest.json").read_text())
-
-
-def lines(path: Path) -> list[dict]:
-    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def test_sft_lowers_the_loss_on_reviews_it_never_saw(run):

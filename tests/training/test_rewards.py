@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from ppo_folder import PPO, PROMPTS, fails, lines, ppo, rlhf, steps, weights, write
+from ppo_folder import PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, weights, write
 
 from rlhf_cli import jsonl
 from rlhf_cli.errors import RLHFError
@@ -73,8 +73,7 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
     votes = {"models": {"one": "reward_model", "two": "second"}, "combine": "mean_minus_std", "std_coef": 0.5}
     votes["clip"] = 0.25
     write(run_folder, "ppo", {**PPO, "rewards": {"vote": votes}})
-    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(run_folder, "ppo.missing_eos_penalty=null"))
     for row in lines(run_folder / "ppo/metrics.jsonl"):
         assert row["objective/score/vote/one"] == row["objective/score/vote/two"] == row["objective/score/vote"]
         assert row["objective/disagreement/vote"] == 0.0 and abs(row["objective/scores"]) <= 0.25

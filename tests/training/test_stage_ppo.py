@@ -17,6 +17,7 @@ from ppo_folder import (
     fails,
     lines,
     manifest,
+    must_succeed,
     ppo,
     rlhf,
     settings,
@@ -154,8 +155,7 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     fails(ppo(run_folder, ONE, "-s", "models.value=reward"), "M01", "models.reward")
     no_reward = {**EVAL, "models": {"sft": "sft_model", "reward": None}}
     write(run_folder, "eval", {**no_reward, "judges": {"reward": "judges:short"}})
-    result = evaluate(run_folder)
-    assert result.exit_code == 0, result.output
+    must_succeed(evaluate(run_folder))
     report = report_of(run_folder)
     assert [row["n"] for row in report["best_of"]] == [2, 3]
     assert report["best_of"][1]["reward_mean"] >= report["models"]["sft"]["reward_mean"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ppo_folder import PPO, fails, lines, manifest, ppo, rlhf, untimed, write
+from ppo_folder import PPO, fails, lines, manifest, must_succeed, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS
@@ -232,8 +232,7 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
 @pytest.mark.training
 def test_an_alert_is_printed_once_per_signal_and_logged_each_time(run_folder):
     hackable(run_folder, kl=0.2, judge=None)
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(run_folder))
     log = lines(run_folder / "ppo/watchdog.jsonl")
     by_signal = {name: [row for row in log if row["signal"] == name] for name in {row["signal"] for row in log}}
     assert {"kl", "repetition"} <= by_signal.keys() and len(by_signal["kl"]) > 2
@@ -251,8 +250,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
     less = ("-s", f"ppo.total_episodes={32 * 24}", "-s", "output.save_steps=7")
-    result = ppo(straight, *less)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(straight, *less))
     metrics, found = lines(straight / "ppo/metrics.jsonl"), lines(straight / "ppo/watchdog.jsonl")
     expected = [1e-9 * 4.0 ** sum(firing["step"] < row["step"] for firing in found) for row in metrics]
     assert [row["objective/kl_coef"] for row in metrics] == pytest.approx(expected) and len(found) > 2

@@ -13,12 +13,7 @@ from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.training import CONFIGS
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
+pytestmark = pytest.mark.usefixtures("here")
 
 # Stage, text around the line, line number: rows `line | CODE text | hint`.
 # In a row, `...` stands for any text, and CODE@LINE for another line number.

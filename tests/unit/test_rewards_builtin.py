@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ppo_folder import PPO, fails, lines, ppo, rlhf, write
+from ppo_folder import PPO, fails, lines, must_succeed, ppo, rlhf, write
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn, score_texts
@@ -111,8 +111,7 @@ def test_builtins_through_the_stage_each_named_weighted_clipped_and_logged(run_f
         "fresh": {"builtin": "repetition", "weight": 3.0},
     }
     write(run_folder, "ppo", {**PPO, "rewards": sources})
-    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(run_folder, "ppo.missing_eos_penalty=null"))
     for row in lines(run_folder / "ppo/samples.jsonl"):
         brief = -float(max(0, len(row["response"]) - 1))
         assert row["scores"]["brief"] == brief
