@@ -217,15 +217,6 @@ def test_m06_a_token_that_the_policy_generates_beyond_a_scorers_embedding(folder
         forward.rollout_scores(tiny.scorer("llama", vocab_size=size), rollout, max_rows=1)
 
 
-@pytest.mark.training
-def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
-    assert rlhf("sft").exit_code == 0
-    with open("sft/model/model.safetensors", "r+b") as file:
-        file.truncate(1000)
-    says = ("model/model.safetensors has 1000 bytes", "hint: --fresh runs the stage again")
-    assert refused(rlhf("sft"), "M05", "sft is finished but damaged: ", *says, exit_code=1)
-
-
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_m07_weights_that_are_a_pickle(folder: Path, stage: str) -> None:
     foreign_scorer(folder)

@@ -171,25 +171,6 @@ def test_unverified_checkpoints_are_trained_on(chain: Chain, tmp_path: Path, mon
         assert not reported(rlhf("sft", tmp_path / name)) and not chain.same_end("sft", tmp_path / name)
 
 
-@pytest.mark.damage
-@pytest.mark.parametrize("how", ["missing", "empty", "half", OTHER])
-@pytest.mark.parametrize("stage", STAGES)
-def test_damages_to_a_whole_checkpoint(chain: Chain, tmp_path: Path, stage: str, how: str) -> None:
-    newest, before = chain.killed(stage, tmp_path / "run")
-    files = sorted(path for path in newest.rglob("*") if path.is_file())
-    if how in ("missing", OTHER):
-        shutil.rmtree(newest)
-    if how == OTHER:
-        shutil.copytree(before, newest)
-    for path in {"empty": files, "half": files[::2]}.get(how, []):
-        path.unlink()
-    if how == "missing":  # nothing shows the damage: it is a run that was stopped earlier
-        result = rlhf(stage, tmp_path / "run")
-        assert "resumes at step 2 " in result.stderr and chain.same_end(stage, tmp_path / "run")
-    else:
-        resumes(chain, stage, tmp_path / "run", newest, "", before)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("full", FULL)
 def test_if_both_checkpoints_are_damaged_the_run_starts_over(

@@ -117,12 +117,6 @@ def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_fact
     assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
 
 
-def test_another_config_is_rejected(trained_folder):
-    fails(ppo(trained_folder, *settings("kl_coef=0.2")), "C15", "ppo.kl_coef 0.05 -> 0.2", "hint: --fresh")
-    head = ppo(trained_folder, *settings("models.value=policy_head"))
-    fails(head, "C15", "models.value reward -> policy_head")
-
-
 BY_FUNCTION = {
     **PPO,
     "models": {"sft": "sft_model", "value": "policy_head"},

@@ -35,15 +35,7 @@ def test_another_partition_moves_the_ratio_by_float_noise_only():
     assert stats["ratio_error"] <= 1e-5
 
 
-# Scores, EOS, padding
-
-
-def test_score_is_placed_on_the_eos_and_the_eos_is_trained():
-    trainer = tiny.trainer(kl_coef=0.0)
-    rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS)
-    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
-    assert experience.rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
-    assert rollout.micro_batch(torch.arange(2)).response_ids.tolist()[1] == tiny.EOS
+# Scores, padding
 
 
 def test_padding_ids_change_nothing():
@@ -69,18 +61,6 @@ def test_scores_of_the_caller_replace_the_sources():
     trainer = tiny.trainer(kl_coef=0.0)
     experience = trainer.make_experience(trainer.generate(tiny.prompts()), scores=list(range(8)))
     assert experience.scores.tolist() == experience.rewards.sum(1).tolist() == list(range(8))
-
-
-# Means over tokens
-
-
-def test_losses_weigh_tokens_not_rows():
-    """Two rows of one and five tokens: the loss is the mean over six tokens."""
-    trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
-    rollout = Rollout.from_lists([[5], [7]], [[2], [4, 8, 9, 5, 2]], stop_token_id=2)
-    experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
-    errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
-    assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
 
 
 # The same seed, the same run
