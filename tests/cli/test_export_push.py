@@ -16,7 +16,7 @@ import ppo_folder
 import pytest
 import torch
 from ppo_folder import must_succeed, ppo, rlhf
-from run_cli import python
+from run_cli import fails, python
 from safetensors.torch import load
 from stand_in_hub import TOKEN, Commit, Hub, Repo, environment, model_hub, use
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -133,8 +133,7 @@ def test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code(
 
 
 def test_a_repository_is_public_only_with_the_option(run: Path, hub: Hub) -> None:
-    result = push(run, "--public", "--out", "out")
-    assert result.exit_code == 0 and "/me/policy (public), commit " in result.stdout
+    assert "/me/policy (public), commit " in must_succeed(push(run, "--public", "--out", "out")).stdout
     assert not hub.repos["me/policy"].private
     assert "everyone could read the upload" in push(run).stderr
     assert push(run, "--public").stdout.count("unchanged since commit ") == 1
@@ -302,6 +301,5 @@ def test_c17_without_a_token_nothing_is_trained(run_folder: Path, hub: Hub, monk
     error = "error[C17]: --set ppo.push_to_hub_if_best: pushing to lab/policy needs the hub, and HF_HUB_OFFLINE is set"
     assert result.exit_code == 2 and error in result.stderr
     monkeypatch.setattr("rlhf_cli.models.hub.get_token", lambda: None)
-    result = ppo(run_folder, *PUSH_BEST)
-    assert result.exit_code == 2 and "error[C17]: --set ppo.push_to_hub_if_best: " in result.stderr
-    assert "hint: `hf auth login`" in result.stderr and hub.requests == []
+    fails(ppo(run_folder, *PUSH_BEST), "C17", "error[C17]: --set ppo.push_to_hub_if_best: ", "hint: `hf auth login`")
+    assert hub.requests == []

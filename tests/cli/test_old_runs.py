@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from ppo_folder import lines, rlhf
+from ppo_folder import lines, must_succeed, rlhf
 from safetensors.torch import load_file
 
 ARCHIVE = Path(__file__).parents[1] / "data/run_of_round_one.tar.gz"
@@ -47,8 +47,7 @@ def test_a_stopped_stage_resumes(old: Path, stage: str) -> None:
     shutil.rmtree(folder)
     shutil.copytree(old / "stopped" / stage, folder)
     before = (folder / "metrics.jsonl").read_text()
-    ran = rlhf(stage, "--config", f"{stage}.yaml")
-    assert ran.exit_code == 0 and "resumes" in ran.stderr, ran.stderr
+    must_succeed(rlhf(stage, "--config", f"{stage}.yaml"), "resumes")
     assert (folder / "metrics.jsonl").read_text().startswith(before)
     assert (folder / "manifest.json").is_file()
     last, expected = lines(folder / "metrics.jsonl")[-1], finished[-1]

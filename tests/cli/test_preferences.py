@@ -49,7 +49,6 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _fixed_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement, which takes seconds on a busy machine, except where a run is trained."""
-    terminal.reset()
     if not request.node.get_closest_marker("training"):
         monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=20_000.0, generation=4_000.0))
 
@@ -181,6 +180,8 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
         ),
         (["preferences", new, "--data", columns, "--base", tmp_path / "no model"], ("error[M01]: --base: ",)),
         (["preferences", new, "--data", columns, "--base", tmp_path / "a run"], ("holds no model", hint)),
+        (["preferences", new, "--data", "x", "--base", base, "--gpu", "h10"], ("error[C07]: ", "did you mean h100?")),
+        (["preferences", new, "--data", "x", "--base", base, "--adapters", "qlor"], ("error[C07]: ", "mean qlora?")),
         (
             ["preferences", new],
             (
@@ -255,8 +256,7 @@ def test_a_slow_cpu_with_bfloat16_gets_it_and_fewer_passes(
 ) -> None:
     monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(200.0, 400.0, bf16_gain=1.5))
     run = tmp_path / "run"
-    result = init(run, data["columns"], world.base)
-    assert result.exit_code == 0 and "tokens a second in bfloat16" in result.stdout
+    assert "tokens a second in bfloat16" in must_succeed(init(run, data["columns"], world.base)).stdout
     made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.STAGES}
     assert all(getattr(each, stage).bf16 for stage, each in made.items())
     assert (made["ppo"].ppo.num_ppo_epochs, made["ppo"].ppo.num_mini_batches) == (1, 4)
@@ -295,8 +295,7 @@ def test_configs_for_real_dialogues_are_true(tmp_path: Path) -> None:
     """The share that ends within response_length, and the rows: `rlhf check` finds none to drop."""
     run, tokenizer = tmp_path / "run", tokenizers.load_tokenizer(STORIES)
     pairs = read_pairs(DataSource(str(HH), "--data", on_bad="drop"), tokenizer, plain=False).pairs
-    result = init(run, HH, STORIES)
-    assert result.exit_code == 0 and "598 pairs (34 %) dropped" in result.stderr
+    must_succeed(init(run, HH, STORIES), "598 pairs (34 %) dropped")
     text = (run / "ppo.yaml").read_text()
     ended = int(re.findall(r"response_length: 176 +# maximum tokens; (\d+) of 100", text)[0])
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in rows(run, part)}

@@ -44,8 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("good", "bad"):
         lines = sentences(kind, 200)
         (folder / f"{kind}.txt").write_text("\n".join([*lines, *both, lines[0], ""]), encoding="utf-8")
-    result = rlhf("init", "reviews", folder / "run")
-    assert result.exit_code == 0 and "prepare_reviews.py pos.txt neg.txt" in result.stdout
+    assert "prepare_reviews.py pos.txt neg.txt" in must_succeed(rlhf("init", "reviews", folder / "run")).stdout
     script = ROOT / "scripts/prepare_reviews.py"
     done = must_succeed(python(script, folder / "good.txt", folder / "bad.txt", folder / "run"))
     assert done.stdout.splitlines()[0] == "train     80 sentences"

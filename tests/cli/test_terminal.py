@@ -161,9 +161,6 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
     assert len(output.splitlines()) == 2
 
 
-# Durations
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [

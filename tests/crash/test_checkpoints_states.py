@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from run_cli import python
 
-from rlhf_cli import runs, terminal
+from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
 
 
@@ -65,7 +65,6 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.reset()
     commit(tmp_path, 1, 2)
     DAMAGES[damage](tmp_path / "step_000002")
     assert runs.latest_state(tmp_path) == tmp_path / "step_000001"

@@ -12,6 +12,7 @@ import torch
 import yaml
 from bad_configs import messages
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf
+from canaries import Trap
 from fake_config import FakeConfig, make_stage
 from run_cli import must_succeed
 
@@ -118,20 +119,10 @@ def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path)
 # 2. Pickles
 
 
-class Code:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
 def test_m07_weights_in_a_pickle_are_never_read(folder: Path, name: str) -> None:
     Path("model/model.safetensors").unlink()
-    torch.save({"weight": Code(folder / "executed")}, Path("model", name))
+    torch.save({"weight": Trap(folder / "executed")}, Path("model", name))
     says = (f"model has its weights only as a pickle ({name})", "hint: if you trust it: ")
     assert refused(rlhf("sft"), "M07", "sft.yaml:1: ", *says) and not Path("executed").exists()
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
@@ -141,7 +132,7 @@ def test_m07_weights_in_a_pickle_are_never_read(folder: Path, name: str) -> None
 
 
 def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
-    torch.save({"weight": Code(folder / "executed")}, "model/model.safetensors")
+    torch.save({"weight": Trap(folder / "executed")}, "model/model.safetensors")
     assert refused(rlhf("sft"), "M01", "sft.yaml:1: model cannot be loaded") and not Path("executed").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from canaries import Trap
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
 from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
@@ -98,17 +99,12 @@ def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(sharded: Path) -> N
     assert torch.equal(models["model"], models[f"step_{manifest['step']:06d}"])
 
 
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (Path("ran"),)
-
-
 def test_metadata_that_would_run_code_is_refused(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest's hash is right: whoever can write the checkpoint can write its manifest."""
     monkeypatch.chdir(sharded)
     assert child(*command(sharded / "ppo.yaml", "-s", "ppo.total_episodes=40")).returncode == 0
     state = runs.state_at(sharded / "ppo/state", 5)
-    (state / "shards/.metadata").write_bytes(pickle.dumps(Evil()))
+    (state / "shards/.metadata").write_bytes(pickle.dumps(Trap(Path("ran"))))
     checkpoints._write_manifest(state, state.name)
     with pytest.raises(Exception, match="contains non-tensor objects; they were not executed"):
         save.load_tree(state)

@@ -134,8 +134,7 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
     other = ppo(group_folder)
     assert is_one_error(other, "E04") and "was started with 2 processes and cannot resume with 1" in other.stderr
     assert "hint: resume with --nproc 2, or start over with --fresh" in other.stderr
-    alone = ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4")
-    assert alone.exit_code == 0
+    must_succeed(ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4"))
     keys = ["objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg", "episode"]
     for ours, theirs in zip(lines(group_folder / "ppo/metrics.jsonl"), two, strict=True):
         assert [ours[key] for key in keys] == pytest.approx([theirs[key] for key in keys], rel=1e-4, abs=1e-5)

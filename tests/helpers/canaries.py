@@ -5,6 +5,7 @@ import re
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from run_cli import python
 
@@ -27,6 +28,16 @@ def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = python("-P", *arguments, cwd=home.parent, env=environment)
     assert not any(secret in done.stdout + done.stderr for secret in SECRETS.values())
     return done
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
 
 
 def leaks(*places: Path) -> list[str]:

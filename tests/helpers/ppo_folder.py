@@ -64,11 +64,7 @@ def origin(tmp_path_factory) -> Path:
     (folder / "judges.py").write_text(
         "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
     )
-    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
-    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
-        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-        save.set_special_token_ids(model, tokenizer, 1)
-        save.save_model(model, tokenizer, folder / name, "A tiny model.")
+    write_models(folder)
     return folder
 
 
@@ -100,6 +96,15 @@ def ppo_run(trained_once: tuple[Path, Result]) -> Path:
 def trained_folder(trained_once: tuple[Path, Result], tmp_path: Path) -> Path:
     """A copy of that folder, for a test to change."""
     return Path(shutil.copytree(trained_once[0], tmp_path, dirs_exist_ok=True))
+
+
+def write_models(folder: Path, **sizes: object) -> None:
+    """sft_model and reward_model, with a tokenizer of the prompts."""
+    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
+    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
+        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes)
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
 
 
 def write(folder: Path, stage: str, config: dict) -> None:
@@ -147,11 +152,6 @@ def settings(*changes: str) -> list[str]:
     """Options `-s ppo.KEY=VALUE`; a change with a section keeps it."""
     keys = (change if "." in change.partition("=")[0] else f"ppo.{change}" for change in changes)
     return [part for key in keys for part in ("-s", key)]
-
-
-def fails(result: Result, code: str, *says: str, exit_code: int = 2) -> None:
-    assert result.exit_code == exit_code and f"error[{code}]" in result.stderr, result.output
-    assert all(text in result.stderr for text in says) and "Traceback" not in result.output, result.stderr
 
 
 def manifest(folder: Path, stage: str = "ppo") -> dict:

@@ -28,13 +28,24 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
     return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
 
 
-def must_succeed(result: Any) -> Any:
-    """Return the result of a command or a process, which must have ended with exit code 0."""
-    if isinstance(result, Result):
-        assert result.exit_code == 0, result.output
-    else:
-        assert result.returncode == 0, result.stdout + result.stderr
+def must_succeed(result: Any, *says: str) -> Any:
+    """Return the result of a command or a process, which must have ended with exit code 0, and said this on stderr."""
+    ended, output = end_of(result)
+    assert ended == 0 and all(text in result.stderr for text in says), output
     return result
+
+
+def fails(result: Any, code: str, *says: str, exit_code: int = 2) -> None:
+    """Assert that a command or a process ended with this error, said this on stderr, and has no traceback."""
+    ended, output = end_of(result)
+    assert ended == exit_code and f"error[{code}]" in result.stderr, output
+    assert all(text in result.stderr for text in says) and "Traceback" not in output, result.stderr
+
+
+def end_of(result: Any) -> tuple[int, str]:
+    if isinstance(result, Result):
+        return result.exit_code, result.output
+    return result.returncode, result.stdout + result.stderr
 
 
 def is_one_error(result: Result, code: str, *texts: str, exit_code: int = 2) -> bool:

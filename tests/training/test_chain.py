@@ -123,8 +123,7 @@ def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_fini
     first, hint = result.stderr.splitlines()
     assert first.startswith("error[M10]: run/ppo.yaml")
     assert hint == "hint: finish it: rlhf reward --config run/reward.yaml; or change models.reward"
-    finished = run_cli.rlhf("ppo", "--config", "run/ppo.yaml")
-    assert finished.exit_code == 0 and "finished already" in finished.stderr
+    must_succeed(run_cli.rlhf("ppo", "--config", "run/ppo.yaml"), "finished already")
 
 
 @pytest.mark.training

@@ -79,8 +79,10 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
         assert row["objective/disagreement/vote"] == 0.0 and abs(row["objective/scores"]) <= 0.25
     config = yaml.safe_load((run_folder / "ppo/config.yaml").read_text())
     assert config["rewards"]["vote"]["models"] == {"one": "../reward_model", "two": "../second"}
-    checked = rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")
-    assert checked.exit_code == 0 and "rewards.vote.models.two" in checked.stdout, checked.output
+    assert (
+        "rewards.vote.models.two"
+        in must_succeed(rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")).stdout
+    )
     missing = ppo(run_folder, "--fresh", "-s", "rewards.vote.models.two=./reward_modle")
     fails(missing, "M01", "no such folder reward_modle")
 
@@ -135,8 +137,7 @@ def test_r05_a_source_of_any_kind_that_fails_leaves_a_checkpoint_to_resume_from(
         failed = ppo(run_folder, "--fresh", "-s", "output.save_steps=4")
     fails(failed, "R05", "error[R05]: reward `", "mine", exit_code=1)
     assert steps(run_folder / "ppo/state") == {2}
-    again = ppo(run_folder, "-s", "output.save_steps=4")
-    assert again.exit_code == 0 and "resumes at step 2 of 4" in again.stderr, again.output
+    must_succeed(ppo(run_folder, "-s", "output.save_steps=4"), "resumes at step 2 of 4")
     assert weights(run_folder) == expected
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from damages import flip
-from ppo_folder import ONE, PPO, fails, lines, manifest, ppo, settings, steps, untimed, weights, write
+from ppo_folder import ONE, PPO, fails, lines, manifest, must_succeed, ppo, settings, steps, untimed, weights, write
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
@@ -98,8 +98,7 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
     (kept,) = (run_folder / "ppo/snapshots").glob("step_*")
     assert kept.name == f"step_{made['step']:06d}"
     assert (kept / "model.safetensors").read_bytes() == weights(run_folder)
-    again = ppo(run_folder, *options)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(run_folder, *options), "finished already")
     (run_folder / "ppo/manifest.json").unlink()
     flip(kept / "model.safetensors")
     fails(ppo(run_folder, *options), "M05", f"{kept} is damaged: model.safetensors", exit_code=1)

@@ -3,9 +3,11 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from ppo_folder import PPO, fails, lines, manifest, must_succeed, ppo, rlhf, untimed, write
 from pydantic import ValidationError
@@ -42,9 +44,8 @@ def update(
     scores = judge + spread * signs
     ensembles = {"vote": EnsembleScores(signs * 0, members)}
     scored = ScoreResult({"gold": scores, "reward": scores}, ensembles, scores, RunningMeanStd(), scores)
-    zeros = torch.zeros(rollout.response_mask.shape)
-    fields = dict.fromkeys(("ref_logprobs", "values", "kl", "rewards", "advantages", "returns"), zeros)
-    return Experience(rollout, (), False, scored, 0.05, logprobs=zeros + kl, **fields)
+    logprobs = torch.full(rollout.response_mask.shape, kl)
+    return replace(tiny.experience(rollout, logprobs=logprobs), scored=scored)
 
 
 def watchdog(judges=("gold",), *, response_length=20, stop_token="eos", **keys) -> Watchdog:
@@ -225,8 +226,7 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     assert made["model_is"] == "the best step" and made["best"]["metric"] == "objective/score/gold"
     assert made["best"]["value"] > gold[0] and made["step"] == made["best"]["step"] < firing["step"]
     assert "held-out judge" in made["stopped"]
-    again = ppo(run_folder)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(run_folder), "finished already")
 
 
 @pytest.mark.training
