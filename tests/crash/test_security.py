@@ -145,6 +145,7 @@ def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
         f"model: {{path: owner/{TOKEN}}}",
         "data: {train: 'https://me:PASSWORD@host/rows.jsonl'}",
         "model: {path: 'https://me:PASSWORD@host/model'}",
+        "model: {path: 'https://host/model?api_key=PASSWORD'}",
         f"{TOKEN}: 1",
         f"trainer: {{{TOKEN}: {{weight: 1}}}}",
         "trainer: {hub_token: PASSWORD}",

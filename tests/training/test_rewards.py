@@ -87,20 +87,6 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
     fails(missing, "M01", "no such folder reward_modle")
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ({"models": {"one": "m"}}, "an ensemble needs at least two models"),
-        ({"model": "m", "combine": "min"}, "combine has no effect without models"),
-        ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
-        ({"model": "m", "models": {"a": "m", "b": "m"}}, "set exactly one of model, models, function, builtin, url"),
-    ],
-)
-def test_c17_a_wrong_ensemble(run_folder, source, says):
-    write(run_folder, "ppo", {**PPO, "rewards": {"vote": source}})
-    fails(ppo(run_folder), "C17", says)
-
-
 BREAKS = {
     "model": ("rlhf_cli.rewards.model.RetokenizingReward._decode", {"model": "other"}),
     "function": ("len_reward.score", {"function": "len_reward:score"}),
