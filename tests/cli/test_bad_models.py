@@ -97,17 +97,6 @@ def test_t07_a_template_that_writes_todays_date(folder: Path) -> None:
     assert refused(result, "C17", "--set data.chat_template_kwargs", *says)
 
 
-def test_m01_model_path_wrong(folder: Path) -> None:
-    replace("sft.yaml", "path: model", "path: ./modle")
-    assert refused(rlhf("sft"), "M01", "sft.yaml:1: ", "modle", "hint: did you mean model?")
-
-
-def test_m02_causal_model_as_reward(folder: Path) -> None:
-    replace("ppo.yaml", "reward: scorer", "reward: model")
-    result = rlhf("ppo")
-    assert refused(result, "M02", "", "no trained reward head", "hint:") and not (folder / "ppo/metrics.jsonl").exists()
-
-
 def test_m03_a_reward_model_of_two_labels(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

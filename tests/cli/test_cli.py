@@ -294,16 +294,6 @@ def test_schema_prints_one_stage_or_all() -> None:
     assert len(every["anyOf"]) == 4 and "ppo" in one["properties"] and one["additionalProperties"] is False
 
 
-def test_init_lists_its_presets() -> None:
-    listed = [line.split()[0] for line in rlhf("init", "--list").stdout.splitlines()]
-    assert listed[0] == "preset" and {"demo", "ci"} <= set(listed)
-
-
-def test_init_passes_the_seed_and_overwrites_nothing(folder: Path) -> None:
-    assert rlhf("init", "ci", "a", "--seed", "7").exit_code == 0 and config.load("ppo", "a/ppo.yaml").seed == 7
-    assert is_one_error(rlhf("init", "ci", "a", "--seed", "1"), "C15")
-
-
 def test_env_prints_versions_and_devices() -> None:
     facts = json.loads(rlhf("env", "--json").stdout)
     assert facts["rlhf"] == rlhf_cli.__version__

@@ -12,9 +12,7 @@ from bad_inputs import check, foreign_scorer, replace, rlhf, warned
 from run_cli import must_succeed
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
-from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.stages import plan_inputs
@@ -123,17 +121,6 @@ def test_prompts_of_an_evaluation(fitting: Path) -> None:
     assert check("eval.yaml", "-s", "data.max_dropped=0.3").exit_code == 2
     says = "hint: lower eval.response_length (100 tokens for a response leave 28 to a prompt)"
     assert says in check("eval.yaml", "-s", "eval.response_length=100").stderr
-
-
-@pytest.mark.parametrize("stage", CONFIGS)
-def test_max_dropped_changes_no_result(stage: str, tmp_path: Path) -> None:
-    """A run with another limit stays up to date."""
-    texts = {"sft": "model: {path: base}\ndata: {train: x.jsonl}\n", "reward": "data: {train: x.jsonl}\n"}
-    path = tmp_path / f"{stage}.yaml"
-    path.write_text(texts.get(stage, "data: {prompts: x.jsonl}\n" + "ppo: {total_episodes: 64}\n" * (stage == "ppo")))
-    plain = load(stage, path).identity()
-    assert load(stage, path, ["data.max_dropped=0.5"]).identity() == plain
-    assert "max_dropped" not in plain["data"]
 
 
 # What is counted.
