@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from run_cli import must_succeed, rlhf
+from run_cli import fails, must_succeed, rlhf  # noqa: F401  (for tests too)
 from typer.testing import Result
 
 from rlhf_cli import jsonl, runs
