@@ -73,13 +73,14 @@ def test_c14_an_interval_beyond_the_end(folder: Path) -> None:
     assert (folder / "sft/state/checkpoint-1").is_dir()
 
 
-def test_c14_in_ppo(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "old", "new", "place", "says"),
+    [
+        ("C14", "ppo:", "output: {save_steps: 9}\nppo:", "ppo.yaml:3: ", "every 9 updates exceeds the 1 of the run"),
+        ("C19", "data: {", "data: {first_words: 2, ", "ppo.yaml:2: ", "data.first_words is now data.truncate_prompt"),
+    ],
+)
+def test_c14_c19_warnings_of_ppo(folder: Path, code: str, old: str, new: str, place: str, says: str) -> None:
     foreign_scorer(folder)
-    replace("ppo.yaml", "ppo:", "output: {save_steps: 9}\nppo:")
-    assert warned(check("ppo.yaml"), "C14", "ppo.yaml:3: ", "every 9 updates exceeds the 1 of the run")
-
-
-def test_c19_an_old_name_of_a_key(folder: Path) -> None:
-    foreign_scorer(folder)
-    replace("ppo.yaml", "data: {", "data: {first_words: 2, ")
-    assert warned(check("ppo.yaml"), "C19", "ppo.yaml:2: ", "data.first_words is now data.truncate_prompt_words")
+    replace("ppo.yaml", old, new)
+    assert warned(check("ppo.yaml"), code, place, says)

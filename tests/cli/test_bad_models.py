@@ -62,13 +62,6 @@ def test_t03_two_start_tokens(folder: Path) -> None:
     assert warned(check("sft.yaml"), "T03", "rows.jsonl: ", *says)
 
 
-def test_t04_a_reward_model_of_another_tokenizer(folder: Path) -> None:
-    foreign_scorer(folder)
-    tokenizers.train_tokenizer(folder / "rows.jsonl", 270).save_pretrained(folder / "scorer")
-    says = ("models.reward has another tokenizer than models.sft", "hint: train the model of models.reward")
-    assert refused(rlhf("ppo"), "T04", "ppo.yaml:1: ", *says)
-
-
 @pytest.mark.training
 def test_t05_template_differs_between_stages(folder: Path) -> None:
     assert rlhf("sft", "-s", "model.chat_template=chatml").exit_code == 0

@@ -14,7 +14,7 @@ from fuzzing import CHARACTERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ppo_folder import lines, must_succeed
-from run_cli import is_one_error, rlhf
+from run_cli import ROOT, is_one_error, rlhf
 
 from rlhf_cli import config
 from rlhf_cli.commands.convert import page
@@ -28,7 +28,6 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import at
 
 pytestmark = pytest.mark.usefixtures("here")
-ROOT = Path(__file__).parents[2]
 # trl/trainer/model_config.py and trl/scripts/utils.py of TRL 1.12, and arguments of generate().
 SCRIPT_OPTIONS = """
     model_name_or_path model_revision dtype torch_dtype trust_remote_code attn_implementation use_peft lora_r

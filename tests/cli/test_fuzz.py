@@ -22,7 +22,6 @@ from rlhf_cli import jsonl
 from rlhf_cli.config.loading import keys, load, stage_of
 from rlhf_cli.errors import CODES
 
-ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
     "sft": [

@@ -210,16 +210,23 @@ def test_only_from_and_force(run: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("selection", "code", "text"),
+    ("overrides", "selection", "code", "text"),
     [
-        ({"only": ("rewards",)}, "C07", "did you mean reward?"),
-        ({"start": "eval", "only": ("sft",)}, "C17", "--only and --from"),
-        ({"start": "ppo", "force": ("sft",)}, "C17", "--force sft"),
+        ((), {"only": ("rewards",)}, "C07", "did you mean reward?"),
+        ((), {"start": "eval", "only": ("sft",)}, "C17", "--only and --from"),
+        ((), {"start": "ppo", "force": ("sft",)}, "C17", "--force sft"),
+        (("seed=3",), {}, "C11", "-s '*.seed=3' sets it in all of them"),
+        (("data.columns.prompt=q",), {}, "C11", "-s '*.data.columns.prompt=q' sets it in all"),
+        (("pppo.kl_coef=1",), {}, "C11", "did you mean ppo?"),
+        (("rubbish",), {}, "C11", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
+        (("=",), {}, "C11", "--set =: expected KEY=VALUE"),
     ],
 )
-def test_contradictory_selections_are_refused(run: Callable, selection: dict, code: str, text: str) -> None:
-    error = refused(run, **selection)
-    assert error.problems[0].code == code and text in str(error)
+def test_contradictory_selections_and_ambiguous_or_unknown_sections_are_refused(
+    run: Callable, overrides: tuple[str, ...], selection: dict, code: str, text: str
+) -> None:
+    error = refused(run, *overrides, **selection)
+    assert error.problems[0].code == code and text in str(error) and error.exit_code == 2
 
 
 def test_a_selected_stage_needs_its_parents(run: Callable) -> None:
@@ -287,21 +294,6 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
     assert [line.split()[0] for line in unsaved("ppo.kl_coef=0.05", "*.seed=3")] == list(CONFIGS)
     run()
     assert unsaved("sft.logging_steps=7", "ppo.kl_coef=0.05") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("seed=3", "-s '*.seed=3' sets it in all of them"),
-        ("data.columns.prompt=q", "-s '*.data.columns.prompt=q' sets it in all"),
-        ("pppo.kl_coef=1", "did you mean ppo?"),
-        ("rubbish", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
-        ("=", "--set =: expected KEY=VALUE"),
-    ],
-)
-def test_an_ambiguous_or_unknown_section_is_refused(run: Callable, text: str, hint: str) -> None:
-    error = refused(run, text)
-    assert error.problems[0].code == "C11" and hint in str(error) and error.exit_code == 2
 
 
 # Dry runs

@@ -16,12 +16,12 @@ import ppo_folder
 import pytest
 import tiny
 from ppo_folder import PROMPTS, as_stage, must_succeed, rlhf, write
+from run_cli import ROOT
 
 from rlhf_cli import jsonl
 from rlhf_cli.models import save, tokenizers
 
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
-ROOT = Path(__file__).parents[2]
 
 CONTEXT = 4096  # a reply that may take seconds, for Ctrl-C
 PPO = {
