@@ -51,7 +51,7 @@ def test_only_the_first_process_reads_weights_and_a_limit_restores_the_best_poli
     """Policy (and reference), reward model and value model; then the best policy, which is saved."""
     changes = ("-s", "ppo.kl_stop=1e-6", "-s", "ppo.learning_rate=0.01")
     result = child(*TORCHRUN, HELPERS / "group_loading.py", sharded, *changes)
-    assert result.returncode == 1 and result.stderr.count("error[R04]") == 1, result.stderr
+    assert result.returncode == 1 and "error[R04]" in result.stderr, result.stderr
     manifest, models = json.loads((sharded / "ppo/manifest.json").read_text()), plain_models(sharded)
     assert manifest["model_is"] == "the best step"
     assert torch.equal(models["model"], models[f"step_{manifest['step']:06d}"])
