@@ -145,13 +145,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     jsonl.write_jsonl(files.text, [{"text": text} for text in texts])
     both = list(zip(prompts, good, bad, strict=True))
     jsonl.write_jsonl(files.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
-    jsonl.write_jsonl(files.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
+    jsonl.write_jsonl(files.messages, [{"messages": turns(p, g, "And?", "That is all.")} for p, g, _ in both])
     jsonl.write_jsonl(files.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
     _make_base(files)
     return files
 
 
-def _turns(*texts: str) -> list[dict[str, str]]:
+def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 

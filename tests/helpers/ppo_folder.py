@@ -132,6 +132,12 @@ def ppo(folder: Path, *arguments: object):
     return rlhf("ppo", "-c", folder / "ppo.yaml", *arguments)
 
 
+def evaluate(folder: Path, *arguments: object) -> tuple[dict, Result]:
+    """Return report.json of `rlhf eval`, and the command's result."""
+    result = must_succeed(rlhf("eval", "-c", folder / "eval.yaml", *arguments))
+    return json.loads((folder / "eval/report.json").read_text()), result
+
+
 def stop_in_update(folder: Path, update: int, *arguments: object) -> None:
     """Run `rlhf ppo`, which gets SIGTERM in this update."""
     real = PPOTrainer.step

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_folder import EVAL, PPO, lines, must_succeed, ppo, rlhf, write
+from ppo_folder import EVAL, PPO, evaluate, lines, must_succeed, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs
@@ -76,12 +76,6 @@ def planted(run: Path) -> Path:
         runs.commit_state(folder, f"step_{step:06d}", lambda path, logit=logit: push(path, logit), keep=None)
     write(run, "eval", PLANTED)
     return run
-
-
-def evaluate(folder: Path, *arguments: object) -> tuple[dict[str, Any], Any]:
-    """Return report.json, and the command's result."""
-    result = must_succeed(rlhf("eval", "-c", folder / "eval.yaml", *arguments))
-    return json.loads((folder / "eval/report.json").read_text()), result
 
 
 def evaluate_snapshot(run: Path, step: int) -> dict[str, Any]:

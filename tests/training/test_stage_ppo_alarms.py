@@ -23,17 +23,6 @@ from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, Snapshots, evenly_spaced
 
 pytestmark = pytest.mark.training
 
-REWARDS = """
-def constant(prompts, responses):
-    return [0.5] * len(responses)
-"""
-
-
-def by_function(folder: Path, name: str, **settings) -> None:
-    (folder / "alarm_rewards.py").write_text(REWARDS)
-    rewards = {"mine": {"function": f"alarm_rewards:{name}"}}
-    write(folder, "ppo", {**PPO, "rewards": rewards, "ppo": {**PPO["ppo"], **settings}})
-
 
 def metrics_of(folder: Path) -> list[dict]:
     return lines(folder / "ppo/metrics.jsonl")
@@ -67,7 +56,9 @@ def test_r01_a_learning_rate_that_diverges_leaves_only_finite_checkpoints(run_fo
 
 def test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_after_a_resume(run_folder):
     """Stopped at step 10, the run's last checkpoint is of step 8: two more updates, and it stops again."""
-    by_function(run_folder, "constant", total_episodes=96)
+    (run_folder / "alarm_rewards.py").write_text("constant = lambda prompts, responses: [0.5] * len(responses)\n")
+    rewards = {"mine": {"function": "alarm_rewards:constant"}}
+    write(run_folder, "ppo", {**PPO, "rewards": rewards, "ppo": {**PPO["ppo"], "total_episodes": 96}})
     result = ppo(run_folder, "output.save_steps=4")
     fails(result, "R02", "error[R02]: step 10: all 8 rewards are 0.5, for 10 updates in a row", exit_code=1)
     assert result.stderr.count("warning[R02]") == 1 and "warning[R02]: step 1: all 8 rewards are 0.5" in result.stderr

@@ -4,18 +4,16 @@ Each read is a separate process, because the Hub client reads its address when i
 """
 
 import gzip
-import io
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as arrow
-import pyarrow.parquet as parquet
 import pytest
 from run_cli import must_succeed, python
 from stand_in_hub import SHA, Files, serving
+from test_sources import columns
 
 NOWHERE = "http://127.0.0.1:9"  # a port on which nothing listens
 READ = """
@@ -49,12 +47,6 @@ def ask(home: Path, hub: str, *sources: dict[str, Any], offline: bool = False) -
     done = must_succeed(python("-c", READ, json.dumps(sources), env=environment, timeout=60))
     assert "Traceback" not in done.stderr, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-def columns(rows: list[dict[str, Any]]) -> bytes:
-    file = io.BytesIO()
-    parquet.write_table(arrow.Table.from_pylist(rows), file)
-    return file.getvalue()
 
 
 TABLE = [
