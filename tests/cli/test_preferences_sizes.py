@@ -65,9 +65,8 @@ def test_conversations_with_the_same_first_message_share_a_part() -> None:
 def test_at_most_1000_prompts_are_held_out_and_fewer_than_20_are_refused() -> None:
     parts = split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
     assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
-    with pytest.raises(RLHFError, match="19 different prompts") as caught:
+    with pytest.raises(RLHFError, match=r"^error\[D11\].*19 different prompts"):
         split_pairs([pair(prompt) for prompt in PROMPTS[:19] * 9], 0)
-    assert caught.value.problems[0].code == "D11"
 
 
 def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
@@ -153,9 +152,8 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
     short, long = (20, 40, 40), (500, 40, 40)
     assert len(fitted([short] * 20 + [long] * 79, 512)[0]) == 20
     for lengths in ([short] * 19 + [long] * 10, [short] * 20 + [long] * 81):
-        with pytest.raises(RLHFError, match="1024 positions") as caught:
+        with pytest.raises(RLHFError, match=r"(?s)^error\[D10\].*1024 positions"):
             fitted(lengths, 512)
-        assert caught.value.problems[0].code == "D10"
     assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
 
@@ -260,9 +258,8 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
         chosen, _ = planned.choose("none", hint="")
         assert (chosen.offload, chosen.policy_head) == (whole[place].offload, whole[place].policy_head)
     planned.target, planned.available = Target(False, 1, "the CPU"), 0
-    with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
+    with pytest.raises(RLHFError, match=r"(?s)8-bit AdamW and policy_head in PPO the.*hint: .*fewer weights; --gpu"):
         planned.choose("none", hint="fewer weights")
-    assert "fewer weights; --gpu NAME" in str(caught.value.problems[0].hint)
 
 
 @pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
