@@ -44,7 +44,7 @@ def update(
     ensembles = {"vote": EnsembleScores(signs * 0, members)}
     scored = ScoreResult({"gold": scores, "reward": scores}, ensembles, scores, RunningMeanStd(), scores)
     logprobs = torch.full(rollout.response_mask.shape, kl)
-    return replace(tiny.experience(rollout, logprobs=logprobs), scored=scored)
+    return replace(tiny.experience(rollout, logprobs=logprobs), score_result=scored)
 
 
 def watchdog(judges=("gold",), *, response_length=20, stop_token="eos", **keys) -> Watchdog:
