@@ -20,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one th
 
 from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
+from fake_config import fake_chain  # noqa: F401  (a fixture of the tests of commands)
 from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     no_page,
     origin,
@@ -87,21 +88,27 @@ def chat(world: World) -> Any:
     return tokenizer
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder of a test, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 PPO = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
 SFT = "model: {path: model}\ndata: {train: rows.jsonl}\nsft: {max_steps: 1}\n"
 REWARD = "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 1}\n"
 
 
 @pytest.fixture
-def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(world: World, here: Path) -> Path:
     """Valid configs, data and a base model, in the working directory."""
-    shutil.copytree(world.base, tmp_path / "model")
+    shutil.copytree(world.base, here / "model")
     for name, path in (("rows", world.sft), ("pairs", world.pairs), ("prompts", world.sft)):
-        shutil.copy(path, tmp_path / f"{name}.jsonl")
+        shutil.copy(path, here / f"{name}.jsonl")
     for stage, text in (("sft", SFT), ("reward", REWARD), ("ppo", PPO)):
-        (tmp_path / f"{stage}.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (here / f"{stage}.yaml").write_text(text)
+    return here
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -138,13 +145,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     jsonl.write_jsonl(files.text, [{"text": text} for text in texts])
     both = list(zip(prompts, good, bad, strict=True))
     jsonl.write_jsonl(files.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
-    jsonl.write_jsonl(files.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
+    jsonl.write_jsonl(files.messages, [{"messages": turns(p, g, "And?", "That is all.")} for p, g, _ in both])
     jsonl.write_jsonl(files.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
     _make_base(files)
     return files
 
 
-def _turns(*texts: str) -> list[dict[str, str]]:
+def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 

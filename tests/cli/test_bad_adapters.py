@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
+import run_cli
 import torch
 from adapter_folder import run, write
 from bad_inputs import check, refused, replace, rlhf
 from conftest import World
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, save
 from rlhf_cli.models.load import load_causal_lm
@@ -36,7 +35,7 @@ def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
     save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
     says = ("sft holds an adapter, and its base model has changed since (", "hint: restore the old base, or train")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
-    given = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
+    given = run_cli.rlhf("run", ".", "--dry-run")  # which makes it all again
     assert given.exit_code == 0 and "stale: model.path: other weights" in given.stdout
 
 

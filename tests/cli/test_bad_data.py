@@ -219,23 +219,19 @@ def test_d11_fewer_prompts_than_an_update_takes(folder: Path) -> None:
     assert refused(rlhf("ppo"), "D11", "ppo.yaml:3: ", *says)
 
 
-@pytest.mark.training
-def test_d13_evaluation_prompts_that_are_trained_on(folder: Path) -> None:
-    write("held-out", GOOD, {**GOOD, "prompt": "Something else?"})
-    replace("sft.yaml", "train: rows.jsonl", "train: rows.jsonl, eval: held-out.jsonl")
-    says = ("1 of 2 evaluation prompts also occur in rows.jsonl", "hint: remove them")
-    assert warned(rlhf("sft"), "D13", "sft.yaml:2: ", *says)
-
-
 @pytest.mark.parametrize(
     ("stage", "key", "row"),
-    [("reward", "train: pairs.jsonl, eval", PAIR), ("ppo", "prompts: prompts.jsonl, eval_prompts", GOOD)],
+    [
+        ("sft", "train: rows.jsonl, eval", GOOD),
+        ("reward", "train: pairs.jsonl, eval", PAIR),
+        ("ppo", "prompts: prompts.jsonl, eval_prompts", GOOD),
+    ],
 )
-def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[str, str]) -> None:
+def test_d13_evaluation_prompts_that_are_trained_on(folder: Path, stage: str, key: str, row: dict[str, str]) -> None:
     foreign_scorer(folder)
     write("held-out", row, {**row, "prompt": "Something else?"})
     replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
-    says = "1 of 2 evaluation prompts also occur in"
+    says = f"1 of 2 evaluation prompts also occur in {key.split()[1].rstrip(',')}"
     assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: remove them")
 
 

@@ -62,13 +62,6 @@ def test_t03_two_start_tokens(folder: Path) -> None:
     assert warned(check("sft.yaml"), "T03", "rows.jsonl: ", *says)
 
 
-def test_t04_a_reward_model_of_another_tokenizer(folder: Path) -> None:
-    foreign_scorer(folder)
-    tokenizers.train_tokenizer(folder / "rows.jsonl", 270).save_pretrained(folder / "scorer")
-    says = ("models.reward has another tokenizer than models.sft", "hint: train the model of models.reward")
-    assert refused(rlhf("ppo"), "T04", "ppo.yaml:1: ", *says)
-
-
 @pytest.mark.training
 def test_t05_template_differs_between_stages(folder: Path) -> None:
     assert rlhf("sft", "-s", "model.chat_template=chatml").exit_code == 0
@@ -95,17 +88,6 @@ def test_t07_a_template_that_writes_todays_date(folder: Path) -> None:
     says = ("the chat template has no variable `enable_thinking`", "hint: remove it")
     result = rlhf("sft", "-s", "data.chat_template_kwargs={enable_thinking: false}")
     assert refused(result, "C17", "--set data.chat_template_kwargs", *says)
-
-
-def test_m01_model_path_wrong(folder: Path) -> None:
-    replace("sft.yaml", "path: model", "path: ./modle")
-    assert refused(rlhf("sft"), "M01", "sft.yaml:1: ", "modle", "hint: did you mean model?")
-
-
-def test_m02_causal_model_as_reward(folder: Path) -> None:
-    replace("ppo.yaml", "reward: scorer", "reward: model")
-    result = rlhf("ppo")
-    assert refused(result, "M02", "", "no trained reward head", "hint:") and not (folder / "ppo/metrics.jsonl").exists()
 
 
 def test_m03_a_reward_model_of_two_labels(folder: Path) -> None:
@@ -215,15 +197,6 @@ def test_m06_a_token_that_the_policy_generates_beyond_a_scorers_embedding(folder
     rollout = Rollout.from_lists([[3]], [[size]])
     with pytest.raises(RLHFError, match=f"M06.*contains the token {size}"):
         forward.rollout_scores(tiny.scorer("llama", vocab_size=size), rollout, max_rows=1)
-
-
-@pytest.mark.training
-def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
-    assert rlhf("sft").exit_code == 0
-    with open("sft/model/model.safetensors", "r+b") as file:
-        file.truncate(1000)
-    says = ("model/model.safetensors has 1000 bytes", "hint: --fresh runs the stage again")
-    assert refused(rlhf("sft"), "M05", "sft is finished but damaged: ", *says, exit_code=1)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])

@@ -10,11 +10,10 @@ from typing import Any, cast
 import ppo_folder
 import pytest
 from chat_run import CONTEXT, PROMPT, Terminal, make
-from ppo_folder import lines, write
-from typer.testing import CliRunner, Result
+from ppo_folder import lines, must_succeed, write
+from typer.testing import Result
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.cli import app
 from rlhf_cli.commands import chat
 from rlhf_cli.commands.chat.models import ReplyMetrics, resolve_models
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, Turn
@@ -31,15 +30,14 @@ pytestmark = pytest.mark.training
 
 
 @pytest.fixture
-def run(chat_origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(chat_origin: Path, here: Path) -> Path:
     """A copy of the trained run in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return shutil.copytree(chat_origin, tmp_path / "run").relative_to(tmp_path)
+    return Path(shutil.copytree(chat_origin, "run"))
 
 
 def piped(*arguments: object, typed: str | bytes = "what is a cat?\n") -> Result:
     """Run the command with its input from a pipe."""
-    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=typed)
+    return ppo_folder.rlhf("chat", *arguments, input=typed)
 
 
 def opened(folder: Path, **options: Any) -> ChatSession:
@@ -102,8 +100,7 @@ def test_several_rewards_are_shown_and_summed_as_in_ppo(run: Path) -> None:
     shutil.rmtree(run / "ppo")
     write(run, "ppo", {**PPO, "rewards": rewards})
     before = tree(run)
-    result = piped(run, "--stage", "sft", "--temperature", "0")
-    assert result.exit_code == 0, result.output
+    result = must_succeed(piped(run, "--stage", "sft", "--temperature", "0"))
     (reply,) = result.stdout.splitlines()
     metrics = dict(part.rsplit(" ", 1) for part in result.stderr.splitlines()[-1].split("  ")[:4])
     scores = {name: float(value) for name, value in metrics.items()}

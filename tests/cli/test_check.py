@@ -4,18 +4,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_cli
 from bad_inputs import check, foreign_scorer, replace, rlhf
 from cost import cost
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from rlhf_cli import distributed, jsonl
-from rlhf_cli.cli import app
 from rlhf_cli.commands import init, run
 from rlhf_cli.models import tokenizers
 
@@ -80,8 +79,7 @@ def test_rlhf_run_checks_everything_first(run_folder: Path) -> None:
     jsonl.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
     with (run_folder / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": null}\n')
-    command = [sys.executable, "-m", "rlhf_cli", "run", "."]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_cli.child("run", ".")
     assert done.returncode == 2 and done.stdout == ""
     first, error, hint = done.stderr.splitlines()
     assert first.startswith("run      checking") and hint.startswith("hint: ")
@@ -120,7 +118,7 @@ def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monke
     assert set(codes(check("reward.yaml"))) == {"C06", "C01", "D01", "M01"}
     children: list[list[str]] = []
     monkeypatch.setattr(run, "_run_child", lambda command: children.append(command) or 2)
-    done = CliRunner().invoke(app, ["run", "."])  # which hands on what its child says
+    done = run_cli.rlhf("run", ".")  # which hands on what its child says
     assert (done.exit_code, done.output) == (2, "")
     assert children == [[*distributed.RLHF_COMMAND, "check", ".", "--quiet"]]
     assert check(".", "--quiet").stderr.count("error[") == 4
@@ -291,7 +289,7 @@ def test_static_faults_are_found_quickly_without_torch(run_folder: Path) -> None
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def checked() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+        return run_cli.python("-c", code, env=env)
 
     done = checked()
     assert done.returncode == 2 and done.stdout.splitlines()[-1] == "[]", done.stdout

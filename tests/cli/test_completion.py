@@ -3,15 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from run_cli import python, rlhf
 
 from rlhf_cli import config
-from rlhf_cli.cli import app, completion
+from rlhf_cli.cli import completion
 from rlhf_cli.commands import init
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.runs import discover
@@ -21,21 +19,20 @@ YAML = {"sft": "model: {path: base}", "reward": "data: {train: p}", "ppo": "data
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path) -> Path:
     """A working directory with a run that has snapshots, one of an evaluation alone, and what is no run."""
     for name, stages in (("runs/demo", CONFIGS), ("runs/deep/er", ["eval"])):
-        (tmp_path / name).mkdir(parents=True)
+        (here / name).mkdir(parents=True)
         for stage in stages:
-            (tmp_path / name / f"{stage}.yaml").write_text(YAML[stage])
+            (here / name / f"{stage}.yaml").write_text(YAML[stage])
     for step in (2, 30):
-        (tmp_path / f"runs/demo/ppo/snapshots/step_{step:06d}").mkdir(parents=True)
-    (tmp_path / "runs/demo/ppo/identity.json").write_text("{}")
-    (tmp_path / "runs/demo/ppo/sft.yaml").touch()  # the inside of a stage is no run
-    (tmp_path / "runs/.old").mkdir()
-    (tmp_path / "runs/.old/sft.yaml").touch()
-    (tmp_path / "readme").mkdir()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (here / f"runs/demo/ppo/snapshots/step_{step:06d}").mkdir(parents=True)
+    (here / "runs/demo/ppo/identity.json").write_text("{}")
+    (here / "runs/demo/ppo/sft.yaml").touch()  # the inside of a stage is no run
+    (here / "runs/.old").mkdir()
+    (here / "runs/.old/sft.yaml").touch()
+    (here / "readme").mkdir()
+    return here
 
 
 def tab(line: str, shell: str = "bash") -> list[str]:
@@ -46,7 +43,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         environment = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
     else:
         environment = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    result = CliRunner().invoke(app, [], prog_name="rlhf", env={"_RLHF_COMPLETE": f"complete_{shell}", **environment})
+    result = rlhf(prog_name="rlhf", env={"_RLHF_COMPLETE": f"complete_{shell}", **environment})
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout.split()
 
@@ -132,7 +129,7 @@ def test_it_is_quick_and_needs_no_torch(here: Path) -> None:
         "from rlhf_cli.cli import app; app([], prog_name='rlhf')"
     )
     words = {"_RLHF_COMPLETE": "complete_bash", "COMP_WORDS": "rlhf\nppo\nppo.kl_c", "COMP_CWORD": "2"}
-    result = subprocess.run([sys.executable, "-c", script], env={**os.environ, **words}, capture_output=True, text=True)
+    result = python("-c", script, env=os.environ | words)
     *offered, cost = result.stdout.splitlines()
     assert offered == ["ppo.kl_coef=", "ppo.kl_coef=0.05"]
     seconds, heavy = cost.split(maxsplit=1)

@@ -13,26 +13,21 @@ import yaml
 from fuzzing import CHARACTERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ppo_folder import lines
-from run_cli import is_one_error, rlhf
+from ppo_folder import lines, must_succeed
+from run_cli import ROOT, is_one_error, rlhf
 
 from rlhf_cli import config
 from rlhf_cli.commands.convert import page
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conversion, target_key
 from rlhf_cli.commands.convert.read import Setting, Source, read_settings
-from rlhf_cli.commands.convert.rules import (
-    BATCH_KEYS,
-    convert_old_batch,
-    convert_settings,
-    trl_optimizer_steps,
-)
+from rlhf_cli.commands.convert.rules import BATCH_KEYS, convert_old_batch, convert_settings, trl_optimizer_steps
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import at
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("here")
 # trl/trainer/model_config.py and trl/scripts/utils.py of TRL 1.12, and arguments of generate().
 SCRIPT_OPTIONS = """
     model_name_or_path model_revision dtype torch_dtype trust_remote_code attn_implementation use_peft lora_r
@@ -65,11 +60,6 @@ FORMS = {
     ) + " > ppo.log 2>&1 | tee all.log\n",
     ".py": lambda options: f"config = trl.PPOConfig({', '.join(f'{name}={each!r}' for name, each in options.items())})",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run_convert(text: str, suffix: str = ".yaml", *arguments: str) -> tuple[PPOConfig, str, str]:
@@ -443,8 +433,7 @@ def test_sections_of_yaml_and_json() -> None:
 )
 def test_a_broken_file_is_one_error_and_writes_nothing(suffix: str, content: bytes, code: str, message: str) -> None:
     Path(f"theirs{suffix}").write_bytes(content)
-    result = rlhf("convert", f"theirs{suffix}", "run")
-    assert is_one_error(result, code) and message in result.stderr, result.stderr
+    assert is_one_error(rlhf("convert", f"theirs{suffix}", "run"), code, message)
     assert not Path("run").exists()
 
 
@@ -554,9 +543,7 @@ def test_a_converted_command_trains(run_folder: Path, monkeypatch: pytest.Monkey
         "  --response_length 8 --stop_token eos --num_ppo_epochs 2 --num_mini_batches 2 --kl_estimator k1 --seed 5\n"
     )
     assert rlhf("convert", "ppo.sh", "mine").exit_code == 0
-    checked = rlhf("check", "mine/ppo.yaml")
-    assert checked.exit_code == 0 and "8 episodes" in checked.stdout, checked.output
-    result = rlhf("ppo", "--config", "mine/ppo.yaml")
-    assert result.exit_code == 0, result.output
+    assert "8 episodes" in must_succeed(rlhf("check", "mine/ppo.yaml")).stdout
+    must_succeed(rlhf("ppo", "--config", "mine/ppo.yaml"))
     rows = lines(Path("mine/ppo/metrics.jsonl"))
     assert [row["episode"] for row in rows] == [8, 16] and rows[0]["objective/kl"] == 0.0

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from run_cli import child
+from run_cli import child, must_succeed
 
 
 def rlhf(*arguments: str, cwd: Path) -> str:
-    done = child(*arguments, cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    done = must_succeed(child(*arguments, cwd=cwd))
     return done.stdout
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from report_run import report, write_run
-from test_status import chain  # noqa: F401  (a fixture)
-from typer.testing import CliRunner
+from run_cli import rlhf
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands.report import brief, write_beside
 from rlhf_cli.errors import shell_word
@@ -22,10 +20,10 @@ SOURCE = Path(pipeline.__file__).parent
 
 @pytest.mark.parametrize("met", [True, False])
 @pytest.mark.parametrize("gold", [0.63, 0.2], ids=["good", "found out"])
+@pytest.mark.usefixtures("here")
 def test_the_report_comes_first_if_it_shows_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gold: float, met: bool
+    capsys: pytest.CaptureFixture[str], gold: float, met: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     run = write_run(Path("run"), evaluation=report(gold=gold))
     configs: dict[str, Any] = {stage: SimpleNamespace(folder=run / stage) for stage in ("ppo", "eval")}
 
@@ -42,22 +40,18 @@ def test_the_report_comes_first_if_it_shows_a_problem(
     assert ("Stage to fix first" in brief(run).headline) == (gold < 0.5)
 
 
-def test_a_missing_report_is_written_again(
-    chain: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_report_is_written_again(fake_chain: Path, here: Path) -> None:
     """After a kill between the manifest of the evaluation and its report: nothing is evaluated again."""
-    monkeypatch.chdir(shutil.copytree(chain, tmp_path / "run"))
+    shutil.copytree(fake_chain, here, dirs_exist_ok=True)
     before = Path("eval/manifest.json").read_bytes()
-    first, second = (CliRunner().invoke(app, ["run", "."]) for _ in range(2))
+    first, second = (rlhf("run", ".") for _ in range(2))
     for result in (first, second):
         assert result.exit_code == 0 and "eval     up to date" in result.stdout, result.output
         assert "win rate" in result.stdout and "report: eval/report.json" in result.stdout
         assert "\nthe page says: " in result.stdout
     assert Path("eval/manifest.json").read_bytes() == before
     drawn = Path("eval/report.html").stat()
-    assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
+    assert rlhf("run", ".").exit_code == 0
     assert Path("eval/report.html").stat().st_mtime_ns == drawn.st_mtime_ns  # one that is there stays
 
 

@@ -54,19 +54,17 @@ def test_the_nearest_name(name: str, expected: str | None) -> None:
     assert closest_match(name, ["kl_coef", "gamma", "lam"]) == expected
 
 
-def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").touch()
+def test_the_nearest_file_may_be_in_a_misspelt_folder(here: Path) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "train.jsonl").touch()
     assert closest_path("data/trian.jsonl") == "data/train.jsonl"
     assert closest_path("dta/train.jsonl") == "data/train.jsonl"
     assert closest_path("data/zzz") is None
 
 
-def test_only_a_folder_is_named_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo.log").touch()
+def test_only_a_folder_is_named_for_a_folder(here: Path) -> None:
+    (here / "demo.log").touch()
     assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
-    (tmp_path / "demmo").mkdir()
-    (tmp_path / "demmo/sft.yaml").touch()
+    (here / "demmo").mkdir()
+    (here / "demmo/sft.yaml").touch()
     assert closest_folder("demo") == "demmo" and closest_path("demo.log/sft.yaml") is None

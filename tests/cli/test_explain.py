@@ -293,9 +293,7 @@ def test_a_key_shows_its_default_in_each_recipe() -> None:
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, text: str, hint: str) -> None:
-    result = rlhf("explain", name)
-    assert is_one_error(result, "C01")
-    assert text in result.stderr and f"hint: {hint}" in result.stderr
+    assert is_one_error(rlhf("explain", name), "C01", text, f"hint: {hint}")
 
 
 @pytest.mark.parametrize("arguments", [[], ["seed", "--all"]])

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ import torch
 from adapter_folder import widen, write
 from bad_inputs import replace
 from conftest import World
+from fake_config import other_process
 from huggingface_hub import ModelCard
-from ppo_folder import rlhf
+from ppo_folder import must_succeed, rlhf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import Result
@@ -48,23 +47,20 @@ def trained(adapters_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copied(trained: Path, here: Path) -> Path:
     """A copy of that run in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return shutil.copytree(trained, tmp_path / "run").relative_to(tmp_path)
+    return Path(shutil.copytree(trained, "run"))
 
 
 @pytest.fixture
-def full(ppo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(here: Path, trained_folder: Path) -> None:
     """A finished PPO run on whole foreign models, as the working directory."""
-    monkeypatch.chdir(shutil.copytree(ppo_run, tmp_path, dirs_exist_ok=True))
 
 
 @pytest.fixture
-def new_run(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def new_run(world: World, here: Path) -> Path:
     """Configs of a run that has not started."""
-    monkeypatch.chdir(tmp_path)
-    return write(tmp_path / "run", world)
+    return write(here / "run", world)
 
 
 @torch.no_grad()
@@ -95,8 +91,7 @@ def same(theirs: torch.Tensor, own: torch.Tensor, share: float = 1e-4) -> bool:
 
 def exported(run: Path, *arguments: object, out: str = "out") -> Path:
     """Export with the command, and check what holds for every export."""
-    result = rlhf("export", run, "--out", out, *arguments)
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(rlhf("export", run, "--out", out, *arguments))
     folder, names = Path(out), {path.name for path in Path(out).rglob("*")}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
     assert not [name for name in names if name.endswith(PICKLES) or name.startswith(("adapter", "state", "merged"))]
@@ -148,10 +143,9 @@ def test_other_adapters_are_merged_into_the_full_precision_base(world: World, ne
     assert same(logits(scorer(exported(new_run, "--stage", "reward", out="reward"))), own)
 
 
-def test_gpt2_with_a_new_pad_token(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_with_a_new_pad_token(world: World, here: Path) -> None:
     """Transposed matrices, and embeddings that are tied to the head and have grown."""
-    monkeypatch.chdir(tmp_path)
-    folder = write(tmp_path / "run", world, base="gpt2")
+    folder = write(here / "run", world, base="gpt2")
     families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in jsonl.read_jsonl(world.text)])
     for stage in ("sft", "reward"):
         adapter_folder.run(folder, stage, "-s", f"{stage}.max_steps=4")
@@ -347,18 +341,10 @@ def test_e03_memory_and_disk_are_checked_before_loading(full: None, monkeypatch:
 
 
 def test_c15_another_process_writes_the_folder(full: None) -> None:
-    code = (
-        "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder;"
-        "lock_folder(pathlib.Path('out').resolve()); print('locked', flush=True); sys.stdin.read()"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as other:
-        assert other.stdout and other.stdout.readline() == b"locked\n"
+    with other_process("lock_folder", Path("out").resolve()):
         result = rlhf("export", ".", "--out", "out")
         assert result.exit_code == 2 and "error[C15]: another process is writing out" in result.stderr
         assert "or name another folder" in result.stderr and not Path("out").exists()
-        other.communicate()
 
 
 def test_a_killed_export_leaves_only_a_hidden_folder(full: None, monkeypatch: pytest.MonkeyPatch) -> None:

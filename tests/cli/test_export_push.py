@@ -15,7 +15,8 @@ import huggingface_hub.constants
 import ppo_folder
 import pytest
 import torch
-from ppo_folder import ppo, rlhf
+from ppo_folder import must_succeed, ppo, rlhf
+from run_cli import fails, python
 from safetensors.torch import load
 from stand_in_hub import TOKEN, Commit, Hub, Repo, environment, model_hub, use
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,16 +33,14 @@ def trained(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a PPO run in `first`, on whole foreign models. Not to be changed."""
     folder = shutil.copytree(origin, tmp_path_factory.mktemp("push") / "run")
     ppo_folder.write(folder, "ppo", ppo_folder.PPO | {"run": "first"})
-    result = ppo(folder)
-    assert result.exit_code == 0, result.stderr
+    must_succeed(ppo(folder))
     return folder
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(trained: Path, here: Path) -> Path:
     """A copy of the run in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return shutil.copytree(trained / "first", tmp_path / "first").relative_to(tmp_path)
+    return Path(shutil.copytree(trained / "first", "first"))
 
 
 @pytest.fixture
@@ -82,8 +81,7 @@ def hint_of(result: Result, code: str, *texts: str, exit_code: int) -> str:
 
 
 def test_a_push_is_one_commit_to_a_private_repository(run: Path, hub: Hub) -> None:
-    result = push(run)
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(push(run))
     repo = hub.repos["me/policy"]
     title = f"ppo of run first after PPO update 4, exported by rlhf-cli {__version__}"
     assert repo.private and [commit.title for commit in repo.commits[1:]] == [title]
@@ -118,8 +116,7 @@ def test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code(
         monkeypatch.setenv(name, value)
     (tmp_path / "policy").mkdir()
     command = ("-m", "rlhf_cli", "export", secret, "--push", "me/policy", "--out", "policy/kept")
-    export = canaries.run(tmp_path / "home", *command)
-    assert export.returncode == 0, export.stderr
+    export = must_succeed(canaries.run(tmp_path / "home", *command))
     (commit,) = hub.repos["me/policy"].commits[1:]
     assert commit.title.startswith("ppo of run [secret] after PPO update 4")
     assert "\x1b" not in export.stderr and "%|" not in export.stderr, "no bars off a terminal"
@@ -130,15 +127,13 @@ def test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code(
     code += "import sys; assert not [name for name in sys.modules if name.startswith('rlhf_cli')]\n"
     code += "import torch; torch.save(model(input_ids=torch.arange(2, 14)[None]).logits.detach(), 'logits.pt')\n"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_TOKEN": hub.token}
-    loaded = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=False)
-    assert loaded.returncode == 0, loaded.stderr
+    must_succeed(subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=False))
     assert torch.equal(torch.load("logits.pt"), logits(Path(secret) / "ppo/model"))
     assert f"GET /me/policy/resolve/{commit.oid}/model.safetensors" in hub.requests
 
 
 def test_a_repository_is_public_only_with_the_option(run: Path, hub: Hub) -> None:
-    result = push(run, "--public", "--out", "out")
-    assert result.exit_code == 0 and "/me/policy (public), commit " in result.stdout
+    assert "/me/policy (public), commit " in must_succeed(push(run, "--public", "--out", "out")).stdout
     assert not hub.repos["me/policy"].private
     assert "everyone could read the upload" in push(run).stderr
     assert push(run, "--public").stdout.count("unchanged since commit ") == 1
@@ -150,8 +145,7 @@ def test_weights_of_an_older_push_are_removed(run: Path, hub: Hub, tmp_path: Pat
     old = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"old", "tokenizer_[old].json": b"old"}
     old |= {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"}
     repo = hub.repos["me/policy"] = Repo(commits=[Commit("by hand", mine | old)])
-    result = push(run)
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(push(run))
     assert mine.keys() < repo.head.files.keys() and sorted(repo.head.deleted) == sorted(old)
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("push     removed ")]
     assert sorted(line.rpartition(": ")[2].split(", ")) == sorted(old)
@@ -235,10 +229,8 @@ def test_the_command_of_the_hint_completes_the_push(run: Path, hub: Hub, tmp_pat
     hint = hint_of(push(run), "R17", "the push to me/policy failed, first/.export is complete", exit_code=1)
     assert hint == "resume with: hf upload me/policy first/.export --private --delete model-00001-of-00002.safetensors"
     hub.faults.clear()
-    command = [sys.executable, "-m", "huggingface_hub.cli.hf", *shlex.split(hint.partition("hf ")[2])]
-    variables = os.environ | environment(hub, tmp_path / "cache")
-    upload = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert upload.returncode == 0, upload.stderr
+    command = ("-m", "huggingface_hub.cli.hf", *shlex.split(hint.partition("hf ")[2]))
+    must_succeed(python(*command, env=os.environ | environment(hub, tmp_path / "cache")))
     files = hub.repos["me/policy"].head.files
     assert "model-00001-of-00002.safetensors" not in files and load(files["model.safetensors"])
     assert push(run).exit_code == 0 and not [*run.glob(".export*")]
@@ -309,6 +301,5 @@ def test_c17_without_a_token_nothing_is_trained(run_folder: Path, hub: Hub, monk
     error = "error[C17]: --set ppo.push_to_hub_if_best: pushing to lab/policy needs the hub, and HF_HUB_OFFLINE is set"
     assert result.exit_code == 2 and error in result.stderr
     monkeypatch.setattr("rlhf_cli.models.hub.get_token", lambda: None)
-    result = ppo(run_folder, *PUSH_BEST)
-    assert result.exit_code == 2 and "error[C17]: --set ppo.push_to_hub_if_best: " in result.stderr
-    assert "hint: `hf auth login`" in result.stderr and hub.requests == []
+    fails(ppo(run_folder, *PUSH_BEST), "C17", "error[C17]: --set ppo.push_to_hub_if_best: ", "hint: `hf auth login`")
+    assert hub.requests == []

@@ -14,6 +14,7 @@ import fuzzing
 import pytest
 import yaml
 from bad_inputs import check, foreign_scorer
+from conftest import turns
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from rlhf_cli import jsonl
 from rlhf_cli.config.loading import keys, load, stage_of
 from rlhf_cli.errors import CODES
 
-ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
     "sft": [
@@ -70,10 +70,6 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.rename(deeper / path.name)
     monkeypatch.chdir(deeper)
     return deeper
-
-
-def turns(*texts: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def outcome(result: Any, places: tuple[str, ...]) -> int:

@@ -1,14 +1,11 @@
 """A message that one process of a command printed is not printed by another."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from typer.testing import CliRunner
+from run_cli import must_succeed, python, rlhf
 
 from rlhf_cli import terminal
-from rlhf_cli.cli import app
 from rlhf_cli.commands import run
 
 WARN = "from rlhf_cli import terminal; terminal.warn('R10', 'too long', where='run/reward', hint='shorter')"
@@ -16,8 +13,7 @@ LINE = "warning[R10]: run/reward: too long\nhint: shorter\n"
 
 
 def child(code: str = WARN, **environment: str) -> str:
-    command = [sys.executable, "-c", f"import os; os.environ.update({environment!r}); {code}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return str(must_succeed(python("-c", code, env=os.environ | environment)).stderr)
 
 
 def test_a_message_of_one_process_is_not_repeated_by_another() -> None:
@@ -33,7 +29,7 @@ def test_a_message_of_one_process_is_not_repeated_by_another() -> None:
 def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: list[str] = []
     monkeypatch.setattr(run, "run", lambda *_: outputs.extend(child() for _ in range(2)) or 0)
-    assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
+    assert rlhf("run", ".").exit_code == 0
     assert outputs == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
 
 

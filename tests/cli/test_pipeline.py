@@ -13,6 +13,8 @@ from pathlib import Path
 
 import fake_stage
 import pytest
+from bad_inputs import replace
+from fake_config import CONFIGS, write_configs
 
 from rlhf_cli import config
 from rlhf_cli.commands import run as pipeline
@@ -20,12 +22,6 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 
 FAKE = Path(fake_stage.__file__)
-CONFIGS = {
-    "sft": "model: {path: ./base}\ndata: {train: sft.jsonl}\nsft: {learning_rate: 1e-5, weight_decay: 0.0}\n",
-    "reward": "data: {train: pairs.jsonl}\nreward: {learning_rate: 1e-5}\n",
-    "ppo": "data: {prompts: prompts.jsonl}\nppo: {kl_coef: 0.05, total_episodes: 64}\n",
-    "eval": "data: {prompts: held-out.jsonl}\n",
-}
 
 
 def run_here(command: list[str]) -> int:
@@ -40,18 +36,11 @@ def run_here(command: list[str]) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder with all four configs, their data and a base model; stages are replaced by fakes."""
-    for stage, text in CONFIGS.items():
-        (tmp_path / f"{stage}.yaml").write_text(text)
-    for name in ("sft", "pairs", "prompts", "held-out"):
-        (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base/config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FAKE.parent.parent))
     monkeypatch.setattr(pipeline, "_run_child", run_here)
-    return tmp_path
+    return write_configs(here)
 
 
 @pytest.fixture
@@ -73,13 +62,6 @@ def refused(run: Callable, *overrides: str, **selection: object) -> RLHFError:
     with pytest.raises(RLHFError) as caught:
         run(*overrides, **selection)
     return caught.value
-
-
-def change(stage: str, old: str, new: str) -> None:
-    path = Path(f"{stage}.yaml")
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
 
 
 def edit_json(name: str, edit: Callable[[dict], object]) -> None:
@@ -162,12 +144,12 @@ RATE = {
 @pytest.mark.parametrize(
     ("happens", "expected"),
     [
-        (lambda: change("ppo", "kl_coef: 0.05", "kl_coef: 0.1"), KL_COEF),
-        (lambda: change("sft", "learning_rate: 1e-5", "learning_rate: 2e-5"), RATE),
+        (lambda: replace("ppo.yaml", "kl_coef: 0.05", "kl_coef: 0.1"), KL_COEF),
+        (lambda: replace("sft.yaml", "learning_rate: 1e-5", "learning_rate: 2e-5"), RATE),
         # the same bytes again make nothing else stale
-        (lambda: change("sft", "decay: 0.0", "decay: 0.1"), {"sft": "stale: sft.weight_decay 0.0 -> 0.1"}),
+        (lambda: replace("sft.yaml", "decay: 0.0", "decay: 0.1"), {"sft": "stale: sft.weight_decay 0.0 -> 0.1"}),
         (lambda: Path("prompts.jsonl").write_text("{} \n"), PROMPTS),
-        (lambda: change("sft", "sft: {", "output: {keep: 5}\nsft: {logging_steps: 3, "), {}),
+        (lambda: replace("sft.yaml", "sft: {", "output: {keep: 5}\nsft: {logging_steps: 3, "), {}),
         (other_dates, {}),
         (newer_version, {}),
         (no_such_keys, {}),
@@ -220,23 +202,30 @@ def test_only_from_and_force(run: Callable) -> None:
     run()
     assert ran(run(force=("reward",))).keys() == {"reward"}
     assert run(force=("sft",), only=("sft",)) == {"sft": "forced to run again"}
-    change("ppo", "0.05", "0.1")
+    replace("ppo.yaml", "0.05", "0.1")
     assert run(only=("reward",)).keys() == {"reward"}
     assert run(start="ppo").keys() == {"ppo", "eval"}
     assert len(list(Path(".old").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
-    ("selection", "code", "text"),
+    ("overrides", "selection", "code", "text"),
     [
-        ({"only": ("rewards",)}, "C07", "did you mean reward?"),
-        ({"start": "eval", "only": ("sft",)}, "C17", "--only and --from"),
-        ({"start": "ppo", "force": ("sft",)}, "C17", "--force sft"),
+        ((), {"only": ("rewards",)}, "C07", "did you mean reward?"),
+        ((), {"start": "eval", "only": ("sft",)}, "C17", "--only and --from"),
+        ((), {"start": "ppo", "force": ("sft",)}, "C17", "--force sft"),
+        (("seed=3",), {}, "C11", "-s '*.seed=3' sets it in all of them"),
+        (("data.columns.prompt=q",), {}, "C11", "-s '*.data.columns.prompt=q' sets it in all"),
+        (("pppo.kl_coef=1",), {}, "C11", "did you mean ppo?"),
+        (("rubbish",), {}, "C11", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
+        (("=",), {}, "C11", "--set =: expected KEY=VALUE"),
     ],
 )
-def test_contradictory_selections_are_refused(run: Callable, selection: dict, code: str, text: str) -> None:
-    error = refused(run, **selection)
-    assert error.problems[0].code == code and text in str(error)
+def test_contradictory_selections_and_ambiguous_or_unknown_sections_are_refused(
+    run: Callable, overrides: tuple[str, ...], selection: dict, code: str, text: str
+) -> None:
+    error = refused(run, *overrides, **selection)
+    assert error.problems[0].code == code and text in str(error) and error.exit_code == 2
 
 
 def test_a_selected_stage_needs_its_parents(run: Callable) -> None:
@@ -259,8 +248,8 @@ def test_all_missing_files_are_reported_before_anything_runs(run: Callable) -> N
 
 
 def test_all_config_errors_of_all_files_are_reported_at_once(run: Callable) -> None:
-    change("sft", "weight_decay", "weight_decai")
-    change("ppo", "kl_coef", "kl_coeff")
+    replace("sft.yaml", "weight_decay", "weight_decai")
+    replace("ppo.yaml", "kl_coef", "kl_coeff")
     assert [problem.where for problem in refused(run).problems] == ["sft.yaml:3", "ppo.yaml:2"]
 
 
@@ -306,21 +295,6 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
     assert unsaved("sft.logging_steps=7", "ppo.kl_coef=0.05") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("seed=3", "-s '*.seed=3' sets it in all of them"),
-        ("data.columns.prompt=q", "-s '*.data.columns.prompt=q' sets it in all"),
-        ("pppo.kl_coef=1", "did you mean ppo?"),
-        ("rubbish", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
-        ("=", "--set =: expected KEY=VALUE"),
-    ],
-)
-def test_an_ambiguous_or_unknown_section_is_refused(run: Callable, text: str, hint: str) -> None:
-    error = refused(run, text)
-    assert error.problems[0].code == "C11" and hint in str(error) and error.exit_code == 2
-
-
 # Dry runs
 
 
@@ -333,7 +307,7 @@ def test_a_dry_run_prints_the_decisions_and_runs_nothing(run: Callable, folder: 
     }
     assert not (folder / "sft").exists()
     run()
-    change("ppo", "0.05", "0.1")
+    replace("ppo.yaml", "0.05", "0.1")
     again = "after ppo: runs again if that changes what it starts from"
     assert ran(run(dry_run=True)) == {"ppo": "stale: ppo.kl_coef 0.05 -> 0.1", "eval": again}
     assert not (folder / ".old").exists()
@@ -360,7 +334,7 @@ def test_a_finished_evaluation_is_checked_against_its_requirements(
     run(code=1)
     run()
     assert ends == [False, True]
-    change("eval", "data:", REQUIRE)
+    replace("eval.yaml", "data:", REQUIRE)
     error = refused(run)
     assert error.problems[0].code == "R06" and error.exit_code == 1 and ends == [False, True, False]
     assert "win_rate.ppo_vs_sft.reward.value is 0.5, required >= 0.6" in str(error)

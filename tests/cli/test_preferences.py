@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from conftest import World
 from report_run import draws_nothing
+from run_cli import must_succeed, rlhf
 from test_preferences_sizes import PROMPTS, chat
 from test_schema import complaints
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from rlhf_cli import config, jsonl, runs, terminal
-from rlhf_cli.cli import app
 from rlhf_cli.commands import check
 from rlhf_cli.commands.init import preferences, sizes
 from rlhf_cli.commands.init.pairs import measure_lengths, read_pairs
@@ -49,14 +49,12 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _fixed_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurement, which takes seconds on a busy machine, except where a run is trained."""
-    terminal.reset()
     if not request.node.get_closest_marker("training"):
         monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(training=20_000.0, generation=4_000.0))
 
 
 def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
-    command = ["init", "preferences", "--data", str(data), "--base", str(base), str(folder), "--minutes", "1", *more]
-    return CliRunner().invoke(app, command)
+    return rlhf("init", "preferences", "--data", data, "--base", base, folder, "--minutes", 1, *more)
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:
@@ -80,8 +78,7 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     form: str, data: dict[str, Path], world: World, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    result = init(run, data[form], world.base)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(init(run, data[form], world.base))
     prompts = {name: {opening(row["prompt"]) for row in rows(run, file)} for name, file in PART_FILES.items()}
     counts = {name: len(part) for name, part in prompts.items()}
     assert counts == {"sft": 30, "pairs": 45, "prompts": 15, "held-out": 10}
@@ -183,6 +180,8 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
         ),
         (["preferences", new, "--data", columns, "--base", tmp_path / "no model"], ("error[M01]: --base: ",)),
         (["preferences", new, "--data", columns, "--base", tmp_path / "a run"], ("holds no model", hint)),
+        (["preferences", new, "--data", "x", "--base", base, "--gpu", "h10"], ("error[C07]: ", "did you mean h100?")),
+        (["preferences", new, "--data", "x", "--base", base, "--adapters", "qlor"], ("error[C07]: ", "mean qlora?")),
         (
             ["preferences", new],
             (
@@ -205,7 +204,7 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
         (["tldr", new, "--gpu", "0.5"], ("error[E03]: --gpu: with LoRA adapters on one 4-bit base and gradient ",)),
     ]
     for arguments, texts in cases:
-        result = CliRunner().invoke(app, ["init", *map(str, arguments)])
+        result = rlhf("init", *arguments)
         assert result.exit_code == 2 and all(text in result.stderr for text in texts), result.stderr
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["ppo.yaml"] and not new.exists()
 
@@ -220,8 +219,7 @@ def test_a_file_of_pairs_leads_to_a_finished_run(
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
     for stage in written:  # in this process, where all is imported; `rlhf run` has its own tests
         sets = [f"ppo.total_episodes={2 * EPISODES_PER_UPDATE}"] if stage == "ppo" else []
-        result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
-        assert result.exit_code == 0, result.output
+        must_succeed(rlhf(stage, "--config", run / f"{stage}.yaml", *sets))
     report = json.loads((run / "eval/report.json").read_text())
     assert report["n"] == 10 and 0 <= report["win_rate"]["ppo_vs_sft"]["reward"]["value"] <= 1
     assert "accuracy" in report["reward_model"]
@@ -274,8 +272,7 @@ def test_a_slow_cpu_with_bfloat16_gets_it_and_fewer_passes(
 ) -> None:
     monkeypatch.setattr(sizes, "measure_speed", lambda folder: Speed(200.0, 400.0, bf16_gain=1.5))
     run = tmp_path / "run"
-    result = init(run, data["columns"], world.base)
-    assert result.exit_code == 0 and "tokens a second in bfloat16" in result.stdout
+    assert "tokens a second in bfloat16" in must_succeed(init(run, data["columns"], world.base)).stdout
     made: dict[str, Any] = {stage: config.load(stage, run / f"{stage}.yaml") for stage in preferences.STAGES}
     assert all(getattr(each, stage).bf16 for stage, each in made.items())
     assert (made["ppo"].ppo.num_ppo_epochs, made["ppo"].ppo.num_mini_batches) == (1, 4)
@@ -314,8 +311,7 @@ def test_configs_for_real_dialogues_are_true(tmp_path: Path) -> None:
     """The share that ends within response_length, and the rows: `rlhf check` finds none to drop."""
     run, tokenizer = tmp_path / "run", tokenizers.load_tokenizer(STORIES)
     pairs = read_pairs(DataSource(str(HH), "--data", on_bad="drop"), tokenizer, plain=False).pairs
-    result = init(run, HH, STORIES)
-    assert result.exit_code == 0 and "598 pairs (34 %) dropped" in result.stderr
+    must_succeed(init(run, HH, STORIES), "598 pairs (34 %) dropped")
     text = (run / "ppo.yaml").read_text()
     ended = int(re.findall(r"response_length: 176 +# maximum tokens; (\d+) of 100", text)[0])
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in rows(run, part)}

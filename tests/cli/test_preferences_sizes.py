@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tiny
 from conftest import World
-from run_cli import is_one_error, rlhf
+from run_cli import is_one_error, must_succeed, rlhf
 
-from rlhf_cli import jsonl, terminal
+from rlhf_cli import jsonl
 from rlhf_cli.commands.init import placement, sizes
 from rlhf_cli.commands.init.pairs import (
     Length,
@@ -43,11 +43,6 @@ def chat(text: str) -> list[dict[str, str]]:
 
 def pair(prompt: Any, number: int = 1, chosen: str = "Good") -> Pair:
     return Pair(RowLocation(Path("pairs.jsonl"), number), prompt, f"{chosen} {number}.", f"Bad {number}.", None)
-
-
-@pytest.fixture(autouse=True)
-def _new_warnings() -> None:
-    terminal.reset()
 
 
 # Parts
@@ -89,9 +84,8 @@ def test_conversations_with_the_same_first_message_share_a_part() -> None:
 def test_at_most_1000_prompts_are_held_out_and_fewer_than_20_are_refused() -> None:
     parts = split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
     assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
-    with pytest.raises(RLHFError, match="19 different prompts") as caught:
+    with pytest.raises(RLHFError, match=r"^error\[D11\].*19 different prompts"):
         split_pairs([pair(prompt) for prompt in PROMPTS[:19] * 9], 0)
-    assert caught.value.problems[0].code == "D11"
 
 
 def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
@@ -177,9 +171,8 @@ def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit() -> None:
     short, long = (20, 40, 40), (500, 40, 40)
     assert len(fitted([short] * 20 + [long] * 79, 512)[0]) == 20
     for lengths in ([short] * 19 + [long] * 10, [short] * 20 + [long] * 81):
-        with pytest.raises(RLHFError, match="1024 positions") as caught:
+        with pytest.raises(RLHFError, match=r"(?s)^error\[D10\].*1024 positions"):
             fitted(lengths, 512)
-        assert caught.value.problems[0].code == "D10"
     assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
 
 
@@ -281,9 +274,8 @@ def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_p
         chosen, _ = planned.choose("none", hint="")
         assert chosen.savings == whole[place].savings
     planned.target, planned.available = Target(False, 1, "the CPU"), 0
-    with pytest.raises(RLHFError, match="8-bit AdamW and policy_head in PPO the") as caught:
+    with pytest.raises(RLHFError, match=r"(?s)8-bit AdamW and policy_head in PPO the.*hint: .*fewer weights; --gpu"):
         planned.choose("none", hint="fewer weights")
-    assert "fewer weights; --gpu NAME" in str(caught.value.problems[0].hint)
 
 
 @pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
@@ -306,8 +298,7 @@ def test_the_plan_of_the_written_folder_fits(
     world.tokenizer().save_pretrained(base)
     rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
     jsonl.write_jsonl(pairs, rows)
-    result = rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib))
     assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
     ppo = (run / "ppo.yaml").read_text()
     for words, key in {"offload in PPO": "offload: true", "policy_head in PPO": "{value: policy_head}"}.items():
@@ -328,18 +319,10 @@ def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_r
     other = [{"role": "assistant", "content": "Dull."}]
     jsonl.write_jsonl(pairs, [{"chosen": each, "rejected": [each[0], *other]} for each in turns])
     command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.09", tmp_path / "run")
-    refused = rlhf(*command)
-    assert is_one_error(refused, "E03") and "the base model has no chat template, and adapters" in refused.stderr
-    assert "with a chat template, add --plain, or take a smaller one" in refused.stderr
-    written = rlhf(*command, "--plain")
-    assert written.exit_code == 0 and "memory: LoRA adapters on one" in written.stdout, written.output
+    says = ("the base model has no chat template, and adapters", "with a chat template, add --plain, or take a smaller")
+    assert is_one_error(rlhf(*command), "E03", *says)
+    assert "memory: LoRA adapters on one" in must_succeed(rlhf(*command, "--plain")).stdout
     assert "chat_template" not in (tmp_path / "run/sft.yaml").read_text()
-
-
-def test_a_gpu_and_adapters_must_be_known(world: World, tmp_path: Path) -> None:
-    for option, text in ((("--gpu", "h10"), "did you mean h100?"), (("--adapters", "qlor"), "did you mean qlora?")):
-        result = rlhf("init", "preferences", tmp_path / "run", "--data", "x", "--base", world.base, *option)
-        assert is_one_error(result, "C07") and text in result.stderr and not (tmp_path / "run").exists()
 
 
 def test_evaluations_have_at_most_512_rows_or_prompts() -> None:

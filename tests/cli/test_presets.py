@@ -88,12 +88,6 @@ def test_a_folder_with_another_such_file_is_refused(there: str, tmp_path: Path, 
     assert commands == []
 
 
-def test_an_unknown_preset_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RLHFError, match="did you mean demo") as caught:
-        init.init("dmeo", tmp_path / "run")
-    assert caught.value.problems[0].code == "C07" and not (tmp_path / "run").exists()
-
-
 class Killed(BaseException):
     """Stands for SIGKILL."""
 

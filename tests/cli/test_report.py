@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ppo_folder import lines, ppo, rlhf
+from ppo_folder import lines, must_succeed, ppo, rlhf
 from report_run import (
     CARD,
     answers,
@@ -285,14 +285,13 @@ def test_the_page_is_written_into_eval_and_its_path_is_printed(run: Path) -> Non
     assert rlhf("report", run / "ppo").stdout == f"{run}/report.html\n", "a stage's folder stands for its run"
 
 
-def test_out_and_several_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_out_and_several_runs(run: Path, here: Path) -> None:
     assert rlhf("report", "demo", "--out", "new/page.html").stdout == "new/page.html\n"
-    write_run(tmp_path / "second")
+    write_run(here / "second")
     result = rlhf("report", "demo", "second")
     assert result.stdout == "report.html\n"
     assert result.stderr == "report   comparison of 2 runs: demo, second\nnext: open it in a browser\n"
-    assert "<title>2 runs</title>" in (tmp_path / "report.html").read_text()
+    assert "<title>2 runs</title>" in (here / "report.html").read_text()
 
 
 def test_only_an_own_report_is_replaced(run: Path) -> None:
@@ -342,19 +341,16 @@ def test_equal_files_give_equal_pages(run: Path, tmp_path: Path) -> None:
 def test_an_evaluation_writes_its_page_outside_its_manifest(run_folder: Path) -> None:
     assert ppo(run_folder).exit_code == 0
     command = ("eval", "-c", run_folder / "eval.yaml", "-s", "eval.best_of=[]")
-    result = rlhf(*command)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(rlhf(*command))
     target = run_folder / "eval/report.html"
     assert f"page: {target}" in result.stdout
     assert "report.html" not in json.loads((run_folder / "eval/manifest.json").read_text())["files"]
     html = target.read_text()
     rate = json.loads((run_folder / "eval/report.json").read_text())["win_rate"]["ppo_vs_sft"]["short"]["value"]
     assert f"win rate {rate:.3f} [" in html and html.count('<article class="pair"') >= 3 and 'id="tokens"' in html
-    again = rlhf(*command)
-    assert "finished already" in again.stderr and again.exit_code == 0
+    must_succeed(rlhf(*command), "finished already")
     target.write_text("my notes")
-    third = rlhf(*command)
-    assert third.exit_code == 0 and "warning[R15]: the report of the evaluation could not be written" in third.stderr
+    must_succeed(rlhf(*command), "warning[R15]: the report of the evaluation could not be written")
     assert target.read_text() == "my notes"
 
 

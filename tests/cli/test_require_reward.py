@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_folder import PPO, as_reward_stage, ppo, rlhf, write
+from ppo_folder import PPO, as_reward_stage, fails, must_succeed, ppo, rlhf, write
 
 from rlhf_cli import jsonl
 
@@ -109,11 +109,9 @@ def test_what_is_finished_stays_finished_and_a_changed_requirement_makes_nothing
     write_ppo(run_folder, {"accuracy": 0.6})
     assert ppo(run_folder).exit_code == 0
     write_ppo(run_folder, {"accuracy": 0.9})
-    again = ppo(run_folder)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(run_folder), "finished already")
     assert "M11" not in rlhf("check", run_folder / "ppo.yaml").output
-    refused = ppo(run_folder, "--fresh")
-    assert refused.exit_code == 2 and "error[M11]" in refused.stderr
+    fails(ppo(run_folder, "--fresh"), "M11")
     assert (run_folder / "ppo/manifest.json").exists() and not (run_folder / ".old").exists()
 
 

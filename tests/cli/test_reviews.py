@@ -2,18 +2,15 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from run_cli import rlhf
+from run_cli import ROOT, must_succeed, python, rlhf
 
 from rlhf_cli import config, jsonl
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.data.sources import read_rows
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "reward", "ppo", "eval")
 SMALL = [
     "model.new.hidden_size=32",
@@ -47,10 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("good", "bad"):
         lines = sentences(kind, 200)
         (folder / f"{kind}.txt").write_text("\n".join([*lines, *both, lines[0], ""]), encoding="utf-8")
-    result = rlhf("init", "reviews", folder / "run")
-    assert result.exit_code == 0 and "prepare_reviews.py pos.txt neg.txt" in result.stdout
-    program = [sys.executable, ROOT / "scripts/prepare_reviews.py", folder / "good.txt", folder / "bad.txt"]
-    done = subprocess.run([*map(str, program), str(folder / "run")], capture_output=True, text=True, check=True)
+    assert "prepare_reviews.py pos.txt neg.txt" in must_succeed(rlhf("init", "reviews", folder / "run")).stdout
+    script = ROOT / "scripts/prepare_reviews.py"
+    done = must_succeed(python(script, folder / "good.txt", folder / "bad.txt", folder / "run"))
     assert done.stdout.splitlines()[0] == "train     80 sentences"
     return folder / "run"
 
@@ -97,15 +93,14 @@ def test_the_configs_load_and_name_this_data(run: Path) -> None:
 
 
 def test_the_judge_learns_from_its_own_part(run: Path) -> None:
-    done = subprocess.run([sys.executable, run / "judge.py"], capture_output=True, text=True, check=True)
+    done = must_succeed(python(run / "judge.py"))
     assert done.stdout.splitlines() == ["judge     accuracy 1.000", "held-out  accuracy 1.000"]
 
 
 @pytest.mark.training
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
     for stage, sets in pipeline.route_overrides(SMALL, STAGES).items():  # here, where all is imported
-        result = rlhf(stage, "--config", run / f"{stage}.yaml", *sets)
-        assert result.exit_code == 0, result.output
+        must_succeed(rlhf(stage, "--config", run / f"{stage}.yaml", *sets))
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1
     assert 0 <= report["models"]["ppo"]["judges"]["critic"]["mean"] <= 1

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Any
 
 import fake_stage
 import pytest
-from fake_config import other_process
+import run_cli
+from bad_inputs import replace
+from fake_config import CONFIGS, other_process
 from report_run import change, metrics, write_run
-from test_pipeline import CONFIGS
-from typer.testing import CliRunner
 
 from rlhf_cli import runs
-from rlhf_cli.cli import app
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands import status_read
 from rlhf_cli.config.training import SFTSettings
@@ -32,32 +30,14 @@ from rlhf_cli.runs.locks import lock_path
 WEIGHTS = "sft/model/model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose configs, data and parents all fit: of stages that train nothing, with logs."""
-    folder = tmp_path_factory.mktemp("status") / "run"
-    folder.mkdir()
-    for stage, text in CONFIGS.items():
-        (folder / f"{stage}.yaml").write_text(text)
-    for name in ("sft", "pairs", "prompts", "held-out"):
-        (folder / f"{name}.jsonl").write_text("{}\n")
-    (folder / "base").mkdir()
-    (folder / "base/config.json").write_text("{}")
-    for stage in CONFIGS:
-        assert fake_stage.main([stage, "--config", str(folder / f"{stage}.yaml")]) == 0
-    return folder
-
-
 @pytest.fixture
-def run(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, which is the working directory's `run`."""
-    shutil.copytree(chain, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    return Path("run")
+def run(fake_chain: Path, here: Path) -> Path:
+    """A finished run of stages that train nothing, which is the working directory's `run`."""
+    return Path(shutil.copytree(fake_chain, "run"))
 
 
 def rlhf(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = run_cli.rlhf(*arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
 
@@ -92,8 +72,8 @@ def writer(run: Path) -> Iterator[subprocess.Popen[bytes]]:
 # Output
 
 
-def test_the_table_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_the_table_of_a_finished_run() -> None:
     write_run(Path("run"))
     for stage, seconds in (("sft", 3), ("reward", 90), ("ppo", 7200), ("eval", 100_000)):
         os.utime(f"run/{stage}/manifest.json", (time.time() - seconds,) * 2)
@@ -151,12 +131,6 @@ def test_json_has_all_keys_always(run: Path) -> None:
     assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo, eval\n")
 
 
-def replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 def change_key(run: Path) -> None:
     replace(run / "reward.yaml", "1e-5", "2e-5")
 
@@ -179,7 +153,7 @@ def test_next_is_what_rlhf_run_would_do(run: Path, change: Any, expected: list[s
     status = status_of(run)
     assert [stage["state"] for stage in status["stages"].values()] == expected
     lines = [f"{step['stage']:<8} {step['why']}" for step in status["next"]["steps"]]
-    result = CliRunner().invoke(app, ["run", str(run), "--dry-run"])
+    result = run_cli.rlhf("run", run, "--dry-run")
     if result.exit_code == 0:
         assert lines == result.stdout.splitlines() and status["next"]["action"] == "run"
     else:  # damaged sft: no later stage can start from it
@@ -318,18 +292,18 @@ TAKES_THE_ONLY_ONE = ("status", "report")
 
 @pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE)
 def test_the_only_run_here_is_the_default(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    alone = CliRunner().invoke(app, [command])
+    alone = run_cli.rlhf(command)
     assert alone.exit_code == 0 and alone.stderr.startswith("run is the only run here\n")
-    assert alone.stdout == CliRunner().invoke(app, [command, "run"]).stdout
+    assert alone.stdout == run_cli.rlhf(command, "run").stdout
     monkeypatch.chdir(run)
-    inside = CliRunner().invoke(app, [command])
+    inside = run_cli.rlhf(command)
     assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
 
 
 @pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export"])
 def test_a_command_without_a_run_lists_the_runs_here(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     def refusal(*options: str) -> tuple[str, str]:
-        result = CliRunner().invoke(app, [command, *options])
+        result = run_cli.rlhf(command, *options)
         error, hint = result.stderr.splitlines()
         assert (result.exit_code, result.stdout) == (2, "") and error.startswith(
             f"error[C11]: rlhf {command}: which run? "
@@ -395,7 +369,7 @@ def test_status_is_quick_and_imports_no_torch(run: Path) -> None:
         "finally: print(time.process_time(), {'torch', 'numpy', 'scipy', 'huggingface_hub'} & sys.modules.keys())"
     )
     for arguments in (["status", str(run)], ["ls", "."]):
-        result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        result = run_cli.python("-c", script, *arguments)
         seconds, found = result.stdout.splitlines()[-1].split(maxsplit=1)
         assert found == "set()" and float(seconds) < 1, result.stdout + result.stderr
 
@@ -440,8 +414,8 @@ def test_status_survives_any_damaged_file(run: Path, damage: str) -> None:
 # Folders without a run
 
 
-def test_a_folder_without_a_run_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_folder_without_a_run_is_one_error() -> None:
     Path("empty").mkdir()
     Path("sft.yaml").touch()
     for name, says in (
@@ -449,7 +423,7 @@ def test_a_folder_without_a_run_is_one_error(tmp_path: Path, monkeypatch: pytest
         ("emty", "no such folder: emty\nhint: did you mean empty?"),
         ("sft.yaml", "sft.yaml is a file, not the folder of a run"),
     ):
-        result = CliRunner().invoke(app, ["status", name])
+        result = run_cli.rlhf("status", name)
         assert (result.exit_code, result.stdout) == (2, "") and result.stderr.startswith(f"error[C09]: {says}")
 
 
@@ -483,21 +457,20 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert len(status_read.find_runs([Path("runs/1")])) == 1
 
 
-def test_ls_lists_a_preset_only_once_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover, "configs_folder", lambda: tmp_path / "configs")
+def test_ls_lists_a_preset_only_once_it_ran(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")
     for name in ("configs/tldr", "configs/demo", "mine/configs"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "sft.yaml").write_text(CONFIGS["sft"])
-    (tmp_path / "configs/demo/sft").mkdir()
-    (tmp_path / "configs/demo/sft/identity.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
+        (here / name).mkdir(parents=True)
+        (here / name / "sft.yaml").write_text(CONFIGS["sft"])
+    (here / "configs/demo/sft").mkdir()
+    (here / "configs/demo/sft/identity.json").write_text("{}")
     assert {line.split()[0] for line in rlhf("ls", ".").splitlines()[1:]} == {"configs/demo", "mine/configs"}
 
 
-def test_ls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_ls_of_nothing() -> None:
     assert rlhf("ls", "--json") == "[]\n"
-    result = CliRunner().invoke(app, ["ls"])
+    result = run_cli.rlhf("ls")
     assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith("no runs below /")
-    result = CliRunner().invoke(app, ["ls", "nowhere"])
+    result = run_cli.rlhf("ls", "nowhere")
     assert (result.exit_code, result.stderr) == (2, "error[C09]: no such folder: nowhere\n")

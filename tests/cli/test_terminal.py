@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from fake_terminal import Tty
+from run_cli import child, python
 
 from rlhf_cli import terminal
 
 
 @pytest.fixture(autouse=True)
-def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal.reset()
+def _of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -79,15 +79,13 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_an_encoding_cannot_show_is_escaped() -> None:
     code = "from rlhf_cli import terminal; terminal.out('caf\\u00e9 \\ud800')"
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
-    assert result.stdout == b"caf\\xe9 \\ud800\n"
+    result = python("-c", code, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    assert result.stdout == "caf\\xe9 \\ud800\n"
 
 
 def test_rich_is_loaded_only_for_a_terminal() -> None:
     code = "from rlhf_cli import terminal; import sys; terminal.table(['a'], [['b']]); print('rich' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "a\nb\nFalse\n"
+    assert python("-c", code).stdout == "a\nb\nFalse\n"
 
 
 # A chat
@@ -112,9 +110,7 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
 
 def test_no_prompt_is_printed_off_a_terminal() -> None:
     code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
-    output = subprocess.run(
-        [sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True
-    )
+    output = python("-c", code, input=b"a\n\ncaf\xe9\r\nlast", text=False)
     assert output.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
 
 
@@ -156,17 +152,13 @@ def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.Monk
 def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path: Path) -> None:
     def ended(*arguments: str) -> tuple[int, str]:
         with open("/dev/full", "w") as full:
-            command = [sys.executable, "-m", "rlhf_cli", *arguments]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+            done = child(*arguments, cwd=tmp_path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
         return done.returncode, done.stderr
 
     assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
     code, output = ended("ls")
     assert code == 1 and output.startswith("error[E03]: stdout cannot be written: No space left")
     assert len(output.splitlines()) == 2
-
-
-# Durations
 
 
 @pytest.mark.parametrize(

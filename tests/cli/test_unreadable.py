@@ -11,7 +11,6 @@ from fake_config import FakeConfig, make_stage
 from permissions import taken_away
 from report_run import draws_nothing, write_run
 from run_cli import rlhf
-from test_status import chain  # noqa: F401  (a fixture)
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.commands import run as pipeline
@@ -23,10 +22,8 @@ from rlhf_cli.files import HASH_DIFFERS, read_json_object
 
 
 @pytest.fixture
-def run(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def run(fake_chain: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run of stages that train nothing; a stage that is started all the same fails the test."""
-    shutil.copytree(chain, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
 
     def child(command: list[str]) -> int:
         assert command[4] == "check", f"started: {command}"
@@ -35,7 +32,7 @@ def run(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  
         return result.exit_code
 
     monkeypatch.setattr(pipeline, "_run_child", child)
-    return Path("run")
+    return Path(shutil.copytree(fake_chain, "run"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -98,22 +95,21 @@ def test_an_unreadable_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     assert runs.state_steps(folder) == [2, 4]
 
 
-def test_ls_status_and_report_mark_that_run_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_status_and_report_mark_that_run_and_continue(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws_nothing(monkeypatch)
-    monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        write_run(tmp_path / name)
+        write_run(here / name)
     for taken in ("one/ppo", "one/ppo/manifest.json", "one/ppo/metrics.jsonl", "one/ppo/model"):
-        (tmp_path / "one/ppo/model").mkdir(exist_ok=True)
-        with taken_away(tmp_path / taken):
+        (here / "one/ppo/model").mkdir(exist_ok=True)
+        with taken_away(here / taken):
             listed, shown, page = rlhf("ls"), rlhf("status", "one"), rlhf("report", "one", "two", "--out", "page.html")
-        assert str(tmp_path) not in Path("page.html").read_text()
+        assert str(here) not in Path("page.html").read_text()
         for result in (listed, shown, page):
             assert result.exit_code == 0, (taken, result.output)
         if taken != "one/ppo/model":  # of which nothing is read here
             assert "ppo (unreadable)" in listed.stdout and "two" in listed.stdout, (taken, listed.stdout)
             assert "cannot be read now: Permission denied" in shown.stdout, (taken, shown.stdout)
-    with taken_away(tmp_path / "one/ppo"):
+    with taken_away(here / "one/ppo"):
         stages = {stage["stage"]: stage for stage in json.loads(rlhf("status", "one", "--json").stdout)["stages"]}
         assert stages["ppo"]["state"] == "unreadable" and stages["sft"]["state"] == "finished"
 

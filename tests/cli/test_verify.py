@@ -13,7 +13,7 @@ import tiny
 import torch
 import yaml
 from bad_inputs import replace
-from ppo_folder import fails, lines, ppo, rlhf, settings
+from ppo_folder import fails, lines, must_succeed, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
@@ -21,7 +21,6 @@ from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
 from rlhf_cli.config.ppo_algorithm import SCHEDULERS
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward, sharding
-from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.experience import RunningMeanStd
@@ -33,13 +32,6 @@ from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
 PTX = [([5, 6], [7, 3, 2]), ([4], [8, 8, 2]), ([9, 3, 4], [2])]
-
-
-class Words:
-    """A tokenizer of numbers."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return " ".join(str(token) for token in ids if token not in (tiny.EOS, tiny.PAD))
 
 
 def length(prompts: list[str], responses: list[str]) -> list[float]:
@@ -59,7 +51,7 @@ def trained(
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
-        sources["words"] = FunctionReward("words", length, Words())
+        sources["words"] = FunctionReward("words", length, tiny.Words())
     if combine:
         members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
         sources["vote"] = EnsembleReward(members, combine, 0.3)
@@ -187,17 +179,13 @@ def test_learning_rates_of_a_whole_run(kind: str) -> None:
     warm = {} if kind == "constant" else {"warmup_steps": 3, "value_warmup_steps": 0}
     for changes in ({}, warm):
         trainer = trained(steps=0, lr_scheduler_type=kind, value_learning_rate=0.03, total_episodes=40, **changes)
-        start = reference_state_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
+        start = reference_state_of(trainer, tiny.rollout(), updates=10, stop_token_id=tiny.EOS)
         for start.update in range(10):
             groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
             ours = {name: reference_update.learning_rate(start, name) for name in ("policy", "value")}
             assert ours == pytest.approx({name: groups[name] for name in ours}, rel=1e-12, abs=1e-15)
             trainer.optimizer.step()
             trainer.scheduler.step()
-
-
-def tiny_rollout() -> Rollout:
-    return Rollout.from_lists([[5]], [[tiny.EOS]], stop_token_id=tiny.EOS)
 
 
 def test_every_option_is_in_the_reference_and_in_a_case() -> None:
@@ -332,7 +320,7 @@ def test_quantities_that_only_rounding_determines_are_not_compared() -> None:
     by_kl = {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3, "vf_coef": 0.0}
     for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
         trainer = trained(**same, **changes)
-        trainer.rewards = {"words": FunctionReward("words", length, Words())}  # above score_clip, each of them
+        trainer.rewards = {"words": FunctionReward("words", length, tiny.Words())}  # above score_clip, each of them
         found = by_name(verify(trainer))
         skipped = {name for name, quantity in found.items() if quantity.float64 is None}
         assert skipped >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
@@ -375,8 +363,7 @@ def test_an_error_is_relative_to_the_quantity(name: str, largest: float, differe
 
 def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the report of a verified update, and its quantities by name."""
-    result = rlhf("verify", folder, "--json", *(["--step", step] if step else []))
-    assert result.exit_code == 0, result.output
+    result = must_succeed(rlhf("verify", folder, "--json", *(["--step", step] if step else [])))
     report = json.loads(result.stdout)
     return report, {quantity["name"]: quantity for quantity in report["quantities"]}
 

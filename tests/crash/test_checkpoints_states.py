@@ -1,14 +1,13 @@
 """Checkpoints to resume from: complete or ignored, and used only after their hashes were checked."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cli import python
 
-from rlhf_cli import runs, terminal
+from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
 
 
@@ -66,7 +65,6 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.reset()
     commit(tmp_path, 1, 2)
     DAMAGES[damage](tmp_path / "step_000002")
     assert runs.latest_state(tmp_path) == tmp_path / "step_000001"
@@ -144,6 +142,6 @@ def rename(path, to):
 if {moment!r} == "rename": pathlib.Path.rename = rename
 states.commit_state(folder, "step_000002", write, keep=1)
 """
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 137
+    assert python("-c", script, tmp_path).returncode == 137
     latest = runs.latest_state(tmp_path)
     assert latest and latest.name == ("step_000002" if moment == "rename" else "step_000001")

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_cli
 import yaml
 from chaos.fingerprint import differences, fingerprint
 from damages import ALL, DAMAGES, OTHER, damage
-from ppo_folder import untimed
-from typer.testing import CliRunner
+from ppo_folder import must_succeed, untimed
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.cli import app
 from rlhf_cli.files import MODEL_CARDS
 from rlhf_cli.runs import checkpoints
 
@@ -65,7 +64,7 @@ def rlhf(stage: str, run: Path) -> Any:
     """Run `rlhf STAGE` like in a new process."""
     terminal.reset()
     try:
-        return CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml")])
+        return run_cli.rlhf(stage, "--config", run / f"{stage}.yaml")
     finally:
         runs.release()
 
@@ -113,8 +112,7 @@ def make_chain(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
         folder = tmp_path_factory.mktemp("chain")
         write_configs(folder, world, **changes)
         for stage in STAGES:
-            result = rlhf(stage, folder)
-            assert result.exit_code == 0, result.stderr
+            must_succeed(rlhf(stage, folder))
         return Chain(folder)
 
     return make
@@ -137,8 +135,7 @@ def other_chain(make_chain: Callable[..., Chain]) -> Chain:
 
 def resumes(chain: Chain, stage: str, run: Path, newest: Path, name: str, before: Path | None) -> None:
     """Assert that a run names the damaged file, starts from the checkpoint before, and ends like the straight run."""
-    result = rlhf(stage, run)
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(rlhf(stage, run))
     start = f"resuming from {before.name}" if before else "starting from the beginning"
     assert reported(result, newest.name, name, start), result.stderr
     assert re.findall(r"resumes at step (\d+) ", result.stderr) == (["2"] if before else [])
@@ -174,25 +171,6 @@ def test_unverified_checkpoints_are_trained_on(chain: Chain, tmp_path: Path, mon
         assert not reported(rlhf("sft", tmp_path / name)) and not chain.same_end("sft", tmp_path / name)
 
 
-@pytest.mark.damage
-@pytest.mark.parametrize("how", ["missing", "empty", "half", OTHER])
-@pytest.mark.parametrize("stage", STAGES)
-def test_damages_to_a_whole_checkpoint(chain: Chain, tmp_path: Path, stage: str, how: str) -> None:
-    newest, before = chain.killed(stage, tmp_path / "run")
-    files = sorted(path for path in newest.rglob("*") if path.is_file())
-    if how in ("missing", OTHER):
-        shutil.rmtree(newest)
-    if how == OTHER:
-        shutil.copytree(before, newest)
-    for path in {"empty": files, "half": files[::2]}.get(how, []):
-        path.unlink()
-    if how == "missing":  # nothing shows the damage: it is a run that was stopped earlier
-        result = rlhf(stage, tmp_path / "run")
-        assert "resumes at step 2 " in result.stderr and chain.same_end(stage, tmp_path / "run")
-    else:
-        resumes(chain, stage, tmp_path / "run", newest, "", before)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("full", FULL)
 def test_if_both_checkpoints_are_damaged_the_run_starts_over(
@@ -225,8 +203,7 @@ def test_a_damaged_log_is_reported_and_the_model_is_that_of_the_straight_run(
             path.write_bytes(b"".join(LINES[how](path.read_bytes().splitlines(keepends=True))))
         else:
             damage(path, how, path)
-        result = rlhf(stage, run)
-        assert result.exit_code == 0, result.stderr
+        result = must_succeed(rlhf(stage, run))
         if not chain.same_end(stage, run) or how == "a line removed":
             assert reported(result, name) and chain.same_end(stage, run, logs=False), how
             assert untimed(path)[-1] == untimed(chain.folder / stage / name)[-1]

@@ -23,18 +23,6 @@ training = pytest.mark.training
 # TRL
 
 
-@pytest.mark.parametrize("limit", [1e-3, 1e-2])
-@pytest.mark.parametrize("model", ["policy", "value"])
-def test_trl_01_max_grad_norm_limits_the_step(limit, model):
-    """With SGD the step is the clipped gradient itself."""
-    trainer, experience = tiny.trainer_and_experience(max_grad_norm=limit, num_ppo_epochs=1, vf_coef=1.0)
-    trainer.optimizer = torch.optim.SGD([*trainer.policy.parameters(), *trainer.value.parameters()], lr=1.0)
-    trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
-    before = tiny.weights(getattr(trainer, model))
-    assert trainer.update(experience)[f"{model}/grad_norm"] > limit
-    assert (tiny.weights(getattr(trainer, model)) - before).norm().item() == pytest.approx(limit, rel=2e-2)
-
-
 @pytest.mark.parametrize("model", ["policy", "value"])
 def test_trl_02_gradient_checkpointing_recomputes_every_layer_of_policy_and_value(model):
     """In the update, a layer's forward pass runs once, or twice if it is recomputed."""

@@ -2,18 +2,16 @@
 
 import errno
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_cli
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
-from typer.testing import CliRunner
 
 from rlhf_cli import distributed, runs, system
-from rlhf_cli.cli import app
 from rlhf_cli.commands import verify
 from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.models import devices, load, save
@@ -189,23 +187,20 @@ app({command})
 """
 
 
-# The slow ones: reward is written by the same trainer as sft, and full disks of PPO are in tests/helpers/chaos too.
-SLOW = [pytest.param(stage, 150_000, marks=pytest.mark.slow) for stage in ("reward", "ppo")]
-
-
 @pytest.mark.training
-@pytest.mark.parametrize(("stage", "limit"), [("sft", 40_000), *SLOW])
-def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int) -> None:
-    """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good."""
-    sets = "ppo.num_sample_generations=0" if stage == "ppo" else f"{stage}.logging_steps=1"
-    code = CHILD.format(limit=limit, command=[stage, "-c", f"{stage}.yaml", "-s", sets])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=three)
+def test_e03_a_disk_that_is_full_on_the_way(three: Path) -> None:
+    """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good.
+
+    The reward stage is written by the same trainer, and full disks of PPO are in tests/helpers/chaos.
+    """
+    sets = "sft.logging_steps=1"
+    code = CHILD.format(limit=40_000, command=["sft", "-c", "sft.yaml", "-s", sets])
+    done = run_cli.python("-c", code, cwd=three)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: could not write to disk"), done.stderr
+    assert len(errors) == 1 and errors[0].startswith("error[E03]: sft: could not write to disk"), done.stderr
     assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
-    resumed = rlhf(stage, "-s", sets)
-    assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
+    run_cli.must_succeed(rlhf("sft", "-s", sets), "resumes at step 1 of 4")
 
 
 DISK = [
@@ -256,7 +251,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
 
     monkeypatch.setattr(load, "load_causal_lm", full)
     monkeypatch.setattr(verify, "open_run", full)
-    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: out of memory", exit_code=1)
+    assert refused(run_cli.rlhf(*command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 
 # E04: processes.
@@ -279,7 +274,7 @@ def test_e04_several_processes(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, command)
+    result = run_cli.rlhf(*command)
     assert f"error[E04]: {place}" in result.stderr and says in result.stderr
     assert result.exit_code == 2 and "hint: use --nproc N, or torchrun" in result.stderr
     assert f"unset {place.removesuffix(': ')}\n" in result.stderr

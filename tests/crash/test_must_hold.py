@@ -209,16 +209,6 @@ def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
     assert found == pytest.approx([0.5 * slope / temperature for slope in SLOPE], abs=1e-9)
 
 
-def test_monte_carlo_returns_of_a_whole_update():
-    """lam = gamma = 1: a return is the sum of the rewards from the token on, and the advantage that minus the value."""
-    trainer = tiny.trainer(policy_seed=3, lam=1.0, gamma=1.0, advantage_norm="none", kl_coef=0.3)
-    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
-    sums = experience.rewards.flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(experience.returns, torch.where(experience.mask, sums, 0), atol=1e-5, rtol=1e-5)
-    expected = torch.where(experience.mask, sums - experience.values, 0)
-    torch.testing.assert_close(experience.advantages, expected, atol=1e-5, rtol=1e-5)
-
-
 # 5. What is frozen.
 
 

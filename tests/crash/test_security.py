@@ -1,24 +1,22 @@
 """Guarantees for files from other people (docs/results/guarantees.md lists them with all their tests)."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import run_cli
 import torch
 import yaml
 from bad_configs import messages
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf
+from canaries import Trap
 from fake_config import FakeConfig, make_stage
-from typer.testing import CliRunner
+from run_cli import must_succeed
 
 from rlhf_cli import errors, jsonl, runs, terminal
-from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import json_sha256
 from rlhf_cli.models import load, save, tokenizers
@@ -87,16 +85,15 @@ def test_m08_code_in_a_models_folder_is_never_run(folder: Path, stage: str, mode
 def test_trust_remote_code_runs_the_code_and_is_recorded(folder: Path) -> None:
     mark = plant_code(folder / "model", "config.json")
     for stage in ("sft", "reward"):
-        result = rlhf(stage, "--trust-remote-code")
-        assert result.exit_code == 0, result.stderr
+        must_succeed(rlhf(stage, "--trust-remote-code"))
         assert json.loads(Path(stage, "manifest.json").read_text())["trust_remote_code"] is True
     assert mark.exists()
     mark.unlink()
     for stage in ("sft", "reward"):
         out = ("export", ".", "--stage", stage, "--out", f"out_{stage}")
-        refusal = CliRunner().invoke(app, out)
+        refusal = run_cli.rlhf(*out)
         assert refusal.exit_code == 2 and "error[M08]" in refusal.stderr and not mark.exists()
-        done = CliRunner().invoke(app, [*out, "--trust-remote-code"])
+        done = run_cli.rlhf(*out, "--trust-remote-code")
         assert done.exit_code == 0 and Path(f"out_{stage}/own.py").is_file(), done.stderr
         assert mark.exists()
         mark.unlink()
@@ -115,29 +112,17 @@ def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path)
     shutil.move("sft.yaml", "run/sft.yaml")
     (folder / "run/rows.jsonl").write_text("[]\n")
     shutil.move("model", "run/model")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-P", "-m", "rlhf_cli", "run", "run"]  # -P: as the command `rlhf` starts
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_cli.python("-P", "-m", "rlhf_cli", "run", "run")  # -P: as the command `rlhf` starts
     assert "planted" not in done.stderr and "error[D12]: run/rows.jsonl:1" in done.stderr, done.stderr
 
 
 # 2. Pickles
 
 
-class Code:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
 def test_m07_weights_in_a_pickle_are_never_read(folder: Path, name: str) -> None:
     Path("model/model.safetensors").unlink()
-    torch.save({"weight": Code(folder / "executed")}, Path("model", name))
+    torch.save({"weight": Trap(folder / "executed")}, Path("model", name))
     says = (f"model has its weights only as a pickle ({name})", "hint: if you trust it: ")
     assert refused(rlhf("sft"), "M07", "sft.yaml:1: ", *says) and not Path("executed").exists()
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
@@ -147,7 +132,7 @@ def test_m07_weights_in_a_pickle_are_never_read(folder: Path, name: str) -> None
 
 
 def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
-    torch.save({"weight": Code(folder / "executed")}, "model/model.safetensors")
+    torch.save({"weight": Trap(folder / "executed")}, "model/model.safetensors")
     assert refused(rlhf("sft"), "M01", "sft.yaml:1: model cannot be loaded") and not Path("executed").exists()
 
 
@@ -160,6 +145,7 @@ def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
         f"model: {{path: owner/{TOKEN}}}",
         "data: {train: 'https://me:PASSWORD@host/rows.jsonl'}",
         "model: {path: 'https://me:PASSWORD@host/model'}",
+        "model: {path: 'https://host/model?api_key=PASSWORD'}",
         f"{TOKEN}: 1",
         f"trainer: {{{TOKEN}: {{weight: 1}}}}",
         "trainer: {hub_token: PASSWORD}",
@@ -167,8 +153,8 @@ def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
         f"x: [{TOKEN}, {TOKEN}]",
     ],
 )
-def test_c16_secrets_in_a_config(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_c16_secrets_in_a_config(line: str) -> None:
     errors_found = messages("sft", f"seed: 1\n{line}\n")
     assert any(message.startswith("error[C16]: sft.yaml:2: ") for message in errors_found), errors_found
     assert "PASSWORD" not in "".join(errors_found) and TOKEN not in "".join(errors_found)
@@ -178,10 +164,7 @@ def test_c16_secrets_in_a_config(line: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("unit", ["\n", "a: |\n x\n", "# x\n", "x", "[", "hf_a ", '"\\x41', "%YAML 1.1\n", "a_", "1:"])
-def test_a_file_of_the_largest_size_takes_under_a_second(
-    unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_the_largest_size_takes_under_a_second(unit: str, here: Path) -> None:
     begin = time.process_time()
     messages("sft", (unit * 250_000)[:250_000])
     messages("sft", "a: |\n" + (" " + unit * 250_000)[:249_990])
@@ -198,7 +181,7 @@ def test_hostile_names_in_errors_and_warnings_are_harmless(folder: Path) -> None
     name = HOSTILE.replace("/", "") + ".jsonl"
     jsonl.write_jsonl(folder / name, [{"prompt": HOSTILE, HOSTILE: 1}])
     Path("sft.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}, "data": {"train": name}}))
-    results = [first, rlhf("sft"), check("sft.yaml"), check("sft.yaml", "--json"), CliRunner().invoke(app, [HOSTILE])]
+    results = [first, rlhf("sft"), check("sft.yaml"), check("sft.yaml", "--json"), run_cli.rlhf(HOSTILE)]
     for result in results:
         assert result.exit_code == 2 and not ACTIVE.search(result.output), result.output
     assert "[2J" in results[1].stderr and results[1].stderr.startswith("error[D02]")
@@ -264,7 +247,7 @@ def test_a_token_in_a_path_is_not_shown(folder: Path) -> None:
 def test_env_shows_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("CANARY", "a-canary-of-no-form")
-    shown = CliRunner().invoke(app, ["env", "--json"]).output
+    shown = run_cli.rlhf("env", "--json").output
     assert TOKEN not in shown and "canary" not in shown
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from bad_inputs import replace, rlhf
-from canaries import leaks, run
-from test_security import ACTIVE, HOSTILE, Code
+from canaries import Trap, leaks, run
+from test_security import ACTIVE, HOSTILE
 
 from rlhf_cli import jsonl, runs
 
@@ -68,7 +68,7 @@ def reseal(checkpoint: Path) -> None:
 def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path, name: str) -> None:
     if name == "pytorch_model.bin":
         (interrupted / "model.safetensors").unlink()
-    torch.save({"state": Code(interrupted / "it ran")}, interrupted / name)
+    torch.save({"state": Trap(interrupted / "it ran")}, interrupted / name)
     reseal(interrupted)
     result = rlhf("sft")
     errors = [line for line in result.stderr.splitlines() if line.startswith(("error", "hint"))]
@@ -79,7 +79,7 @@ def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path, 
 
 
 def test_pickled_arguments_are_never_read(interrupted: Path) -> None:
-    torch.save(Code(interrupted / "it ran"), interrupted / "training_args.bin")
+    torch.save(Trap(interrupted / "it ran"), interrupted / "training_args.bin")
     reseal(interrupted)
     assert rlhf("sft").exit_code == 0 and not (interrupted / "it ran").exists()
 

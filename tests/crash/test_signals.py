@@ -3,9 +3,9 @@
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
+from run_cli import python
 
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.system import GracefulStop
@@ -44,21 +44,11 @@ with GracefulStop() as stop:
 """
 
 
-def child(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", SCRIPT, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_process_at_once(second: signal.Signals) -> None:
-    done = child(0.3, int(second))
-    assert (done.stdout, done.returncode) == ("first\n", -second)
-
-
-def test_a_signal_that_arrives_twice_counts_once() -> None:
-    """A signal to a process group reaches a stage directly and through `rlhf run`."""
-    done = child(0, int(signal.SIGTERM))
-    assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)
+@pytest.mark.parametrize(("pause", "second"), [(0.3, signal.SIGINT), (0.3, signal.SIGTERM), (0, signal.SIGTERM)])
+def test_a_second_signal_ends_the_process_unless_it_comes_at_once(pause: float, second: signal.Signals) -> None:
+    """A signal to a process group reaches a stage directly and through `rlhf run`, and counts once."""
+    done = python("-c", SCRIPT, pause, int(second))
+    assert (done.stdout, done.returncode) == (("first\n", -second) if pause else ("first\ntoo late\n", 0))
 
 
 def test_a_hang_up_saves_unless_nohup_ignores_it() -> None:
@@ -82,7 +72,7 @@ def test_a_signal_is_handled_although_stderr_is_closed() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     script = SCRIPT.replace("stop:", "stop:\n    from rlhf_cli import terminal; terminal.say('progress')", 1)
-    line = [sys.executable, "-c", script, "0", str(int(signal.SIGTERM))]
-    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=writer, text=True, check=False)
+    pipes = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": writer}
+    done = python("-c", script, 0, int(signal.SIGTERM), **pipes)
     os.close(writer)
     assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from canaries import Trap
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import PPO, lines, ppo, rlhf, write
+from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
 from run_cli import is_one_error
 from test_group_ppo import TWO
 
@@ -37,8 +38,7 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
     metrics, models = lines(sharded / "ppo/metrics.jsonl"), plain_models(sharded)
     state = runs.state_at(sharded / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
-    verified = rlhf("verify", sharded, "--step", "6")
-    assert verified.exit_code == 0, verified.output
+    must_succeed(rlhf("verify", sharded, "--step", "6"))
     assert child(*command(sharded / "ppo.yaml", *changes, "--fresh", "-s", "ppo.fsdp=false")).returncode == 0
     for line, expected in zip(metrics, lines(sharded / "ppo/metrics.jsonl"), strict=True):
         for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg"):
@@ -47,11 +47,14 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
         assert torch.allclose(models[name], weights, atol=1e-3), name
 
 
-def test_only_the_first_process_reads_weights(sharded: Path) -> None:
-    """Policy (and reference), reward model and value model; then the best policy, which a limit restores."""
+def test_only_the_first_process_reads_weights_and_a_limit_restores_the_best_policy(sharded: Path) -> None:
+    """Policy (and reference), reward model and value model; then the best policy, which is saved."""
     changes = ("-s", "ppo.kl_stop=1e-6", "-s", "ppo.learning_rate=0.01")
     result = child(*TORCHRUN, HELPERS / "group_loading.py", sharded, *changes)
     assert result.returncode == 1 and "error[R04]" in result.stderr, result.stderr
+    manifest, models = json.loads((sharded / "ppo/manifest.json").read_text()), plain_models(sharded)
+    assert manifest["model_is"] == "the best step"
+    assert torch.equal(models["model"], models[f"step_{manifest['step']:06d}"])
     full, empty = (Path(f"{sharded}/loads.{rank}").read_text().splitlines() for rank in (0, 1))
     names = [line.split()[0] for line in full]
     assert names[:3] == ["sft_model", "reward_model", "reward_model"] and names[3].startswith("step_")
@@ -90,26 +93,12 @@ def test_resume_equals_a_straight_run(sharded: Path, fsdp: bool | str) -> None:
             assert torch.allclose(models[name], weights, atol=1e-6), name
 
 
-def test_a_run_stopped_by_its_kl_limit_saves_the_best_policy(sharded: Path) -> None:
-    result = child(*command(sharded / "ppo.yaml", "-s", "ppo.kl_stop=1e-6", "-s", "ppo.learning_rate=0.01"))
-    assert result.returncode == 1 and result.stderr.count("error[R04]") == 1, result.stderr
-    manifest = json.loads((sharded / "ppo/manifest.json").read_text())
-    assert manifest["model_is"] == "the best step"
-    models = plain_models(sharded)
-    assert torch.equal(models["model"], models[f"step_{manifest['step']:06d}"])
-
-
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (Path("ran"),)
-
-
 def test_metadata_that_would_run_code_is_refused(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest's hash is right: whoever can write the checkpoint can write its manifest."""
     monkeypatch.chdir(sharded)
     assert child(*command(sharded / "ppo.yaml", "-s", "ppo.total_episodes=40")).returncode == 0
     state = runs.state_at(sharded / "ppo/state", 5)
-    (state / "shards/.metadata").write_bytes(pickle.dumps(Evil()))
+    (state / "shards/.metadata").write_bytes(pickle.dumps(Trap(Path("ran"))))
     checkpoints._write_manifest(state, state.name)
     with pytest.raises(Exception, match="contains non-tensor objects; they were not executed"):
         save.load_tree(state)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
-from ppo_folder import PPO, lines, ppo, rlhf, write
+from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
 from run_cli import is_one_error
 
 from rlhf_cli.errors import RLHFError
@@ -35,8 +35,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("group")
     count, code = (4, TWO_MACHINES) if "hybrid" in request.param else (2, "")
     words = *TORCHRUN[:-1], count, HELPERS / "group_cases.py", folder / "results", request.param
-    result = child(*words, PYTHONPATH=imported_at_start(folder, code))
-    assert result.returncode == 0, result.stderr[-3000:]
+    must_succeed(child(*words, PYTHONPATH=imported_at_start(folder, code)))
     group = [torch.load(folder / f"results.{rank}", weights_only=False) for rank in range(count)]
     return group_cases.results(SINGLE_PROCESS), *group
 
@@ -123,22 +122,19 @@ def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_stage_in_two_processes(group_folder: Path) -> None:
-    result = child(*command(group_folder / "ppo.yaml"))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(child(*command(group_folder / "ppo.yaml")))
     output = result.stderr.splitlines()
     assert output[0] == "ppo      2 processes" and "2 x 2 x 2 processes = 8 episodes" in result.stderr
     assert len([line for line in output if "checkpoints took" in line]) == 1  # one process logs
     assert result.stdout.count("samples at step 2") == 1
     two = lines(group_folder / "ppo/metrics.jsonl")
     assert json.loads((group_folder / "ppo/identity.json").read_text())["environment"]["processes"] == 2
-    verified = rlhf("verify", group_folder, "--step", "2")
-    assert verified.exit_code == 0, verified.output
+    must_succeed(rlhf("verify", group_folder, "--step", "2"))
     (group_folder / "ppo/manifest.json").unlink()  # one process does not resume what two began
     other = ppo(group_folder)
     assert is_one_error(other, "E04") and "was started with 2 processes and cannot resume with 1" in other.stderr
     assert "hint: resume with --nproc 2, or start over with --fresh" in other.stderr
-    alone = ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4")
-    assert alone.exit_code == 0
+    must_succeed(ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4"))
     keys = ["objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg", "episode"]
     for ours, theirs in zip(lines(group_folder / "ppo/metrics.jsonl"), two, strict=True):
         assert [ours[key] for key in keys] == pytest.approx([theirs[key] for key in keys], rel=1e-4, abs=1e-5)

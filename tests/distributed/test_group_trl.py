@@ -13,7 +13,7 @@ import torch
 from chaos.fingerprint import differences, fingerprint
 from conftest import SIZES, World
 from group import HELPERS, TORCHRUN, child, command, stop_and_resume
-from ppo_folder import EVAL, lines, rlhf, write
+from ppo_folder import EVAL, lines, must_succeed, rlhf, write
 from safetensors.torch import load_file
 
 from rlhf_cli import distributed, runs, terminal
@@ -82,8 +82,7 @@ def two(world: World, origin: Path, tmp_path_factory: pytest.TempPathFactory) ->
     write(folder / "few", "eval", evaluated(n=1))
     paths["few"] = folder / "few/eval.yaml"
     words = [f"{path}@{STEP}" if name in RESUMED else path for name, path in paths.items()]
-    result = child(*TORCHRUN, HELPERS / "group_trl_cases.py", *words)
-    assert result.returncode == 0, result.stderr[-3000:]
+    must_succeed(child(*TORCHRUN, HELPERS / "group_trl_cases.py", *words))
     return {name: path.with_suffix("") for name, path in paths.items()}
 
 
@@ -166,11 +165,9 @@ JUDGES += "    return [-len(response) for response in responses]\n"
 def test_eval_in_two_processes_equals_one_process(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "judges.py").write_text(JUDGES)  # called once with all ten responses
     write(run_folder, "eval", evaluated())
-    result = child(*command(run_folder / "eval.yaml"))
-    assert result.returncode == 0, result.stderr
+    result = must_succeed(child(*command(run_folder / "eval.yaml")))
     shutil.copytree(run_folder / "eval", run_folder / "two")
-    alone = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh")
-    assert alone.exit_code == 0, alone.stderr
+    alone = must_succeed(rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh"))
     assert result.stdout == alone.stdout
     ours, theirs = (json.loads((run_folder / name / "report.json").read_text()) for name in ("eval", "two"))
     ours_rows, theirs_rows = (lines(run_folder / name / "samples.jsonl") for name in ("eval", "two"))

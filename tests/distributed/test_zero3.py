@@ -10,7 +10,7 @@ import torch
 import yaml
 from conftest import World
 from group import child, command, stop_and_resume
-from ppo_folder import lines
+from ppo_folder import lines, must_succeed
 from test_group_trl import config, weights
 
 from rlhf_cli.config.loading import load
@@ -45,8 +45,7 @@ def test_sharded_training_equals_one_process_and_resumes_exactly(
     alone = config(world, tmp_path / "one", case, 1)
     group_trl_cases.run(alone, SINGLE_PROCESS)
     straight, stopped = (with_zero3(config(world, tmp_path / folder, case, 2)) for folder in ("straight", "stopped"))
-    result = child(*command(straight))
-    assert result.returncode == 0, result.stderr
+    must_succeed(child(*command(straight)))
     one, two = alone.with_suffix(""), straight.with_suffix("")
     for line, expected in zip(logged(one), logged(two), strict=True):
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)

@@ -3,12 +3,11 @@
 import re
 import runpy
 import tomllib
-from pathlib import Path
 
 import yaml
 from packaging.requirements import Requirement
+from run_cli import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)

@@ -11,7 +11,7 @@ import tiny
 import torch
 from conftest import World
 from doc_tables import ALGORITHM, EVALUATION, METRICS, cells, section
-from ppo_folder import PPO, lines, ppo, rlhf, write
+from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
 
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -88,8 +88,7 @@ def test_every_key_of_sft_and_reward_is_described(folder: Path, world: World) ->
             f"data.eval={rows}.jsonl",
             *(f"{stage}.{key}" for key in ("logging_steps=1", "eval_steps=1", "max_steps=2")),
         ]
-        result = rlhf(stage, "-c", f"{stage}.yaml", *changes)
-        assert result.exit_code == 0, result.output
+        must_succeed(rlhf(stage, "-c", f"{stage}.yaml", *changes))
         real[stage] = logged(folder / stage / "metrics.jsonl") - {"step", "time_s"}
     agree(real["sft"], keys("SFT metrics"))
     agree(real["reward"], keys("Reward model metrics") | {"lr", "grad_norm", "num_tokens", "epoch", "eval_num_tokens"})

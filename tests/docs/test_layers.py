@@ -2,10 +2,10 @@
 
 import ast
 import runpy
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from run_cli import python
 
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
@@ -64,6 +64,5 @@ def test_the_counts_of_the_house() -> None:
 def test_light_modules_import_nothing_heavy() -> None:
     names = " ".join(f"import rlhf_cli.{name};" for name in TORCH_FREE.split())
     heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'scipy', 'rich'} & sys.modules.keys()"
-    command = [sys.executable, "-c", f"import sys; {names} print({heavy})"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = python("-c", f"import sys; {names} print({heavy})")
     assert (result.stdout.strip(), result.stderr) == ("set()", "")

@@ -2,15 +2,14 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import tiny
+from run_cli import ROOT
 from without_packages import python
 
 from rlhf_cli import ppo
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT.parent / "shared/models/stories260K"
 PAGE = (ROOT / "docs/ppo.md").read_text(encoding="utf-8").partition("## Use as a library")[2]
 PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -5,12 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from run_cli import rlhf
+from run_cli import ROOT, rlhf
 from typer.main import get_command
 
 from rlhf_cli.cli import app
 
-ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "rlhf_cli").rglob("*.toml"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TABLES]
 MODULES = sorted((ROOT / "rlhf_cli").rglob("*.py"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bad_inputs import rlhf
+from run_cli import must_succeed
 
 from rlhf_cli.models import build, save
 
@@ -70,8 +71,7 @@ def adapter_settings(folder: Path, base: str) -> dict[str, Any]:
 
 def run(folder: Path, stage: str, *arguments: str) -> dict[str, Any]:
     """Run a stage by its command and return its manifest."""
-    result = rlhf(stage, "-c", str(folder / f"{stage}.yaml"), *arguments)
-    assert result.exit_code == 0, result.stderr
+    must_succeed(rlhf(stage, "-c", str(folder / f"{stage}.yaml"), *arguments))
     return json.loads((folder / stage / "manifest.json").read_text())
 
 

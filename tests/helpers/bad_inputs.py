@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner, Result
-
-from rlhf_cli.cli import app
+import run_cli
+from typer.testing import Result
 
 
 def rlhf(stage: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [stage, *(() if "-c" in arguments else ("-c", f"{stage}.yaml")), *arguments])
+    return run_cli.rlhf(stage, *(() if "-c" in arguments else ("-c", f"{stage}.yaml")), *arguments)
 
 
 def refused(result: Result, code: str, place: str, *says: str, exit_code: int = 2) -> bool:
@@ -30,7 +29,7 @@ def replace(path: str, old: str, new: str) -> None:
 
 def check(*arguments: str) -> Result:
     """`rlhf check`, by default of the folder."""
-    return CliRunner().invoke(app, ["check", *(arguments or ["."])])
+    return run_cli.rlhf("check", *(arguments or ["."]))
 
 
 def warned(result: Result, code: str, place: str, *says: str) -> bool:

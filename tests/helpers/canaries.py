@@ -3,11 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from run_cli import python
+
 SECRETS = {
     "HF_TOKEN": "hf_" + "CanaryOne0123456789abcdefghijklmn",
     "HUGGING_FACE_HUB_TOKEN": "hf_" + "CanaryTwo0123456789abcdefghijklmn",
@@ -21,13 +22,22 @@ PICKLES = re.compile(r"(sft|reward)/state/checkpoint-\d+/(optimizer\.pt|schedule
 def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command with secrets in its environment, which it must not print; `home` gets its caches."""
     home.mkdir(exist_ok=True)
-    environment = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home)}
+    environment = {**os.environ, **SECRETS, "HOME": str(home), "TMPDIR": str(home)}
     environment |= {"RLHF_CACHE": str(home / "cache"), "XDG_CACHE_HOME": str(home / "xdg")}
     environment.pop("HF_HOME", None)
-    command = [sys.executable, "-P", *arguments]
-    done = subprocess.run(command, cwd=home.parent, env=environment, capture_output=True, text=True, check=False)
+    done = python("-P", *arguments, cwd=home.parent, env=environment)
     assert not any(secret in done.stdout + done.stderr for secret in SECRETS.values())
     return done
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
 
 
 def leaks(*places: Path) -> list[str]:

@@ -15,13 +15,13 @@ from pathlib import Path
 import ppo_folder
 import pytest
 import tiny
-from ppo_folder import PROMPTS, as_stage, rlhf, write
+from ppo_folder import PROMPTS, as_stage, must_succeed, rlhf, write
+from run_cli import ROOT
 
 from rlhf_cli import jsonl
 from rlhf_cli.models import save, tokenizers
 
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
-ROOT = Path(__file__).parents[2]
 
 CONTEXT = 4096  # a reply that may take seconds, for Ctrl-C
 PPO = {
@@ -64,8 +64,7 @@ def chat_origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, "ppo", PPO)
     write(folder, "eval", EVAL)
     for stage in ("ppo", "eval"):
-        result = rlhf(stage, "-c", folder / f"{stage}.yaml")
-        assert result.exit_code == 0, result.output
+        must_succeed(rlhf(stage, "-c", folder / f"{stage}.yaml"))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Stage folders made without any training, and processes that lock them."""
+"""Stage folders and a run made without any training, and processes that lock them."""
 
 import os
 import subprocess
@@ -10,7 +10,37 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import fake_stage
+import pytest
+
 from rlhf_cli import runs
+
+CONFIGS = {
+    "sft": "model: {path: ./base}\ndata: {train: sft.jsonl}\nsft: {learning_rate: 1e-5, weight_decay: 0.0}\n",
+    "reward": "data: {train: pairs.jsonl}\nreward: {learning_rate: 1e-5}\n",
+    "ppo": "data: {prompts: prompts.jsonl}\nppo: {kl_coef: 0.05, total_episodes: 64}\n",
+    "eval": "data: {prompts: held-out.jsonl}\n",
+}
+
+
+def write_configs(folder: Path) -> Path:
+    """Write CONFIGS with their data and a base model, for the stages of fake_stage.py."""
+    for stage, text in CONFIGS.items():
+        (folder / f"{stage}.yaml").write_text(text)
+    for name in ("sft", "pairs", "prompts", "held-out"):
+        (folder / f"{name}.jsonl").write_text("{}\n")
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fake_chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose configs, data and parents all fit: of stages that train nothing, with logs. Read only."""
+    folder = write_configs(tmp_path_factory.mktemp("fake"))
+    for stage in CONFIGS:
+        assert fake_stage.main([stage, "--config", str(folder / f"{stage}.yaml")]) == 0
+    return folder
 
 
 @dataclass

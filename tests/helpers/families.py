@@ -95,6 +95,8 @@ class Family:
 
 
 IM = (ENDS, "<|im_start|>", "<|im_end|>")
+GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
+GEMMA_ROLES = {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
 QWEN = {"eos_token": "<|im_end|>", "pad_token": ENDS}
 FAMILIES = {
     "gpt2": Family("gpt2", (ENDS,), {"eos_token": ENDS, "bos_token": ENDS}, ENDS),
@@ -103,13 +105,7 @@ FAMILIES = {
     "qwen2": Family("qwen2", IM, QWEN, "<|im_end|>", "{%- set default_system = true %}" + CHATML, stops=IM[::-2]),
     "qwen3": Family("qwen3", IM, QWEN, "<|im_end|>", "{%- set thinks = true %}" + CHATML, stops=IM[::-2]),
     "gemma": Family(
-        "gemma2",
-        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
-        {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"},
-        "<end_of_turn>",
-        GEMMA,
-        prefix="<bos>",
-        stops=("<eos>", "<end_of_turn>"),
+        "gemma2", GEMMA_TOKENS, GEMMA_ROLES, "<end_of_turn>", GEMMA, prefix="<bos>", stops=("<eos>", "<end_of_turn>")
     ),
     "llama3": Family(
         "llama",
@@ -121,8 +117,6 @@ FAMILIES = {
         stops=("<|end_of_text|>", "<|eot_id|>"),  # in this order
     ),
 }
-GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
-GEMMA_ROLES = {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
 KV = {"num_key_value_heads": 2, "head_dim": 8}
 NEWER = {
     "gemma3": Family(

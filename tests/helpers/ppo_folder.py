@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from typer.testing import CliRunner, Result
+from run_cli import fails, must_succeed, rlhf  # noqa: F401  (for tests too)
+from typer.testing import Result
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.cli import app
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Prompts
@@ -64,11 +64,7 @@ def origin(tmp_path_factory) -> Path:
     (folder / "judges.py").write_text(
         "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
     )
-    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
-    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
-        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-        save.set_special_token_ids(model, tokenizer, 1)
-        save.save_model(model, tokenizer, folder / name, "A tiny model.")
+    write_models(folder)
     return folder
 
 
@@ -86,8 +82,7 @@ def trained_once(origin: Path, tmp_path_factory) -> tuple[Path, Result]:
     folder = Path(shutil.copytree(origin, tmp_path_factory.mktemp("ppo") / "run"))
     write(folder, "ppo", PPO)
     write(folder, "eval", EVAL)
-    result = ppo(folder)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(folder))
     return folder, result
 
 
@@ -101,6 +96,15 @@ def ppo_run(trained_once: tuple[Path, Result]) -> Path:
 def trained_folder(trained_once: tuple[Path, Result], tmp_path: Path) -> Path:
     """A copy of that folder, for a test to change."""
     return Path(shutil.copytree(trained_once[0], tmp_path, dirs_exist_ok=True))
+
+
+def write_models(folder: Path, **sizes: object) -> None:
+    """sft_model and reward_model, with a tokenizer of the prompts."""
+    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
+    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
+        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes)
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
 
 
 def write(folder: Path, stage: str, config: dict) -> None:
@@ -124,12 +128,14 @@ def as_reward_stage(folder: Path, **fields: object) -> None:
     as_stage(folder, "reward", folder / "reward_model", config, **fields)
 
 
-def rlhf(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def ppo(folder: Path, *arguments: object):
     return rlhf("ppo", "-c", folder / "ppo.yaml", *arguments)
+
+
+def evaluate(folder: Path, *arguments: object) -> tuple[dict, Result]:
+    """Return report.json of `rlhf eval`, and the command's result."""
+    result = must_succeed(rlhf("eval", "-c", folder / "eval.yaml", *arguments))
+    return json.loads((folder / "eval/report.json").read_text()), result
 
 
 def stop_in_update(folder: Path, update: int, *arguments: object) -> None:
@@ -152,11 +158,6 @@ def settings(*changes: str) -> list[str]:
     """Options `-s ppo.KEY=VALUE`; a change with a section keeps it."""
     keys = (change if "." in change.partition("=")[0] else f"ppo.{change}" for change in changes)
     return [part for key in keys for part in ("-s", key)]
-
-
-def fails(result: Result, code: str, *says: str, exit_code: int = 2) -> None:
-    assert result.exit_code == exit_code and f"error[{code}]" in result.stderr, result.output
-    assert all(text in result.stderr for text in says) and "Traceback" not in result.output, result.stderr
 
 
 def manifest(folder: Path, stage: str = "ppo") -> dict:

@@ -1,4 +1,4 @@
-"""Run `rlhf` in this process or in another one."""
+"""Run `rlhf` or a script in this process or in another one."""
 
 import os
 import subprocess
@@ -13,21 +13,45 @@ from rlhf_cli import cli
 ROOT = Path(__file__).parents[2]
 
 
-def rlhf(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+def rlhf(*arguments: object, **options: Any) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], **options)
 
 
-def child(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhf_cli", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+def child(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return python("-m", "rlhf_cli", *arguments, **options)
 
 
-def is_one_error(result: Result, code: str, exit_code: int = 2) -> bool:
-    """One error line, at most one hint, on stderr alone."""
+def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in another process, where this clone can be imported."""
+    options["env"] = {**options.get("env", os.environ), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
+
+
+def must_succeed(result: Any, *says: str) -> Any:
+    """Return the result of a command or a process, which must have ended with exit code 0, and said this on stderr."""
+    ended, output = end_of(result)
+    assert ended == 0 and all(text in result.stderr for text in says), output
+    return result
+
+
+def fails(result: Any, code: str, *says: str, exit_code: int = 2) -> None:
+    """Assert that a command or a process ended with this error, said this on stderr, and has no traceback."""
+    ended, output = end_of(result)
+    assert ended == exit_code and f"error[{code}]" in result.stderr, output
+    assert all(text in result.stderr for text in says) and "Traceback" not in output, result.stderr
+
+
+def end_of(result: Any) -> tuple[int, str]:
+    if isinstance(result, Result):
+        return result.exit_code, result.output
+    return result.returncode, result.stdout + result.stderr
+
+
+def is_one_error(result: Result, code: str, *texts: str, exit_code: int = 2) -> bool:
+    """Return True for one error line with these texts, at most one hint, and nothing on stdout."""
     first, *rest = result.stderr.splitlines()
-    assert result.stdout == ""
+    assert first.startswith(f"error[{code}]: ") and all(text in result.stderr for text in texts), result.stderr
     assert len(rest) <= 1 and all(line.startswith("hint: ") for line in rest), result.stderr
-    assert "Traceback" not in result.stderr
-    assert (first.startswith(f"error[{code}]: "), result.exit_code) == (True, exit_code), result.stderr
+    assert (result.exit_code, result.stdout) == (exit_code, ""), result.stderr
     return True

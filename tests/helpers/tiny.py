@@ -82,6 +82,20 @@ def trainer(
     return PPOTrainer(policy, ref, value, sources, engine, chosen, seed=seed, ptx=ptx)
 
 
+def trainer_of(policy, chosen: PPOSettings, *, ref=None, value=None, **engine_options) -> PPOTrainer:
+    """A trainer of this policy, which is rewarded for long responses."""
+    engine = HFEngine(policy, EOS, PAD, **{"temperature": chosen.temperature, **engine_options})
+    rewards = {"length": lambda rollout: rollout.response_lengths.float()}
+    return PPOTrainer(policy, ref or causal(), value or scorer(), rewards, engine, chosen)
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in ids if token not in (EOS, PAD))
+
+
 def batch(rows: int, episodes: int = 8) -> dict[str, int]:
     """Sizes of an update of `episodes` rows in micro-batches of `rows`."""
     return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": episodes // rows}

@@ -1,10 +1,7 @@
 """Run code on a machine that lacks some packages."""
 
-import subprocess
-import sys
-from pathlib import Path
+import run_cli
 
-ROOT = Path(__file__).parents[2]
 # The packages are not to be found, as on a machine without them. What transformers itself imports (yaml, through
 # huggingface_hub) is refused to our own modules only.
 BLOCK = """
@@ -26,11 +23,6 @@ sys.meta_path = [Finder if finder is importlib.machinery.PathFinder else finder 
 
 
 def python(code: str, blocked: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(blocked=blocked) + code],
-        cwd=ROOT / "tests/helpers",
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    bare = {"OMP_NUM_THREADS": "1", "PATH": ""}
+    options = {"cwd": run_cli.ROOT / "tests/helpers", "env": bare}
+    run_cli.must_succeed(run_cli.python("-c", BLOCK.format(blocked=blocked) + code, **options))

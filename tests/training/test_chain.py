@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import run_cli
 from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks, run
-from typer.testing import CliRunner, Result
+from run_cli import must_succeed
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands.report import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
@@ -107,11 +107,6 @@ def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(fol
     assert any(PICKLES.fullmatch(path.relative_to(folder / "run").as_posix()) for path in folder.rglob("*.pt"))
 
 
-def here(*arguments: str) -> Result:
-    """A command in this process, where all modules are imported."""
-    return CliRunner().invoke(app, [*arguments])
-
-
 @pytest.mark.training
 def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_finished(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,15 +116,14 @@ def test_m10_a_parent_without_its_manifest_is_rejected_even_if_the_stage_is_fini
     text = manifest.read_text()
     manifest.unlink()
     try:
-        result = here("ppo", "--config", "run/ppo.yaml")
+        result = run_cli.rlhf("ppo", "--config", "run/ppo.yaml")
     finally:
         manifest.write_text(text)
     assert result.exit_code == 2
     first, hint = result.stderr.splitlines()
     assert first.startswith("error[M10]: run/ppo.yaml")
     assert hint == "hint: finish it: rlhf reward --config run/reward.yaml; or change models.reward"
-    finished = here("ppo", "--config", "run/ppo.yaml")
-    assert finished.exit_code == 0 and "finished already" in finished.stderr
+    must_succeed(run_cli.rlhf("ppo", "--config", "run/ppo.yaml"), "finished already")
 
 
 @pytest.mark.training
@@ -138,14 +132,13 @@ def test_c15_another_config_is_rejected_by_a_stage_and_planned_by_run(
 ) -> None:
     """That `rlhf run` does what it plans is tested with fake stages (test_pipeline.py)."""
     monkeypatch.chdir(folder)
-    refused = here("ppo", "--config", "run/ppo.yaml", "ppo.kl_coef=0.123")
+    refused = run_cli.rlhf("ppo", "--config", "run/ppo.yaml", "ppo.kl_coef=0.123")
     assert refused.exit_code == 2 and refused.stderr.startswith("error[C15]: run/ppo.yaml: ")
     assert re.search(r"ppo\.kl_coef \S+ -> 0\.123", refused.stderr) and "--fresh" in refused.stderr
     lines = planned("run", "-s", "ppo.kl_coef=0.123")
     assert re.fullmatch(r"stale: ppo\.kl_coef \S+ -> 0\.123", lines["ppo"])
     assert lines["sft"].startswith("up to date") and lines["reward"].startswith("up to date")
-    fresh = here("ppo", "--config", "run/ppo.yaml", "-s", "ppo.kl_coef=0.123", "--fresh")
-    assert fresh.exit_code == 0, fresh.stderr
+    must_succeed(run_cli.rlhf("ppo", "--config", "run/ppo.yaml", "-s", "ppo.kl_coef=0.123", "--fresh"))
     assert (folder / "run/.old/ppo-1/manifest.json").is_file()
     lines = planned("run", "-s", "ppo.kl_coef=0.123")
     assert lines["ppo"].startswith("up to date") and lines["eval"] == "stale: models.ppo: other weights"
@@ -153,6 +146,5 @@ def test_c15_another_config_is_rejected_by_a_stage_and_planned_by_run(
 
 def planned(*arguments: str) -> dict[str, str]:
     """The plan of `rlhf run` for each stage."""
-    result = here("run", *arguments, "--dry-run")
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(run_cli.rlhf("run", *arguments, "--dry-run"))
     return dict(line.split(maxsplit=1) for line in result.stdout.splitlines())

@@ -6,11 +6,10 @@ from pathlib import Path
 import families
 import pytest
 from report_run import draws_nothing
+from run_cli import must_succeed, rlhf
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from rlhf_cli import jsonl
-from rlhf_cli.cli import app
 
 THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish", "wind", "rain"]
 PAIRS = [
@@ -37,17 +36,11 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     draws_nothing(monkeypatch)
 
 
-def rlhf(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result.stderr
-
-
 def run_stages(run: Path, stages: list[str], changes: dict[str, list[str]]) -> None:
     """Run the stages; the policy starts at the reference, and every stop token of the family ends a response."""
     for stage in stages:
         options = [part for line in SHORT[stage] + changes.get(stage, []) for part in ("-s", line)]
-        rlhf(stage, "-c", run / f"{stage}.yaml", *options)
+        must_succeed(rlhf(stage, "-c", run / f"{stage}.yaml", *options))
     first = next(row for _, row in jsonl.read_jsonl(run / "ppo/metrics.jsonl"))
     assert first["policy/first_ratio_error"] < 1e-5 and abs(first["objective/kl"]) < 1e-5
     assert {"sft", "ppo"} <= json.loads((run / "eval/report.json").read_text())["models"].keys()
@@ -72,7 +65,7 @@ def test_a_chat_model_from_pairs_to_the_evaluation(name: str, tmp_path: Path) ->
     families.write_causal(tmp_path / "base", name, [row["prompt"] + row["chosen"] for row in PAIRS])
     run, kind = tmp_path / "run", (families.FAMILIES | families.NEWER)[name]
     options = ("--data", tmp_path / "pairs.jsonl", "--base", tmp_path / "base", "--minutes", "1")
-    rlhf("init", "preferences", run, *options)
+    must_succeed(rlhf("init", "preferences", run, *options))
     assert ("enable_thinking: false" in (run / "sft.yaml").read_text()) == ("enable_thinking" in kind.template)
     assert ("2024-07-26" in (run / "sft.yaml").read_text()) == ("strftime_now" in kind.template)
     run_stages(run, ["sft", "reward", "ppo", "eval"], {})
@@ -89,10 +82,10 @@ def test_a_family_without_a_classifier_takes_functions_and_a_value_head(tmp_path
     families.write_causal(tmp_path / "base", "gemma4", [row["prompt"] + row["chosen"] for row in PAIRS])
     run = tmp_path / "run"
     options = ("--data", tmp_path / "pairs.jsonl", "--base", tmp_path / "base")
-    refused = rlhf("init", "preferences", run, *options, code=2)
-    assert "error[M10]: --base: transformers has no sequence classifier for gemma4_text" in refused
-    assert "models.value: policy_head" in refused and not run.exists()
-    rlhf("init", "functions", run)
+    refused = rlhf("init", "preferences", run, *options)
+    assert "error[M10]: --base: transformers has no sequence classifier for gemma4_text" in refused.stderr
+    assert refused.exit_code == 2 and "models.value: policy_head" in refused.stderr and not run.exists()
+    must_succeed(rlhf("init", "functions", run))
     train, prompts = f"data.train={tmp_path / 'sft.jsonl'}", f"data.prompts={tmp_path / 'sft.jsonl'}"
     sft = ["model.new=null", f"model.path={tmp_path / 'base'}", train, "data.eval=null"]
     judge = "judges.gold=reward:score"  # the demo's knows only the demo's prompts

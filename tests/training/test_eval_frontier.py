@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_folder import EVAL, PPO, lines, ppo, rlhf, write
+from ppo_folder import EVAL, PPO, evaluate, lines, must_succeed, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs
@@ -50,8 +50,7 @@ def trained(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights, folder / "sft_model/model.safetensors", metadata={"format": "pt"})
     write(folder, "ppo", {**PPO, "output": {"save_steps": 4, "snapshots": 2}})
     write(folder, "eval", {**EVAL, "eval": QUICK})
-    result = ppo(folder)
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(folder))
     return folder
 
 
@@ -79,21 +78,13 @@ def planted(run: Path) -> Path:
     return run
 
 
-def evaluate(folder: Path, *arguments: object) -> tuple[dict[str, Any], Any]:
-    """Return report.json, and the command's result."""
-    result = rlhf("eval", "-c", folder / "eval.yaml", *arguments)
-    assert result.exit_code == 0, result.output
-    return json.loads((folder / "eval/report.json").read_text()), result
-
-
 def evaluate_snapshot(run: Path, step: int) -> dict[str, Any]:
     """Return the report of one snapshot that is evaluated as the final model."""
     folder = run / "alone" / str(step)
     sets = {"run": folder, "models.ppo": run / f"ppo/snapshots/step_{step:06d}", "eval.temperature": 0.7}
     sets |= {"models.sft": run / "sft_model", "models.reward": run / "reward_model", "eval.response_length": 8}
     arguments = [text for key, value in sets.items() for text in ("-s", f"{key}={value}")]
-    result = rlhf("eval", "-c", run / "eval.yaml", *arguments)
-    assert result.exit_code == 0, result.output
+    must_succeed(rlhf("eval", "-c", run / "eval.yaml", *arguments))
     return json.loads((folder / "eval/report.json").read_text())
 
 

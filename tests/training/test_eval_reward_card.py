@@ -3,10 +3,9 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ppo_folder import EVAL, PPO, as_reward_stage, ppo, rlhf, write
+from ppo_folder import EVAL, PPO, as_reward_stage, evaluate, must_succeed, ppo, rlhf, write
 from reward_card import card
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -14,13 +13,6 @@ QUICK = {"n": 4, "best_of": [], "modes": ["sampled"], "per_device_batch_size": 4
 FLAG = {"code": "R10", "text": "the score depends on the length of the answer"}
 CARD = {key: value for key, value in card().items() if key != "ci95"} | {"flags": [FLAG]}
 HEADLINE = {"accuracy": 0.8, "accuracy_ci95": [0.76, 0.83], "n": 500, "ece": 0.06}
-
-
-def report(folder: Path, *arguments: str) -> tuple[dict[str, Any], Any]:
-    """report.json, and the command's result."""
-    result = rlhf("eval", "-c", folder / "eval.yaml", *arguments)
-    assert result.exit_code == 0, result.stderr
-    return json.loads((folder / "eval/report.json").read_text()), result
 
 
 def evaluation(folder: Path, reward: str | None) -> None:
@@ -32,8 +24,7 @@ def trained(run_folder: Path) -> Path:
     """A chain whose PPO was trained on a reward stage's model, which has a card."""
     as_reward_stage(run_folder, metrics=HEADLINE, card=CARD)
     write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
-    result = ppo(run_folder, "-s", "ppo.total_episodes=8")
-    assert result.exit_code == 0, result.stderr
+    must_succeed(ppo(run_folder, "-s", "ppo.total_episodes=8"))
     return run_folder
 
 
@@ -41,7 +32,7 @@ def trained(run_folder: Path) -> Path:
 def test_the_card_is_in_the_report_and_on_the_terminal(trained: Path, named: str | None) -> None:
     """By models.reward; or, where that is null, by what PPO's manifest says it was trained on."""
     evaluation(trained, named)
-    found, result = report(trained)
+    found, result = evaluate(trained)
     shown = found["reward_model"]
     assert (shown["accuracy"], shown["ci95"], shown["ece"], shown["length_correlation"]) == (
         0.8,
@@ -70,7 +61,7 @@ def test_the_card_of_a_retrained_reward_model_is_not_used(trained: Path) -> None
     as_reward_stage(trained, metrics=HEADLINE, card=CARD)
     assert json.loads((trained / "reward/manifest.json").read_text())["model_sha256"] != trained_with
     evaluation(trained, None)
-    found, result = report(trained)
+    found, result = evaluate(trained)
     assert "reward_model" not in found and "accuracy 0.8" not in result.stdout
     assert "reward model: no report card: models.reward is null, and PPO used no model" in result.stdout
 
@@ -78,13 +69,13 @@ def test_the_card_of_a_retrained_reward_model_is_not_used(trained: Path) -> None
 def test_the_reason_for_a_missing_card(run_folder: Path) -> None:
     assert ppo(run_folder, "-s", "ppo.total_episodes=8").exit_code == 0
     evaluation(run_folder, "reward_model")
-    found, result = report(run_folder)
+    found, result = evaluate(run_folder)
     why = f"{run_folder / 'reward_model'}: it was not trained by `rlhf reward`"
     assert "reward_model" not in found and found["no_reward_card"] == why
     assert f"reward model: no report card: {why}" in result.stdout
     as_reward_stage(run_folder, metrics={})
     evaluation(run_folder, "reward")
-    found, result = report(run_folder, "--fresh")
+    found, result = evaluate(run_folder, "--fresh")
     assert "its stage had no evaluation pairs" in found["no_reward_card"] and found["no_reward_card"] in result.stdout
 
 
@@ -92,6 +83,6 @@ def test_a_card_of_an_older_version_has_its_accuracy(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics={key: HEADLINE[key] for key in ("accuracy", "accuracy_ci95", "n")})
     assert ppo(run_folder, "-s", "ppo.total_episodes=8").exit_code == 0
     evaluation(run_folder, "reward")
-    found, result = report(run_folder)
+    found, result = evaluate(run_folder)
     assert found["reward_model"] == {"accuracy": 0.8, "ci95": [0.76, 0.83], "n": 500}
     assert "accuracy 0.800" in result.stdout and "report card" not in result.stdout

@@ -1,13 +1,11 @@
 """What Linux alone has is not needed: a machine without /proc, /sys and Linux's calls stands in for macOS."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from run_cli import ROOT, python
 
 from rlhf_cli.runs import locks
 
-ROOT = Path(__file__).parents[2]
 # torch is loaded first, as the build for this machine; psutil reads /proc here, and asks the system there.
 SCRIPT = """
 import os, signal, sys
@@ -46,9 +44,8 @@ LINUX_SIGNAL = ["SIGRTMIN", "SIGRTMAX", "SIGPWR", "SIGSTKFLT", "sigtimedwait", "
 def test_plan_check_and_a_locked_stage_do_without_linux(folder: Path) -> None:
     commands = [["plan", "sft.yaml"], ["check", "sft.yaml"], ["ls"], ["env"]]
     script = f"LINUX_OS, LINUX_SIGNAL, COMMANDS = {LINUX_OS}, {LINUX_SIGNAL}, {commands}\n{SCRIPT}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     locks.lock_folder(folder / "sft")  # `rlhf ls` asks whether its process runs
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    done = python("-c", script)
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
     assert ends == [f"ended {command[0]} 0" for command in commands], done.stdout + done.stderr
 

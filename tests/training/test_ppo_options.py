@@ -87,19 +87,7 @@ def test_response_length_range_is_sampled_for_each_update():
     assert set(widths) <= set(range(2, 7)) and len(set(widths)) > 2
 
 
-def test_missing_eos_penalty_by_value():
-    plain, charged, endless = (
-        tiny.trainer(**changes).make_experience(tiny.rollout()).scores
-        for changes in (
-            {"missing_eos_penalty": None},
-            {"missing_eos_penalty": 0.75},
-            {"missing_eos_penalty": 0.75, "stop_token": "none"},
-        )
-    )
-    assert (plain - charged).tolist() == pytest.approx([0, 0, 0.75, 0]) and torch.equal(plain, endless)
-
-
-# Scores and precision
+# Precision
 
 
 def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():

@@ -12,46 +12,6 @@ def settings(**changes) -> PPOSettings:
 
 
 @pytest.mark.parametrize(
-    "changes,code,says,hint",
-    [
-        ({"num_mini_batches": 3}, "C12", "16 x 4 = 64 episodes per update cannot be divided by num_mini_batches 3", ""),
-        ({"num_samples_per_prompt": 5}, "C12", "num_samples_per_prompt 5", ""),
-        ({"num_train_epochs": 1.0}, "C17", "one of total_episodes and num_train_epochs", ""),
-        ({"stop_token": "none", "stop_token_id": 3}, "C17", "cannot be combined", ""),
-        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "C17", "cannot be combined", ""),
-        ({"kl_in": "loss"}, "C17", "k1 in the loss", ""),
-        ({"fp16": True}, "C17", "PPO cannot train in fp16", ""),
-        ({"response_length": {"min": 5, "max": 3}}, "C06", "min is greater than max", ""),
-        ({"adap_kl_ctrl": True, "kl_coef": 0.0}, "C17", "which is 0", ""),
-        # A factor of 1 - 0.2 x 64 / horizon must stay above zero: a negative coefficient would reward a large KL.
-        ({"adap_kl_ctrl": True, "horizon": 1}, "C06", "horizon 1", "at least 13"),
-        ({"adap_kl_ctrl": True, "horizon": 12}, "C06", "horizon 12", "at least 13"),
-        ({"value_only_updates": 10}, "C17", "10 leaves no updates for the policy out of 10 updates", "at most 9"),
-        ({"value_only_updates": 11}, "C17", "11 leaves no updates for the policy out of 10 updates", "at most 9"),
-        ({"total_episodes": 64, "value_only_updates": 1}, "C17", "leaves no updates", "raise total_episodes"),
-        *(
-            (
-                {"overlong_penalty": {"tokens": 9, "factor": 1.0}, "response_length": length},
-                "C06",
-                "overlong_penalty.tokens 9 is more than response_length 8",
-                "at most 8",
-            )
-            for length in (8, {"min": 8, "max": 20})
-        ),
-        *(
-            ({"lr_scheduler_type": "constant", key: value}, "C17", f"{key} has no effect with lr_scheduler_type", "")
-            for key, value in (("warmup_steps", 1), ("warmup_ratio", 0.1), ("value_warmup_steps", 3))
-        ),
-    ],
-)
-def test_contradictions_are_rejected(changes, code, says, hint):
-    with pytest.raises(ValidationError) as caught:
-        settings(**changes)
-    error = next(error for error in caught.value.errors() if error["type"] == code)
-    assert says in error["msg"] and error["ctx"]["hint"] and hint in error["ctx"]["hint"]
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"adap_kl_ctrl": True, "horizon": 13},
@@ -59,6 +19,7 @@ def test_contradictions_are_rejected(changes, code, says, hint):
         {"overlong_penalty": {"tokens": 9, "factor": 1.0}, "response_length": 9},
         {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1},
         {"lr_scheduler_type": "constant", "warmup_steps": 0, "value_warmup_steps": 0},
+        {"fp16": False},
     ],
 )
 def test_values_at_the_limit_are_accepted(changes):

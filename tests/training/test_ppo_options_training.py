@@ -8,8 +8,6 @@ import torch
 
 from rlhf_cli.models import forward
 from rlhf_cli.ppo import rollout
-from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.trainer import PPOTrainer
 
 
 def steps(trainer, count: int):
@@ -80,13 +78,6 @@ def test_a_value_head_starts_at_zero_and_learns():
 # Shared layers
 
 
-def trainer_of(policy, ref, layers: int, family: str = "llama") -> PPOTrainer:
-    settings = tiny.settings(num_shared_layers=layers)
-    engine = HFEngine(policy, tiny.EOS, tiny.PAD, settings.temperature)
-    reward = {"r": lambda rollout: rollout.response_lengths.float()}
-    return PPOTrainer(policy, ref, tiny.scorer(family), reward, engine, settings)
-
-
 def logits(model) -> torch.Tensor:
     return forward.response_logits(model, tiny.rollout().micro_batch(torch.arange(4)))
 
@@ -99,7 +90,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     depth = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
     policy, ref, alone = (tiny.causal(family, **depth) for _ in range(3))
-    trainer = trainer_of(policy, ref, 2, family)
+    trainer = tiny.trainer_of(policy, tiny.settings(num_shared_layers=2), ref=ref, value=tiny.scorer(family))
     assert same(logits(trainer.ref), logits(alone)), "sharing changed the reference"
     ours, theirs = (dict(model.named_parameters()) for model in (trainer.policy, trainer.ref))
     shared = {name for name in ours if ours[name] is theirs[name]}
@@ -116,7 +107,7 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
 
 def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
     policy, ref, alone = (tiny.causal(tie_word_embeddings=True) for _ in range(3))
-    trainer = trainer_of(policy, ref, 1)
+    trainer = tiny.trainer_of(policy, tiny.settings(num_shared_layers=1), ref=ref)
     assert ref.lm_head.weight is ref.model.embed_tokens.weight is policy.lm_head.weight
     steps(trainer, 2)
     assert same(logits(ref), logits(alone))
@@ -125,7 +116,7 @@ def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
 @pytest.mark.parametrize("layers", [2, 3])
 def test_num_shared_layers_leaves_a_layer_to_train(layers):
     with pytest.raises(ValueError, match=f"num_shared_layers {layers} of 2 layers leaves none to train"):
-        trainer_of(tiny.causal(), tiny.causal(), layers)
+        tiny.trainer_of(tiny.causal(), tiny.settings(num_shared_layers=layers))
 
 
 def test_num_shared_layers_of_models_that_differ_would_change_the_reference():

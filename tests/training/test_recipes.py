@@ -13,12 +13,12 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+import run_cli
+from ppo_folder import lines, must_succeed
 from report_run import draws_nothing
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from rlhf_cli import config, jsonl
-from rlhf_cli.cli import app
+from rlhf_cli import config
 from rlhf_cli.commands import init
 from rlhf_cli.models import build
 
@@ -80,9 +80,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rlhf(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result
+    return must_succeed(run_cli.rlhf(*arguments))
 
 
 def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> tuple[dict[str, dict[str, Any]], str]:
@@ -104,10 +102,6 @@ def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> tupl
     assert {"sft", "ppo"} <= report["models"].keys() and report["best_of"][0]["n"] == 2
     assert all("reward_mean" in model for model in report["models"].values())
     return manifests, stderr
-
-
-def lines(path: Path) -> Rows:
-    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def eval_prompts(folder: Path) -> set[str]:

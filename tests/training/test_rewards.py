@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from ppo_folder import PPO, PROMPTS, fails, lines, ppo, rlhf, steps, weights, write
+from ppo_folder import PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, weights, write
 
 from rlhf_cli import jsonl
 from rlhf_cli.errors import RLHFError
@@ -73,31 +73,18 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
     votes = {"models": {"one": "reward_model", "two": "second"}, "combine": "mean_minus_std", "std_coef": 0.5}
     votes["clip"] = 0.25
     write(run_folder, "ppo", {**PPO, "rewards": {"vote": votes}})
-    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(run_folder, "ppo.missing_eos_penalty=null"))
     for row in lines(run_folder / "ppo/metrics.jsonl"):
         assert row["objective/score/vote/one"] == row["objective/score/vote/two"] == row["objective/score/vote"]
         assert row["objective/disagreement/vote"] == 0.0 and abs(row["objective/scores"]) <= 0.25
     config = yaml.safe_load((run_folder / "ppo/config.yaml").read_text())
     assert config["rewards"]["vote"]["models"] == {"one": "../reward_model", "two": "../second"}
-    checked = rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")
-    assert checked.exit_code == 0 and "rewards.vote.models.two" in checked.stdout, checked.output
+    assert (
+        "rewards.vote.models.two"
+        in must_succeed(rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")).stdout
+    )
     missing = ppo(run_folder, "--fresh", "-s", "rewards.vote.models.two=./reward_modle")
     fails(missing, "M01", "no such folder reward_modle")
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ({"models": {"one": "m"}}, "an ensemble needs at least two models"),
-        ({"model": "m", "combine": "min"}, "combine has no effect without models"),
-        ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
-        ({"model": "m", "models": {"a": "m", "b": "m"}}, "set exactly one of model, models, function, builtin, url"),
-    ],
-)
-def test_c17_a_wrong_ensemble(run_folder, source, says):
-    write(run_folder, "ppo", {**PPO, "rewards": {"vote": source}})
-    fails(ppo(run_folder), "C17", says)
 
 
 BREAKS = {
@@ -136,8 +123,7 @@ def test_r05_a_source_of_any_kind_that_fails_leaves_a_checkpoint_to_resume_from(
         failed = ppo(run_folder, "--fresh", "-s", "output.save_steps=4")
     fails(failed, "R05", "error[R05]: reward `", "mine", exit_code=1)
     assert steps(run_folder / "ppo/state") == {2}
-    again = ppo(run_folder, "-s", "output.save_steps=4")
-    assert again.exit_code == 0 and "resumes at step 2 of 4" in again.stderr, again.output
+    must_succeed(ppo(run_folder, "-s", "output.save_steps=4"), "resumes at step 2 of 4")
     assert weights(run_folder) == expected
 
 

@@ -17,6 +17,7 @@ from ppo_folder import (
     fails,
     lines,
     manifest,
+    must_succeed,
     ppo,
     rlhf,
     settings,
@@ -27,11 +28,7 @@ from ppo_folder import (
     write,
 )
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
@@ -85,8 +82,7 @@ def test_the_output_is_that_of_the_contract(trained_once):
     AutoModelForSequenceClassification.from_pretrained(out / "value")
     AutoTokenizer.from_pretrained(out / "model")
     assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
-    again = ppo(folder)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(folder), "finished already")
 
 
 def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
@@ -123,17 +119,10 @@ def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_fact
     long = settings("total_episodes=80", "output.save_steps=3")
     assert ppo(straight, *long).exit_code == 0
     stop_in_update(run_folder, 4, *long)
-    again = ppo(run_folder, *long)
-    assert again.exit_code == 0 and "resumes at step 4 of 10" in again.stderr
+    must_succeed(ppo(run_folder, *long), "resumes at step 4 of 10")
     for name in ("model/model.safetensors", "value/model.safetensors", "samples.jsonl"):
         assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
     assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
-
-
-def test_another_config_is_rejected(trained_folder):
-    fails(ppo(trained_folder, *settings("kl_coef=0.2")), "C15", "ppo.kl_coef 0.05 -> 0.2", "hint: --fresh")
-    head = ppo(trained_folder, *settings("models.value=policy_head"))
-    fails(head, "C15", "models.value reward -> policy_head")
 
 
 BY_FUNCTION = {
@@ -148,8 +137,7 @@ def test_a_policy_whose_family_has_no_classifier_is_trained_with_a_value_head(ru
     model = tiny.causal("granite", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
     save.save_model(model, tokenizer, run_folder / "sft_model", "A tiny model.")
     write(run_folder, "ppo", BY_FUNCTION)
-    result = ppo(run_folder, ONE)
-    assert result.exit_code == 0 and "value/ is not written" in result.stderr, result.output
+    must_succeed(ppo(run_folder, ONE), "value/ is not written")
     assert manifest(run_folder)["step"] == 1 and not (run_folder / "ppo/value").exists()
     assert AutoModelForCausalLM.from_pretrained(run_folder / "ppo/model").config.model_type == "granite"
 
@@ -158,8 +146,8 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     """From SFT model to report without a reward model."""
     shutil.rmtree(run_folder / "reward_model")
     write(run_folder, "ppo", BY_FUNCTION)
-    result = ppo(run_folder, ONE)
-    assert result.exit_code == 0 and set(manifest(run_folder)["parents"]) == {"models.sft"}, result.output
+    must_succeed(ppo(run_folder, ONE))
+    assert set(manifest(run_folder)["parents"]) == {"models.sft"}
     value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
     policy = AutoModelForCausalLM.from_pretrained(run_folder / "ppo/model")
     assert value.num_labels == 1 and value.config.pad_token_id == 0 and value.score.weight.abs().max() > 0
@@ -168,8 +156,7 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     fails(ppo(run_folder, ONE, "-s", "models.value=reward"), "M01", "models.reward")
     no_reward = {**EVAL, "models": {"sft": "sft_model", "reward": None}}
     write(run_folder, "eval", {**no_reward, "judges": {"reward": "judges:short"}})
-    result = evaluate(run_folder)
-    assert result.exit_code == 0, result.output
+    must_succeed(evaluate(run_folder))
     report = report_of(run_folder)
     assert [row["n"] for row in report["best_of"]] == [2, 3]
     assert report["best_of"][1]["reward_mean"] >= report["models"]["sft"]["reward_mean"]

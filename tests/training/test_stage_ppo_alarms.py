@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from damages import flip
-from ppo_folder import ONE, PPO, fails, lines, manifest, ppo, settings, steps, untimed, weights, write
+from ppo_folder import ONE, PPO, fails, lines, manifest, must_succeed, ppo, settings, steps, untimed, weights, write
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
@@ -25,26 +25,6 @@ from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
-
-REWARDS = """
-import pathlib
-calls = pathlib.Path(__file__).with_name("calls")
-
-def constant(prompts, responses):
-    return [0.5] * len(responses)
-
-def breaks(prompts, responses):
-    calls.write_text(str(int(calls.read_text()) + 1 if calls.exists() else 1))
-    if calls.read_text() == "4":
-        raise KeyError("no such word")
-    return [float(len(response)) for response in responses]
-"""
-
-
-def by_function(folder: Path, name: str, **settings) -> None:
-    (folder / "alarm_rewards.py").write_text(REWARDS)
-    rewards = {"mine": {"function": f"alarm_rewards:{name}"}}
-    write(folder, "ppo", {**PPO, "rewards": rewards, "ppo": {**PPO["ppo"], **settings}})
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -97,7 +77,9 @@ def test_r19_an_engine_with_old_weights_ends_the_run_after_a_save(run_folder, mo
 
 def test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_after_a_resume(run_folder):
     """Stopped at step 10, the run's last checkpoint is of step 8: two more updates, and it stops again."""
-    by_function(run_folder, "constant", total_episodes=96)
+    (run_folder / "alarm_rewards.py").write_text("constant = lambda prompts, responses: [0.5] * len(responses)\n")
+    rewards = {"mine": {"function": "alarm_rewards:constant"}}
+    write(run_folder, "ppo", {**PPO, "rewards": rewards, "ppo": {**PPO["ppo"], "total_episodes": 96}})
     result = ppo(run_folder, "output.save_steps=4")
     fails(result, "R02", "error[R02]: step 10: all 8 rewards are 0.5, for 10 updates in a row", exit_code=1)
     assert result.stderr.count("warning[R02]") == 1 and "warning[R02]: step 1: all 8 rewards are 0.5" in result.stderr
@@ -128,8 +110,7 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
     (kept,) = (run_folder / "ppo/snapshots").glob("step_*")
     assert kept.name == f"step_{made['step']:06d}"
     assert (kept / "model.safetensors").read_bytes() == weights(run_folder)
-    again = ppo(run_folder, *options)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(run_folder, *options), "finished already")
     (run_folder / "ppo/manifest.json").unlink()
     flip(kept / "model.safetensors")
     fails(ppo(run_folder, *options), "M05", f"{kept} is damaged: model.safetensors", exit_code=1)
@@ -147,14 +128,6 @@ def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
     monkeypatch.setattr(losses, "token_logprobs", shifted)
     stderr = ppo(run_folder, *settings(ONE, "ratio_threshold=null")).stderr
     assert "warning[R04]: step 1: KL to the SFT policy is -" in stderr and "below 0 by more than noise" in stderr
-
-
-def test_r05_a_reward_function_that_raises_leaves_a_checkpoint(run_folder):
-    by_function(run_folder, "breaks")
-    fails(ppo(run_folder, "output.save_steps=4"), "R05", "reward `mine` raised KeyError: 'no such word'", exit_code=1)
-    assert steps(run_folder / "ppo/state") == {3}
-    again = ppo(run_folder, "output.save_steps=4")
-    assert again.exit_code == 0 and "resumes at step 3 of 4" in again.stderr
 
 
 def test_r08_a_skipped_minibatch_is_reported_once(run_folder):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import THINGS, WORDS, World
-from ppo_folder import rlhf
+from ppo_folder import must_succeed, rlhf
 from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
@@ -61,8 +61,7 @@ def reward(
         "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
         "reward": {"max_steps": steps, "learning_rate": 3e-3, "normalize": "none", "max_length": 100},
     }
-    result = rlhf("reward", "-c", world.config(folder, "reward", **sections))
-    assert result.exit_code == 0, result.stderr
+    result = must_succeed(rlhf("reward", "-c", world.config(folder, "reward", **sections)))
     return result, json.loads((folder / "reward/manifest.json").read_text())
 
 

@@ -4,15 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from canaries import SECRETS, leaks, run
-from ppo_folder import PPO, PROMPTS, lines, rlhf, untimed, write
+from ppo_folder import PPO, PROMPTS, lines, must_succeed, rlhf, untimed, write
 from read_trackers import (
     events,
     tensorboard_steps,
@@ -22,10 +20,10 @@ from read_trackers import (
     wandb_runs,
     wandb_table,
 )
+from run_cli import python
 
 from rlhf_cli import jsonl
 
-ROOT = Path(__file__).parents[2]
 ALL = ["tensorboard", "wandb", "trackio"]
 TRAINED = ("sft", "reward", "ppo")
 
@@ -201,8 +199,7 @@ def test_trackers_change_no_byte_of_a_run(chain: Path, tmp_path: Path) -> None:
         shutil.copytree(chain / name, tmp_path / name, symlinks=True)
     shutil.copy(chain / "prompts.jsonl", tmp_path)
     shutil.copy(chain / "ppo.yaml", tmp_path)
-    done = rlhf("ppo", "-c", tmp_path / "ppo.yaml", "-s", "output.report_to=[]", "-s", "output.project=other")
-    assert done.exit_code == 0, done.output
+    must_succeed(rlhf("ppo", "-c", tmp_path / "ppo.yaml", "-s", "output.report_to=[]", "-s", "output.project=other"))
     assert not any((tmp_path / "ppo" / name).exists() for name in ALL)
     with_them, without = (json.loads((folder / "ppo/manifest.json").read_text()) for folder in (chain, tmp_path))
     assert with_them["model_sha256"] == without["model_sha256"]
@@ -231,10 +228,8 @@ app()
 @pytest.mark.training
 def test_a_killed_run_resumes_as_the_same_run_and_sends_nothing_twice(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "output": outputs(project="killed", run_name="one")})
-    command = [sys.executable, "-P", "-c", KILLED, "ppo", "-c", str(run_folder / "ppo.yaml")]
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}  # of this process
-    environment["PYTHONPATH"] = str(ROOT)
-    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    killed = python("-P", "-c", KILLED, "ppo", "-c", run_folder / "ppo.yaml", env=environment)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     stage = run_folder / "ppo"
     assert [line["step"] for line in lines(stage / "metrics.jsonl")] == [1, 2, 3]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from ppo_folder import PPO, lines, rlhf, write
+from run_cli import ROOT, must_succeed, python
 from stand_in_wandb import stand_in
 
 from rlhf_cli import tracking
@@ -16,8 +17,6 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
 from rlhf_cli.tracking import MetricsLog, Trackers
 from rlhf_cli.tracking.trackers import TrackerRun, Trackio
-
-ROOT = Path(__file__).parents[2]
 
 
 class Listener:
@@ -186,9 +185,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "track
 def test_no_library_is_imported_unless_they_are_named(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
     for override, imported in ((), []), (("output.report_to=[trackio]",), ["trackio"]):
-        command = [sys.executable, "-P", "-c", NAMELESS, "sft.yaml", *override]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        done = must_succeed(python("-P", "-c", NAMELESS, "sft.yaml", *override, cwd=tmp_path))
         assert done.stdout == f"{imported}\n" and "R16" not in done.stderr
 
 

@@ -3,12 +3,13 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
-from ppo_folder import PPO, fails, lines, manifest, ppo, rlhf, untimed, write
-from pydantic import ValidationError
+from ppo_folder import PPO, lines, manifest, must_succeed, ppo, untimed, write
 
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS
 from rlhf_cli.config.ppo_options import PPOSettings
@@ -42,9 +43,8 @@ def update(
     scores = judge + spread * signs
     ensembles = {"vote": EnsembleScores(signs * 0, members)}
     scored = ScoreResult({"gold": scores, "reward": scores}, ensembles, scores, RunningMeanStd(), scores)
-    zeros = torch.zeros(rollout.response_mask.shape)
-    fields = dict.fromkeys(("ref_logprobs", "values", "kl", "rewards", "advantages", "returns"), zeros)
-    return Experience(rollout, (), False, scored, 0.05, logprobs=zeros + kl, **fields)
+    logprobs = torch.full(rollout.response_mask.shape, kl)
+    return replace(tiny.experience(rollout, logprobs=logprobs), score_result=scored)
 
 
 def watchdog(judges=("gold",), *, response_length=20, stop_token="eos", **keys) -> Watchdog:
@@ -161,25 +161,6 @@ def test_repetition_is_the_share_of_repeated_3_grams():
     assert torch.allclose(rows.repetition, torch.tensor([1 / 3, 1 / 5, 0.0, 0.0]))
 
 
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"watchdog": {"actions": {"kl": "stop"}, "kl": None}}, "actions.kl has no effect: watchdog.kl is null"),
-        ({"watchdog": {"kl_factor": 2.0}}, "kl_factor has no effect: no action is raise_kl_coef"),
-        ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, which is 0"),
-        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "which is 0"),
-    ],
-)
-def test_settings_without_effect_are_rejected(keys, message):
-    with pytest.raises(ValidationError) as caught:
-        PPOSettings(total_episodes=64, **keys)
-    (error,) = caught.value.errors()
-    assert error["type"] == "C17" and message in error["msg"]
-
-
 # Through `rlhf ppo`: a reward that pays for a letter, and a judge that likes it three times at most.
 
 HACK = """
@@ -225,15 +206,13 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     assert made["model_is"] == "the best step" and made["best"]["metric"] == "objective/score/gold"
     assert made["best"]["value"] > gold[0] and made["step"] == made["best"]["step"] < firing["step"]
     assert "held-out judge" in made["stopped"]
-    again = ppo(run_folder)
-    assert again.exit_code == 0 and "finished already" in again.stderr
+    must_succeed(ppo(run_folder), "finished already")
 
 
 @pytest.mark.training
 def test_an_alert_is_printed_once_per_signal_and_logged_each_time(run_folder):
     hackable(run_folder, kl=0.2, judge=None)
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(run_folder))
     log = lines(run_folder / "ppo/watchdog.jsonl")
     by_signal = {name: [row for row in log if row["signal"] == name] for name in {row["signal"] for row in log}}
     assert {"kl", "repetition"} <= by_signal.keys() and len(by_signal["kl"]) > 2
@@ -251,8 +230,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
     less = ("-s", f"ppo.total_episodes={32 * 24}", "-s", "output.save_steps=7")
-    result = ppo(straight, *less)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(straight, *less))
     metrics, found = lines(straight / "ppo/metrics.jsonl"), lines(straight / "ppo/watchdog.jsonl")
     expected = [1e-9 * 4.0 ** sum(firing["step"] < row["step"] for firing in found) for row in metrics]
     assert [row["objective/kl_coef"] for row in metrics] == pytest.approx(expected) and len(found) > 2
@@ -273,23 +251,3 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     for name in ("watchdog.jsonl", "model/model.safetensors", "value/model.safetensors"):
         assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
     assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("rewards", "keys", "message"),
-    [
-        ({"a": {"builtin": "length", "parameters": {"most": 3}, "weight": 0}}, {}, "all rewards have weight 0"),
-        (None, {"actions": {"judge": "stop"}}, "ppo.watchdog.actions.judge has no effect without a source of weight 0"),
-        (None, {"judge": 3.0}, "ppo.watchdog.judge has no effect without a source of weight 0"),
-        (None, {"disagreement": 3.0}, "ppo.watchdog.disagreement has no effect without an ensemble"),
-        (
-            {"reward": {}, "a": {"builtin": "length", "parameters": {"most": 3}, "weight": 0, "clip": 1.0}},
-            {},
-            "clip has no effect on a source of weight 0",
-        ),
-    ],
-)
-def test_c17_keys_that_need_a_judge_or_an_ensemble(run_folder, rewards, keys, message):
-    sources = {"rewards": rewards} if rewards else {}
-    write(run_folder, "ppo", {**PPO, **sources, "ppo": {**PPO["ppo"], "watchdog": keys}})
-    fails(rlhf("check", run_folder / "ppo.yaml"), "C17", message)

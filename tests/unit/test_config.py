@@ -252,24 +252,16 @@ def test_an_old_name_works_as_an_override_and_beside_the_new_one_is_a_duplicate(
 
 
 @pytest.mark.parametrize("stage", CONFIGS)
-def test_the_dump_loads_again_as_the_same_config_from_another_folder(stage: str, here: Path) -> None:
-    (here / "run").mkdir()
-    (here / "run" / "chat.jinja").write_text("{{ messages }}")
-    first = loaded(here / "run", stage, FULL[stage])
+def test_the_dump_loads_again_as_the_same_config_and_the_identity_has_no_place(stage: str, here: Path) -> None:
+    for name in ("run", "other"):
+        (here / name).mkdir()
+        (here / name / "chat.jinja").write_text("{{ messages }}")
+    first, other = (loaded(here / name, stage, FULL[stage]) for name in ("run", "other"))
+    assert first.identity() == other.identity() and str(here) not in json.dumps(first.identity())
     again = load(stage, written(first.folder, "config", yaml.safe_dump(first.dump(relative_to=first.folder))))
     assert (again.dump(), again.identity(), again.folder) == (first.dump(), first.identity(), first.folder)
     json.dumps(first.dump(), allow_nan=False)
     assert str(here) not in json.dumps(first.dump(relative_to=first.folder))
-
-
-@pytest.mark.parametrize("stage", CONFIGS)
-def test_the_identity_does_not_depend_on_the_place(stage: str, here: Path) -> None:
-    identities = []
-    for folder in (here / "a", here / "b"):
-        folder.mkdir()
-        (folder / "chat.jinja").write_text("{{ messages }}")
-        identities.append(loaded(folder, stage, FULL[stage]).identity())
-    assert identities[0] == identities[1] and str(here) not in json.dumps(identities)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +275,7 @@ def test_the_identity_does_not_depend_on_the_place(stage: str, here: Path) -> No
                 ("reward", "reward.per_device_eval_batch_size=2"), ("ppo", "ppo.num_sample_generations=0"),
                 ("ppo", "models.sft=./x"), ("ppo", "models.sft=org/x"), ("eval", "eval.require.a=> 1"),
                 ("eval", "output.keep=3"), ("ppo", "output.report_to=[wandb]"), ("ppo", "output.project=x"),
+                *((stage, "data.max_dropped=0.5") for stage in CONFIGS),
             ]
         ),
         *(

@@ -11,11 +11,7 @@ from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:

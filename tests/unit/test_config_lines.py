@@ -13,12 +13,7 @@ from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.training import CONFIGS
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
+pytestmark = pytest.mark.usefixtures("here")
 
 # Stage, text around the line, line number: rows `line | CODE text | hint`.
 # In a row, `...` stands for any text, and CODE@LINE for another line number.
@@ -63,10 +58,49 @@ gamma: 1:30 | C10 ppo.gamma: expected a number > 0 and <= 1, got "1:30" | write 
 num_train_epochs: 1 | C17@3 ppo: set exactly one of total_episodes and num_train_epochs | e.g. total_episodes: 10000
 num_mini_batches: 5 | C12 ppo: ...16 x 4 = 64 episodes ... cannot be divided by... | nearest values that fit: 2 or 4
 """,
+    ("ppo", f"{HEAD['ppo']}ppo: {{total_episodes: 64, LINE}}\n", 3): r"""
+num_samples_per_prompt: 5 | C12 ppo: 16 x 4 = ... be divided by num_samples_per_prompt 5 | nearest ... fit: 2 or 4
+stop_token: none, stop_token_id: 3 | C17 ppo: stop_token none and stop_token_id cannot be combined | remove one of them
+warmup_steps: 1, warmup_ratio: 0.1 | C17 ppo: warmup_steps and warmup_ratio cannot be combined | remove warmup_ratio
+lr_scheduler_type: constant, warmup_steps: 1 | C17 ppo: warmup_steps has no effect with ... constant | set constant_...
+lr_scheduler_type: constant, warmup_ratio: 0.1 | C17 ppo: warmup_ratio has no effect with ... constant | set const...
+lr_scheduler_type: constant, value_warmup_steps: 3 | C17 ppo: value_warmup_steps has no effect with ... | set ...
+kl_in: loss | C17 ppo: kl_estimator k1 in the loss does not have the gradient ... | set kl_estimator: full, k2 or k3
+fp16: true | C17 PPO cannot train in fp16: ... | set bf16: true
+adap_kl_ctrl: true, kl_coef: 0.0 | C17 ppo: adap_kl_ctrl multiplies kl_coef, which is 0 | set kl_coef: 0.2, ...
+adap_kl_ctrl: true, horizon: 12 | C06 ppo: horizon 12 lets one update of 64 ... make kl_coef negative | at least 13
+value_only_updates: 1 | C17 ppo: value_only_updates 1 leaves no updates for the policy out of 1 ... | raise total_...
+per_device_train_batch_size: 4, value_only_updates: 4 | C17 ppo: ...4 leaves no updates ... out of 4 ... | at most 3
+per_device_train_batch_size: 4, value_only_updates: 5 | C17 ppo: ...5 leaves no updates ... out of 4 ... | at most 3
+overlong_penalty: {tokens: 9, factor: 1}, response_length: 8 | C06 ppo: ...tokens 9 is more than ... 8 | at most 8
+overlong_penalty: {tokens: 9, factor: 1}, response_length: {min: 8, max: 20} | C06 ppo: ...more than ... 8 | at most 8
+watchdog: {actions: {kl: stop}, kl: null} | C17 watchdog.actions.kl has no effect: watchdog.kl is null | set a limit ...
+watchdog: {kl_factor: 2.0} | C17 watchdog.kl_factor has no effect: no action is raise_kl_coef | set watchdog.action: ...
+watchdog: {action: raise_kl_coef}, kl_coef: 0.0 | C17 ...raise_kl_coef multiplies kl_coef, which is 0 | set kl_coef ...
+watchdog: {actions: {eos: raise_kl_coef}}, kl_coef: 0.0 | C17 ...raise_kl_coef ... kl_coef, which is 0 | set kl_coef ...
+watchdog: {actions: {judge: stop}} | C17 ppo.watchdog.actions.judge has no effect without a source of weight 0 ... | ...
+watchdog: {judge: 3.0} | C17 ppo.watchdog.judge has no effect without a source of weight 0 in rewards | docs/rewards...
+watchdog: {disagreement: 3.0} | C17 ppo.watchdog.disagreement has no effect without an ensemble in rewards | ...
+""",
+    ("ppo", "data: {prompts: p}\nppo: {total_episodes: 64}\nrewards: LINE\n", 3): r"""
+{a: {builtin: length, parameters: {most: 3}, weight: 0}} | C17 all rewards have weight 0, so ... | set the weight ...
+{reward: {}, a: {function: 'a:b', weight: 0, clip: 1.0}} | C17 clip has no effect on a source of weight 0 | remove it
+""",
     ("ppo", "data: {prompts: p}\nrewards: {x: LINE}\nppo: {total_episodes: 64}\n", 2): r"""
 {function: 'os.system'} | C05 rewards.x.function: "os.system" has the wrong form | Python function module:function
 {weight: 1} | C17 rewards.x: set exactly one of model, models, function, builtin... | a source named `reward` ...
 {model: a, function: 'a:b'} | C17 rewards.x: set exactly one of model, models, function, builtin... | a source named ...
+{builtin: length, function: 'a:b'} | C17 rewards.x: set exactly one of model, ... | a source named ...
+{model: m, models: {a: m, b: m}} | C17 rewards.x: set exactly one of model, ... | a source named ...
+{models: {one: m}} | C17 rewards.x: an ensemble needs at least two models | use model for a single one
+{model: m, combine: min} | C17 rewards.x: combine has no effect without models | remove it
+{models: {a: m, b: m}, std_coef: 2.0} | C17 rewards.x: std_coef has no effect without combine: mean_... | remove it
+{function: 'a:b', parameters: {most: 3}} | C17 rewards.x: parameters has no effect without builtin | remove it
+{builtin: repetition, timeout: 3.0} | C17 rewards.x: timeout has no effect without url | remove it
+{builtin: repetition, label: x} | C17 rewards.x: label has no effect without pipeline | remove it
+{model: m, batch_size: 3} | C17 rewards.x: batch_size has no effect without url or pipeline | remove it
+{url: 'ftp://here'} | C05 rewards.x.url: "ftp://here" has the wrong form | URL of an HTTP endpoint that ...
+{url: 'http://me@here/score'} | C05 rewards.x.url: "http://me@here/score" has the wrong form | URL of an HTTP ...
 {weigth: 1, model: a} | C01 unknown key rewards.x.weigth | did you mean weight?
 3 | C05 rewards.x: expected keys and values, got 3
 """,

@@ -15,7 +15,6 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 
 USER = {"role": "user", "content": "Hi"}
-GOOD = {"prompt": "Tell me", "completion": " Yes"}
 PAIR = {"prompt": "Tell me", "chosen": " Yes", "rejected": " No"}
 
 

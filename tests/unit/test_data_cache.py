@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from canaries import Trap
 from conftest import World
 
 from rlhf_cli import data, jsonl
@@ -18,16 +19,6 @@ CONTENTS = [
     {"prompt": "Tell me about the sun.", "chosen": " Bright", "rejected": " Dull\n"},
     {"prompt": "é 😀", "chosen": " a", "rejected": " b"},
 ]
-
-
-class Planted:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
 
 
 @pytest.fixture
@@ -97,7 +88,7 @@ def test_a_damaged_or_pickled_file_is_replaced_and_never_executed(
 ) -> None:
     rows = pairs(tokenizer, tmp_path)
     (file,) = folder.iterdir()
-    raw, planted = file.read_bytes(), Planted(tmp_path / "executed")
+    raw, planted = file.read_bytes(), Trap(tmp_path / "executed")
     contents = {"cut": raw[:-30], "empty": b"", "text": b"text", "flipped": raw[:450] + b"\0\1\2" + raw[453:]}
     if damage == "pickled array":
         with file.open("wb") as opened:

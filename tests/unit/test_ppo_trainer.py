@@ -8,8 +8,6 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import Rollout
-from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 
 
@@ -35,15 +33,7 @@ def test_another_partition_moves_the_ratio_by_float_noise_only():
     assert stats["ratio_error"] <= 1e-5
 
 
-# Scores, EOS, padding
-
-
-def test_score_is_placed_on_the_eos_and_the_eos_is_trained():
-    trainer = tiny.trainer(kl_coef=0.0)
-    rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS)
-    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
-    assert experience.rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
-    assert rollout.micro_batch(torch.arange(2)).response_ids.tolist()[1] == tiny.EOS
+# Scores, padding
 
 
 def test_padding_ids_change_nothing():
@@ -60,27 +50,14 @@ def test_padding_ids_change_nothing():
 def test_scores_of_another_shape_are_rejected(scores):
     trainer = tiny.trainer()
     rollout = trainer.generate(tiny.prompts())
-    with pytest.raises(RLHFError) as caught:
+    with pytest.raises(RLHFError, match=r"^error\[R05\]"):
         trainer.make_experience(rollout, scores=scores)
-    assert caught.value.problems[0].code == "R05"
 
 
 def test_scores_of_the_caller_replace_the_sources():
     trainer = tiny.trainer(kl_coef=0.0)
     experience = trainer.make_experience(trainer.generate(tiny.prompts()), scores=list(range(8)))
     assert experience.scores.tolist() == experience.rewards.sum(1).tolist() == list(range(8))
-
-
-# Means over tokens
-
-
-def test_losses_weigh_tokens_not_rows():
-    """Two rows of one and five tokens: the loss is the mean over six tokens."""
-    trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
-    rollout = Rollout.from_lists([[5], [7]], [[2], [4, 8, 9, 5, 2]], stop_token_id=2)
-    experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
-    errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
-    assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
 
 
 # The same seed, the same run
@@ -156,40 +133,27 @@ def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
 # Models that the caller passes
 
 
-def trainer_of(policy, settings, value=None, **engine_options):
-    engine = HFEngine(policy, tiny.EOS, tiny.PAD, **{"temperature": settings.temperature, **engine_options})
-    rewards = {"length": lambda rollout: rollout.response_lengths.float()}
-    return PPOTrainer(policy, tiny.causal(), value or tiny.scorer(), rewards, engine, settings)
-
-
 def test_dropout_of_the_models_is_switched_off():
     policy, ids = tiny.causal(attention_dropout=0.5).train(), torch.tensor([[5, 6, 7, 8]])
-    trainer_of(policy, tiny.settings())
+    tiny.trainer_of(policy, tiny.settings())
     assert torch.equal(policy.train()(input_ids=ids).logits, policy(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("key,value", [("temperature", 0.5), ("bf16", True)])
 def test_an_engine_that_samples_another_distribution_is_rejected(key, value):
     with pytest.raises(AssertionError, match=f"the engine samples with {key} {value}"):
-        trainer_of(tiny.causal(), tiny.settings(), **{key: value})
+        tiny.trainer_of(tiny.causal(), tiny.settings(), **{key: value})
 
 
 def test_a_value_model_that_is_a_copy_of_a_frozen_one_is_trained():
     """copy.deepcopy of a reward model copies that it is frozen."""
-    trainer = trainer_of(tiny.causal(), tiny.settings(), tiny.scorer().requires_grad_(False))
+    trainer = tiny.trainer_of(tiny.causal(), tiny.settings(), value=tiny.scorer().requires_grad_(False))
     before = tiny.weights(trainer.value)
     trainer.step(tiny.prompts())
     assert not torch.equal(before, tiny.weights(trainer.value))
 
 
 # It learns, and refuses to learn from nonsense
-
-
-class IdTokenizer:
-    """Decodes token ids to themselves, so that a reward function sees them."""
-
-    def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids))
 
 
 def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
@@ -199,7 +163,7 @@ def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
     fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0, "learning_rate": 2e-2}
     scores, kls = {}, {}
     for coef in (0.0, 5.0):
-        source = FunctionReward("sevens", sevens, IdTokenizer())
+        source = FunctionReward("sevens", sevens, tiny.Words())
         trainer = tiny.trainer(rewards={"sevens": source}, kl_coef=coef, **fixed, **tiny.batch(16, 16))
         history = [trainer.step(tiny.prompts(16, seed=step)) for step in range(20)]
         scores[coef], kls[coef] = ([row[f"objective/{name}"] for row in history] for name in ("scores", "kl"))

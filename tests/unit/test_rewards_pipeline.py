@@ -7,7 +7,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from ppo_folder import PPO, PROMPTS, fails, lines, manifest, ppo, rlhf, write
+from ppo_folder import PPO, PROMPTS, fails, lines, manifest, must_succeed, ppo, rlhf, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.rewards.classifier import ClassifierReward
@@ -44,8 +44,7 @@ def logits(folder: Path, text: str) -> list[float]:
 )
 def test_the_number_of_a_label(classified: Path, keys: dict[str, Any], number: Any) -> None:
     with_pipeline(classified, **keys)
-    result = ppo(classified, "-s", "ppo.total_episodes=8")
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(classified, "-s", "ppo.total_episodes=8"))
     assert manifest(classified)["parents"].keys() == {"models.sft", "rewards.kind.pipeline"}
     for row in lines(classified / "ppo/samples.jsonl"):
         if row["response"]:

@@ -8,7 +8,7 @@ import families
 import pytest
 import tiny
 import torch
-from ppo_folder import PPO, PROMPTS, fails, lines, ppo, rlhf, write
+from ppo_folder import PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import jsonl
@@ -51,15 +51,13 @@ def by_transformers(folder: Path, prompt: str, row: dict, stop: str) -> float:
 def test_ppo_passes_text_to_a_model_of_another_tokenizer(run_folder):
     foreign(run_folder)
     with_foreign(run_folder)
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
+    result = must_succeed(ppo(run_folder))
     assert result.stderr.count("rewards.other.model: has its own tokenizer or template") == 1
     samples = lines(run_folder / "ppo/samples.jsonl")
     expected = [by_transformers(run_folder / "foreign", row["prompt"], row, "<eos>") for row in samples]
     assert samples and [row["scores"]["other"] for row in samples] == pytest.approx(expected, abs=1e-4)
     assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
-    verified = rlhf("verify", run_folder, "--step", "3")
-    assert verified.exit_code == 0, verified.output
+    must_succeed(rlhf("verify", run_folder, "--step", "3"))
 
 
 def test_a_judge_of_another_tokenizer_scores_the_text(run_folder):
@@ -101,8 +99,7 @@ def test_conversations_are_rendered_by_its_own_template(run_folder, family):
     conversations(run_folder, [])
     foreign(run_folder, family=family)
     with_foreign(run_folder)
-    result = ppo(run_folder, "-s", "ppo.total_episodes=8")
-    assert result.exit_code == 0, result.output
+    must_succeed(ppo(run_folder, "-s", "ppo.total_episodes=8"))
     other = AutoTokenizer.from_pretrained(run_folder / "foreign")
     for row in lines(run_folder / "ppo/samples.jsonl")[:3]:
         asked = [{"role": "user", "content": row["prompt"].removeprefix("<user>").removesuffix("<a>")}]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ppo_folder import PPO, fails, lines, ppo, rlhf, steps, weights, write
+from ppo_folder import PPO, fails, lines, must_succeed, ppo, rlhf, steps, weights, write
 
 from rlhf_cli import errors
 from rlhf_cli.errors import RLHFError
@@ -252,7 +252,6 @@ def test_the_run_resumes_once_the_endpoint_is_back(
     server.plan = [good]
     patient = {**far, "timeout": 30.0, "retries": 1, "headers": {"X-Me": "FAR"}}
     write(run_folder, "ppo", {**PPO, "rewards": {"far": patient}})
-    again = ppo(run_folder)
-    assert again.exit_code == 0 and "resumes at step" in again.stderr, again.output
+    must_succeed(ppo(run_folder), "resumes at step")
     assert weights(run_folder) == expected
     assert not any(b"secret value" in path.read_bytes() for path in (run_folder / "ppo").rglob("*") if path.is_file())

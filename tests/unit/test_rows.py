@@ -9,12 +9,6 @@ from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.jsonl import append_jsonl, read_jsonl, write_jsonl
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def problem_of(path: Path, **options: str) -> Problem:
     with pytest.raises(RLHFError) as caught:
         list(read_jsonl(path, **options))

@@ -27,10 +27,7 @@ ROWS: Rows = [  # no value may be converted or stripped
 ]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def table(rows: Rows, delimiter: str, ends: str = "\n") -> bytes:

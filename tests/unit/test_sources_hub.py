@@ -4,21 +4,17 @@ Each read is a separate process, because the Hub client reads its address when i
 """
 
 import gzip
-import io
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as arrow
-import pyarrow.parquet as parquet
 import pytest
+from run_cli import must_succeed, python
 from stand_in_hub import SHA, Files, serving
+from test_sources import columns
 
-ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # a port on which nothing listens
 READ = """
 import json, sys
@@ -45,19 +41,12 @@ def home(tmp_path: Path) -> Path:
 
 def ask(home: Path, hub: str, *sources: dict[str, Any], offline: bool = False) -> tuple[list[dict[str, Any]], str]:
     """Read sources in a new process; return the result of each, and stderr."""
-    settings = {"HF_ENDPOINT": hub, "HF_HOME": home, "RLHF_CACHE": home / "rlhf", "PYTHONPATH": ROOT, "HOME": home}
+    settings = {"HF_ENDPOINT": hub, "HF_HOME": home, "RLHF_CACHE": home / "rlhf", "HOME": home}
     settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": int(offline)}
-    environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
-    command = [sys.executable, "-c", READ, json.dumps(sources)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    environment = os.environ | {name: str(value) for name, value in settings.items()}
+    done = must_succeed(python("-c", READ, json.dumps(sources), env=environment, timeout=60))
+    assert "Traceback" not in done.stderr, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-def columns(rows: list[dict[str, Any]]) -> bytes:
-    file = io.BytesIO()
-    parquet.write_table(arrow.Table.from_pylist(rows), file)
-    return file.getvalue()
 
 
 TABLE = [

@@ -103,21 +103,6 @@ def length_differences(n: int, mean: float, deviation: float, seed: int = 0) -> 
     return [round(draw.gauss(mean, deviation)) for _ in range(n)]
 
 
-def test_a_fit_of_two_lengths_by_hand() -> None:
-    """Differences of -2 and 2: std 2, so x = -tanh 1 and tanh 1. Ours wins 30 of 40 when longer, 10 of 40 when shorter.
-
-    By symmetry a is 0: the rate is 0.5, as the plain one. With 38 and 18 of 40 the two log-odds are 2.944 and -0.201;
-    without a prior a is their middle, 1.372, and the prior on the slope moves it by little.
-    """
-    longer = [2] * 40 + [-2] * 40
-    even = [1.0] * 30 + [0.0] * 10 + [1.0] * 10 + [0.0] * 30
-    assert length_controlled(even, [0.5] * 80, longer)[0] == pytest.approx(0.5, abs=1e-6)
-    better = [1.0] * 38 + [0.0] * 2 + [1.0] * 18 + [0.0] * 22
-    found = length_controlled(better, [0.5] * 80, longer)[0]
-    assert found == pytest.approx(logistic((math.log(38 / 2) + math.log(18 / 22)) / 2), abs=0.02)
-    assert win_rate(better, [0.5] * 80)["value"] == pytest.approx(56 / 80) and found > 0.75
-
-
 @pytest.mark.parametrize("by_length", [False, True])
 def test_the_fit_is_the_maximum_of_likelihood_and_prior(by_length: bool) -> None:
     """Compared with a grid search: log-likelihood, and a Cauchy prior of scale 2.5."""

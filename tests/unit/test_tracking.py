@@ -6,14 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ppo_folder import lines
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.tracking import Log, MetricsLog, read_log
-
-
-def lines(path: Path) -> list[dict]:
-    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def test_a_new_log_starts_empty_and_has_each_line_at_once(tmp_path: Path) -> None:
@@ -58,7 +55,6 @@ def test_a_resumed_log_drops_all_after_its_position(tmp_path: Path) -> None:
 def test_a_changed_log_is_reported_and_kept(
     tmp_path: Path, harm: Callable[[Path], None], left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.reset()
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2):
