@@ -80,11 +80,8 @@ def init(
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
-    model_config = load.read_config(parent.model)
-    with at_location("--base"):
-        build.require_classifier(model_config)
-    lengths = measure_lengths(tokenizer, formatted.pairs)
-    used, limits = fit_lengths(formatted.pairs, lengths, load.context_length(model_config))
+    context = _context_length(parent.model)
+    used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts, balance=balance_length)
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
@@ -106,6 +103,14 @@ def init(
         write_data(scratch / "data", contents, sizes)
         write_configs(scratch, values)
     print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, contents, balanced=balance_length))
+
+
+def _context_length(base: Path) -> int | None:
+    """Return the base model's context, None without a limit. Raises RLHFError M10 if it cannot be a reward model."""
+    model_config = load.read_config(base)
+    with at_location("--base"):
+        build.require_classifier(model_config)
+    return load.context_length(model_config)
 
 
 def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:
