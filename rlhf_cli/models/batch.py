@@ -146,7 +146,7 @@ class Rollout:
         """Concatenate the rows of rollouts whose prompts have the same width."""
         width = max(part.response_mask.shape[1] for part in parts)
         wide = [name for name in parts[0]._tensors if name != "ended"]
-        padded = {
+        padded: dict[str, Any] = {
             name: torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
             for name in wide
         }
@@ -156,7 +156,7 @@ class Rollout:
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})
 
     @property
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in ("ids", "mask", "response_mask", "ended", "logprobs")}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

@@ -34,7 +34,8 @@ _import_name = import_on_first_use(
         "ppo.rollout": "HFEngine",
         "ppo.graph_engine": "GraphEngine",
         "ppo.trainer": "PPOTrainer",
-        "rewards": "FunctionReward ModelReward",
+        "rewards.function": "FunctionReward",
+        "rewards.model": "ModelReward",
     },
 )
 

@@ -82,6 +82,11 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
     return scores
 
 
+def to_cpu(scores: Any) -> Any:
+    """Return the scores of a source on the CPU, if they are tensors."""
+    return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
+
+
 def weighted_sum(raw: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float]) -> Tensor:
     """Return sum_s weights[s] clip(raw[s], -clips[s], clips[s]), (B,); a source without a clip is not clipped."""
     bounds = {name: clips.get(name, torch.inf) for name in raw}

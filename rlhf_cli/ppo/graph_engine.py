@@ -51,7 +51,7 @@ def row_bucket(rows: int) -> int:
 class GraphEngine(HFEngine):
     """HFEngine with fixed shapes: the same draws, and in float32 the same tokens except in a near-tie.
 
-    On a GPU with bf16 a policy without adapters is sampled from a bfloat16 copy, which `update_weights` makes anew.
+    On a GPU with bf16 a policy without adapters is sampled from a bfloat16 copy, which `update_weights` fills.
     """
 
     steps: dict[tuple[int, int], "FixedStep"] = field(default_factory=dict)  # by rows and width
@@ -100,7 +100,7 @@ class GraphEngine(HFEngine):
         shape = row_bucket(rows), -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         if shape not in self.steps:
             autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
-            settings = self.temperature, self.stop_token_id, self.pad_token_id
+            settings: Any = (self.temperature, self.stop_token_id, self.pad_token_id)
             self.steps[shape] = FixedStep(self.model, *shape, *settings, autocast)
         return self.steps[shape]
 

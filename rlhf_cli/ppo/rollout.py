@@ -18,7 +18,7 @@ NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they f
 
 
 class RolloutEngine(Protocol):
-    deterministic: bool  # row i's tokens depend on `prompts.seeds[i]` alone
+    deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone
 
     def generate(self, prompts: Prompts) -> Rollout:
         """Return responses of at most `prompts.response_length` tokens, with the engine's own log-probs of them."""

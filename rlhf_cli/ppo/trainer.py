@@ -29,6 +29,7 @@ from rlhf_cli.ppo.experience import (
     apply_penalties,
     as_row_scores,
     normalize_scores,
+    to_cpu,
     weighted_sum,
 )
 from rlhf_cli.ppo.forward_backward import (
@@ -107,7 +108,7 @@ class PPOTrainer:
         if settings.offload:
             if shards:
                 sharding.broadcast_weights(ref, CPU)
-            sharding.offload_to_cpu(ref)
+            sharding.offloadto_cpu(ref)
         backbones = [policy] if self.model_runner.has_value_head else [policy, value]
         self.parallel = ReplicatedModels(process_group)
         if shards:
@@ -149,22 +150,26 @@ class PPOTrainer:
         """Generate responses, with random draws keyed by (seed, purpose, update, row). Each rank generates a part.
 
         Purpose "sample", for training, gives num_samples_per_prompt responses to each prompt, any other purpose one.
+        An `engine` other than the trainer's draws from another model, so that its log-probs are left out.
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
         seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
         seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
-        engine = engine or self.engine
-        if engine is self.engine and not self.engine_has_weights:
+        if engine is not None:
+            return replace(self._generate(seeded, engine), logprobs=None)
+        if not self.engine_has_weights:
             self.engine.update_weights(self.updates, self.policy)
             self.engine_has_weights = True
+        rollout = self._generate(seeded, self.engine)
+        self.engine.release_memory()
+        return rollout
+
+    def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
         if self.process_group.world_size == 1:
-            rollout = engine.generate(seeded)
-            engine.release_memory()
-            return rollout
+            return engine.generate(seeded)
         with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
-        engine.release_memory()
         return Rollout.concat(parts)
 
     @property
@@ -227,8 +232,8 @@ class PPOTrainer:
         if self.process_group.world_size == 1:
             return source(rollout)
         if not getattr(source, "splits_rows", False):
-            return self.process_group.run_on_main(lambda: _to_cpu(source(rollout)))
-        parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
+            return self.process_group.run_on_main(lambda: to_cpu(source(rollout)))
+        parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: to_cpu(source(rollout.rows(part))))
         return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
@@ -386,10 +391,6 @@ class PPOTrainer:
                 raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
         self.updates, self.kl_coef, self.engine_has_weights = state["updates"], state["kl_coef"], False
         self.score_moments = RunningMeanStd(**state["moments"])
-
-
-def _to_cpu(scores: Any) -> Any:
-    return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
 
 
 def _find_frozen_names(model: Any) -> set[str]:

@@ -201,8 +201,8 @@ class EvaluatedModels:
         return self._load(load.load_reward_model, parent, tokenizer)
 
     def _load(self, loader: Callable[..., Any], parent: Parent, tokenizer: Any) -> Any:
-        options = {"bf16_matrices": self.bf16}
-        model = setup.load_model(loader, self.config, self.stage.options, parent, tokenizer, **options)
+        options = self.stage.options
+        model = setup.load_model(loader, self.config, options, parent, tokenizer, bf16_matrices=self.bf16)
         return setup.place_frozen(model, bf16=self.bf16)
 
 

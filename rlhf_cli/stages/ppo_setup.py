@@ -111,8 +111,9 @@ def _load_sft_model(
     """Return the model to train and the reference: two copies, or with adapters one base for both."""
     settings, kind = hardware.settings_for_this_machine(config.ppo), hardware.adapter_kind(config)
     bf16 = bool(settings.bf16)
-    options_of_base = {"bf16_matrices": bf16 and kind == "lora"}
-    start = setup.load_model(load.load_causal_lm, config, options, sft, tokenizer, loading, **options_of_base)
+    start = setup.load_model(
+        load.load_causal_lm, config, options, sft, tokenizer, loading, bf16_matrices=bf16 and kind == "lora"
+    )
     copied = sharding.clone_sharing_storage if settings.fsdp else copy.deepcopy  # on the CPU: offload keeps it there
     ref = start if kind else copied(start)
     if not settings.fsdp:

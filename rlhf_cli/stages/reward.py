@@ -123,15 +123,15 @@ def load_tokenizer_and_models(
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
     loader = load.load_causal_lm if shares else load.init_reward_model
-    bf16_base = {"bf16_matrices": lora.trains_on_bf16(config)}
-    model = setup.load_model(loader, config, options, parent, tokenizer, **bf16_base)
+    bf16_base = lora.trains_on_bf16(config)
+    model = setup.load_model(loader, config, options, parent, tokenizer, bf16_matrices=bf16_base)
     tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
     if shares:
         sft_model = grow_embeddings(model, tokenizer)
         model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
         if model is None:
             sft_model = None
-            kwargs = load.load_kwargs(config.model, options.trust_remote_code, **bf16_base)
+            kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=bf16_base)
             model = load.init_reward_model(parent.model, **kwargs)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer), sft_model
 
