@@ -108,7 +108,7 @@ class PPOTrainer:
         if settings.offload:
             if shards:
                 sharding.broadcast_weights(ref, CPU)
-            sharding.offloadto_cpu(ref)
+            sharding.offload_to_cpu(ref)
         backbones = [policy] if self.model_runner.has_value_head else [policy, value]
         self.parallel = ReplicatedModels(process_group)
         if shards:
@@ -150,7 +150,7 @@ class PPOTrainer:
         """Generate responses, with random draws keyed by (seed, purpose, update, row). Each rank generates a part.
 
         Purpose "sample", for training, gives num_samples_per_prompt responses to each prompt, any other purpose one.
-        An `engine` other than the trainer's draws from another model, so that its log-probs are left out.
+        An `engine` other than the trainer's draws from another model, and its log-probs are not kept.
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)

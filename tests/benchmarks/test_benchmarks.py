@@ -142,7 +142,7 @@ def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
     path = tmp_path / "check.json"
     command = ["--tiny", "--only", "number", "memory", "--json", str(path)]
     assert gpu_check.main(command) == 0
-    assert len(json.loads(path.read_text())["rows"]) == 8
+    assert len(json.loads(path.read_text())["rows"]) == 9
     monkeypatch.setattr(gpu_check.forward, "float32_logits", lambda *models: nullcontext())
     assert gpu_check.main(command) == 1
     failed = [row for row in json.loads(path.read_text())["rows"] if "failed" in row]

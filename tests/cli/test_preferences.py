@@ -227,7 +227,7 @@ def test_a_file_of_pairs_leads_to_a_finished_run(
 
 
 def test_pairs_of_the_reward_model_can_be_balanced_by_length(world: World, tmp_path: Path) -> None:
-    answers = [(" yes" * (2 + i % 3), " no" * (1 + i % 7)) for i in range(240)]
+    answers = [(" yes" * (2 + i % 3), " no" * (1 + (7 * i + i // 40) % 5)) for i in range(240)]
     rows = [{"prompt": f"Q{i % 40}:", "chosen": one, "rejected": two} for i, (one, two) in enumerate(answers)]
     file = tmp_path / "pairs.jsonl"
     jsonl.write_jsonl(file, rows)

@@ -233,9 +233,9 @@ def test_an_evaluation_loads_one_base_and_gives_the_numbers_of_merged_models(
 ) -> None:
     loads, plain = [], setup.load_model
 
-    def load_model(loader: Any, *args: Any) -> Any:
+    def load_model(loader: Any, *args: Any, **options: Any) -> Any:
         loads.append(loader.__name__)
-        return plain(loader, *args)
+        return plain(loader, *args, **options)
 
     monkeypatch.setattr(setup, "load_model", load_model)
     reports = []
