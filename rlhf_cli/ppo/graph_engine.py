@@ -100,8 +100,9 @@ class GraphEngine(HFEngine):
         shape = row_bucket(rows), -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         if shape not in self.steps:
             autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
-            settings: Any = (self.temperature, self.stop_token_id, self.pad_token_id)
-            self.steps[shape] = FixedStep(self.model, *shape, *settings, autocast)
+            self.steps[shape] = FixedStep(
+                self.model, *shape, self.temperature, self.stop_token_id, self.pad_token_id, autocast
+            )
         return self.steps[shape]
 
 

@@ -356,6 +356,15 @@ def test_a_gpu_that_is_not_here(three: Path) -> None:
     assert refused.exit_code == 2 and "error[C11]: --gpu plans for a GPU that need not be here" in refused.stderr
 
 
+def test_the_graph_engine_has_a_copy_in_bfloat16_on_a_gpu(three: Path) -> None:
+    hf, graph = (planned("ppo.yaml", f"models.engine={name}", *GPU)["ppo"] for name in ("hf", "graph"))
+    copied = 2 * hf["parameters"]["policy"]
+    for one, other in zip(hf["phases"], graph["phases"], strict=True):
+        assert other["total"] - one["total"] == copied
+    on_cpu, plain = (planned("ppo.yaml", f"models.engine={name}")["ppo"]["phases"] for name in ("graph", "hf"))
+    assert [phase["total"] for phase in on_cpu] == [phase["total"] for phase in plain]
+
+
 def test_gpus_by_name(three: Path) -> None:
     """Each has its memory, a rate and a source; a name that is a number is a name."""
     for name, gpu in gpu_table().items():

@@ -126,7 +126,7 @@ def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
         return plain(logits, ids, temperature) + (0.5 if len(calls) % 2 == 0 else 0.0)
 
     monkeypatch.setattr(losses, "token_logprobs", shifted)
-    stderr = ppo(run_folder, *settings(ONE, "ratio_threshold=null")).stderr
+    stderr = ppo(run_folder, *settings(ONE, "ratio_threshold=null", "max_logprob_gap=9")).stderr
     assert "warning[R04]: step 1: KL to the SFT policy is -" in stderr and "below 0 by more than noise" in stderr
 
 

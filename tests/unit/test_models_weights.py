@@ -358,6 +358,16 @@ def test_freed_memory_is_given_back_to_the_system() -> None:
     assert system.process_memory() < used - 150e6
 
 
+@pytest.mark.parametrize(("used", "released"), [(2**28 - 1, 0), (2**28, 1)])
+def test_memory_is_given_back_once_a_process_has_grown(
+    used: int, released: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(system, "process_memory", lambda: 10**9 + (7 if calls else used))
+    monkeypatch.setattr(devices, "release_memory", lambda: calls.append(1))
+    assert devices.limit_memory(10**9) == 10**9 + 7 * released and len(calls) == released
+
+
 def test_a_saved_tree_is_loaded_exactly_and_shares_no_tensor(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     tree = {"a": [weight, weight, weight.T], 3: (weight[1], None), "n": [1, 0.1, "x", True]}
