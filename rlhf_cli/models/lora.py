@@ -46,14 +46,18 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
             base=parent.hub or parent.model,
             revision=parent.revision,
             device=devices.device(),
-            bf16=devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16),
+            bf16=_computes_in_bf16(config),
         )
 
 
 def trains_on_bf16(config: SFTConfig | RewardConfig) -> bool:
     """Return True if a stage trains adapters on a base whose matrices are stored in bfloat16."""
-    adapters, settings = config.model.adapters, config.sft if isinstance(config, SFTConfig) else config.reward
-    return adapters is not None and adapters.kind == "lora" and devices.use_bf16(settings.bf16)
+    adapters = config.model.adapters
+    return adapters is not None and adapters.kind == "lora" and _computes_in_bf16(config)
+
+
+def _computes_in_bf16(config: SFTConfig | RewardConfig) -> bool:
+    return devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
 
 
 def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_config: Any) -> None:

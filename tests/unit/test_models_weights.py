@@ -83,13 +83,18 @@ def test_a_classifier_of_another_form_is_not_built_on_a_causal_lm(
     assert init_reward_model_on(load_causal_lm(causal), causal) is None
 
 
+def write_family(name: str, folder: Path) -> None:
+    """Write a tiny causal LM of a family, with random weights."""
+    if name in families.FAMILIES:
+        families.write_causal(folder, name, ["Tell me of the sun. It is bright."])
+    else:
+        tiny.causal(name).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_every_family_loads_with_its_own_weights(name: str, tmp_path: Path) -> None:
     """As a language model, as the start of a reward model, and as the reward model."""
-    if name in families.FAMILIES:
-        families.write_causal(tmp_path, name, ["Tell me of the sun. It is bright."])
-    else:
-        tiny.causal(name).save_pretrained(tmp_path)
+    write_family(name, tmp_path)
     assert not new_weights(load_causal_lm(tmp_path), tmp_path)
     causal_lm = load_causal_lm(tmp_path)
     torch.manual_seed(0)
@@ -259,10 +264,7 @@ def test_dtype_auto_and_unsupported_dtypes_load_in_float32(
 @pytest.mark.parametrize("name", [*families.FAMILIES, *tiny.FAMILIES])
 def test_a_frozen_base_stored_in_bf16_never_has_its_matrices_in_float32(name: str, tmp_path: Path) -> None:
     """It equals the base that was loaded in float32 and stored for autocast later, in each weight and buffer."""
-    if name in families.FAMILIES:
-        families.write_causal(tmp_path, name, ["Tell me of the sun. It is bright."])
-    else:
-        tiny.causal(name).save_pretrained(tmp_path)
+    write_family(name, tmp_path)
     load_causal_lm(tmp_path, dtype="bfloat16").save_pretrained(tmp_path)
     wide, narrow = load_causal_lm(tmp_path), load_causal_lm(tmp_path, bf16_matrices=True)
     has_other_buffers = [
