@@ -76,6 +76,22 @@ class RewardSource(Section):
         return self
 
 
+class VLLMServer(Section):
+    """A vLLM server that generates the responses. It must see the run's folder."""
+
+    url: str = Field(pattern=r"^https?://[^\s/@?#]+$")
+    sync: Literal["lora", "disk"] | None = None
+    timeout: float = Field(600.0, gt=0)
+    retries: int = Field(3, ge=0, le=20)
+    wait: float = Field(600.0, ge=0)
+
+
+class ServerEngine(Section):
+    """Rollout engine outside of this process."""
+
+    vllm: VLLMServer
+
+
 class PPOModels(Section):
     """Models of PPO. RUN is the run folder."""
 
@@ -86,7 +102,23 @@ class PPOModels(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
     adapters: LoRA | None = None
-    engine: Literal["hf", "graph"] = "hf"
+    engine: Literal["hf", "graph"] | ServerEngine = "hf"
+
+    @property
+    def server(self) -> VLLMServer | None:
+        """Return the server that generates the responses, None if this process does."""
+        return self.engine.vllm if isinstance(self.engine, ServerEngine) else None
+
+    @property
+    def engine_name(self) -> str:
+        """Return the name of the rollout engine: hf, graph or vllm."""
+        return self.engine if isinstance(self.engine, str) else "vllm"
+
+    @property
+    def server_sync(self) -> Literal["lora", "disk"]:
+        """Return how a server gets the weights."""
+        assert self.server
+        return self.server.sync or ("lora" if self.adapters else "disk")
 
 
 class PPOConfig(TrainingConfig):
@@ -123,8 +155,11 @@ class PPOConfig(TrainingConfig):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
                 raise invalid(text, "remove it", f"ppo.{key}")
-        if self.models.engine == "graph" and self.ppo.fsdp:
-            raise invalid("engine: graph cannot sample from sharded weights", "set hf", "models.engine")
+        if self.models.engine != "hf" and self.ppo.fsdp:
+            raise invalid("only engine: hf can sample from sharded weights", "set hf", "models.engine")
+        if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:
+            text = "sync: lora sends adapters, and all weights are trained"
+            raise invalid(text, "set disk, or models.adapters", "models.engine.vllm.sync")
         if self.rewards and len(self.held_out) == len(self.rewards):
             text = "all rewards have weight 0, so there is nothing to optimise"
             raise invalid(text, "set the weight of at least one of them", "rewards")
@@ -141,6 +176,13 @@ class PPOConfig(TrainingConfig):
                 key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
                 raise invalid(f"{key} has no effect without {what}", "docs/rewards.md has an example", key)
         return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the keys that can change the result; a run can resume with a server at another address."""
+        tree = super().identity()
+        if self.models.server:
+            tree["models"]["engine"] = {"vllm": {"sync": self.models.server_sync}}
+        return tree
 
     @property
     def held_out(self) -> list[str]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.models import lora, sharding
@@ -42,6 +44,32 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
+
+
+def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a language model as `save_model` does, with an output head of its own also where it is the embedding.
+
+    A server that reloads tied weights may keep the head that it had.
+    """
+    save_model(model, tokenizer, folder, "Weights for a rollout server.")
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        return
+    single, index_file = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if single.exists():
+        first = single.rename(folder / "model-00001-of-00002.safetensors")
+        with safe_open(first, "pt") as tensors:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(tensors.keys(), first.name)}
+    else:
+        index = json.loads(index_file.read_text(encoding="utf-8"))
+    name = next(name for name, module in model.named_modules() if module is head) + ".weight"
+    save_file({name: head.weight.detach().cpu().clone()}, folder / "head.safetensors", {"format": "pt"})
+    index["weight_map"][name] = "head.safetensors"
+    index_file.write_text(json.dumps(index), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config") or {}):
+        part["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:

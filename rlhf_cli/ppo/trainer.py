@@ -168,6 +168,8 @@ class PPOTrainer:
     def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
         if self.process_group.world_size == 1:
             return engine.generate(seeded)
+        if not engine.deterministic:  # a server, to which one process talks
+            return self.process_group.run_on_main(lambda: engine.generate(seeded).to(CPU))
         with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
         return Rollout.concat(parts)

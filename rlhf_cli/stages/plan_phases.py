@@ -278,6 +278,7 @@ class PPOPlan:
         engine: str = "hf",
     ):
         self.models, self.settings, self.lengths, self.gpu, self.memory = models, settings, lengths, gpu, memory
+        self.engine = engine
         self.policy, self.episodes, self.processes = models.policy, settings.episodes_per_update, processes
         self.width = lengths.row - 1  # a row's last token is not read
         self.mean_width = lengths.average.row - 1
@@ -298,7 +299,8 @@ class PPOPlan:
     def phases(self) -> list[Phase]:
         """Return the phases rollout, judge and update."""
         at_once = self.settings.local_rollout_forward_batch_size or self.rollout_rows(self.episodes)
-        return [self._rollout(at_once), *map(self._sharded, (self._judge(), self._update()))]
+        rollout = [] if self.engine == "vllm" else [self._rollout(at_once)]
+        return [*rollout, *map(self._sharded, (self._judge(), self._update()))]
 
     def rollout_rows(self, episodes: int) -> int:
         """Return how many of a process's responses are generated at a time by default.

@@ -111,7 +111,7 @@ class PPORunner:
     def run(self) -> None:
         """Make the remaining updates. After SIGTERM or SIGINT, save after the step and exit with 143 or 130.
 
-        Raises RLHFError R01, R02, R05, R19, StopTraining R04 and R13.
+        Raises RLHFError R01, R02, R05, R19, R20, StopTraining R04 and R13.
         """
         config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
         terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
@@ -209,8 +209,8 @@ class PPORunner:
     def _error_context(self, batch: Sequence[data.Prompt] = ()) -> Iterator[None]:
         """Context manager that adds the row's prompt and the last checkpoint to an R01 error.
 
-        If a reward source or the engine fails (R05, R19), nothing was trained in this update, and the updates before it
-        are saved.
+        If a reward source or the engine fails (R05, R19, R20), nothing was trained in this update, and the updates
+        before it are saved.
         """
         try:
             yield
@@ -223,7 +223,7 @@ class PPORunner:
             checkpoint = f"last good checkpoint: {shown(last)}" if last else "no checkpoint was saved before it"
             raise RLHFError("R01", text, hint=f"{problem.hint}; {checkpoint}") from error
         except RLHFError as error:
-            if error.problems[0].code in ("R05", "R19") and self.trainer.updates > self.saved_step:
+            if error.problems[0].code in ("R05", "R19", "R20") and self.trainer.updates > self.saved_step:
                 self._save_checkpoint()
             raise
 

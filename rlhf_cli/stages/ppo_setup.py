@@ -10,20 +10,26 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, distributed, system, terminal
+from rlhf_cli import data, distributed, runs, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import devices, hub, load, lora, sharding
-from rlhf_cli.models.batch import StopTokenId, stop_ids
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import RLHFError, at_location, collect_errors, shown
+from rlhf_cli.files import files_sha256, json_sha256
+from rlhf_cli.http_client import HTTPClient
+from rlhf_cli.models import devices, hub, load, lora, save, sharding
+from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.stages.ppo_models import RewardModelCache, SharedBaseModels, build_reward_fns, build_reward_sources
+
+PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each sync of a rollout server is checked
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,12 @@ def load_components(
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
     sampling: Any = (stop_id, pad_id, settings.temperature, batch_size, settings.bf16)
-    engine = engine_class(config, policy)(policy, *sampling)
+    engine: Any
+    if config.models.server:
+        weights = ServerWeights(config, saved_policy, ref, tokenizer)
+        engine = server_engine(config, weights, [prompt.ids for prompt in prompts], stop_id, bool(settings.bf16))
+    else:
+        engine = engine_class(config, policy)(policy, *sampling)
     num_updates = settings.num_updates(len(prompts))
     saved_value = cache.value_model(policy)
     trainer = PPOTrainer(
@@ -105,6 +116,61 @@ def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
     return graph_engine.GraphEngine
 
 
+@dataclass(frozen=True)
+class ServerWeights:
+    """Writes the weights that the rollout server loads to RUN/ppo/engine; keeps those of the last three updates."""
+
+    config: PPOConfig
+    policy: Any  # with adapters the peft model
+    ref: Any
+    tokenizer: Any
+
+    def __call__(self, role: str, update: int) -> tuple[str, Path]:
+        """Write the weights of the "policy" or the "reference"; return their version and folder.
+
+        A version is the name of one content: run, update and hash.
+        """
+        folder, sync = self.config.folder.resolve() / "engine", self.config.models.server_sync
+
+        def write(path: Path) -> None:
+            if role == "policy" and sync == "lora":
+                save.save_model(self.policy, self.tokenizer, path, "Adapters for a rollout server.")
+            elif role == "policy" and lora.is_peft_model(self.policy):
+                save.save_untied(lora.merge_and_unload(copy.deepcopy(self.policy)), self.tokenizer, path)
+            else:
+                save.save_untied(self.policy if role == "policy" else self.ref, self.tokenizer, path)
+
+        path = runs.commit_state(folder / role, f"step_{update:06d}", write, keep=3)
+        content = files_sha256(sorted(path.glob("*.safetensors")))
+        return f"{json_sha256(str(folder))[:8]}-{role}-update-{update}-{content[:8]}", path
+
+
+def server_engine(
+    config: PPOConfig, weights: ServerWeights, prompts: list[list[int]], stop_id: StopTokenId, bf16: bool
+) -> VLLMEngine:
+    """Return the engine of models.engine.vllm. Its probe are some of the run's prompts."""
+    section, settings, rows = config.models.server, config.ppo, prompts[:PROBE_ROWS]
+    assert section
+    text = f"the server at {section.url} generates the responses; `rlhf serve {shown(config.run)} --rollouts`"
+    terminal.say(f"ppo      {text} prints its command")
+    seeds = tuple(derive_seed(config.seed, "probe", row) for row in range(len(rows)))
+    client = HTTPClient(section.timeout, section.retries)
+    return VLLMEngine(
+        VLLMServer(section.url, config.models.server_sync, client),
+        lora.unwrap(weights.policy),
+        weights.ref,
+        weights,
+        replace(Prompts.from_lists(rows), seeds=seeds, response_length=min(PROBE_TOKENS, settings.max_response_length)),
+        stop_id,
+        weights.tokenizer.pad_token_id or 0,
+        settings.temperature,
+        bf16,
+        settings.max_logprob_gap,
+        section.wait,
+        max(map(len, prompts)) + settings.max_response_length,
+    )
+
+
 def _load_sft_model(
     config: PPOConfig, options: Options, sft: Parent, tokenizer: Any, loading: ProcessGroup
 ) -> tuple[Any, Any]:
@@ -131,7 +197,7 @@ def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], component
     """
     engine, world_size = components.trainer.engine, components.trainer.process_group.world_size
     target = Target.of(None, world_size, sharing=distributed.local_world_size())
-    if config.ppo.local_rollout_forward_batch_size or not target.gpu:
+    if config.ppo.local_rollout_forward_batch_size or not target.gpu or config.models.server:
         return
     assert isinstance(engine, HFEngine)
     target, longest = (

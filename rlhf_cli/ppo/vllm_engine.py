@@ -1,0 +1,341 @@
+"""Rollout engine that asks a vLLM server over HTTP. It proves after each sync that the server has the policy's weights.
+
+The server needs `--logprobs-mode processed_logprobs` and VLLM_SERVER_DEV_MODE=1; `rlhf serve` prints the command.
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhf_cli import distributed
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
+from rlhf_cli.ppo.rollout import HFEngine
+
+NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
+MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
+MAX_STANDARD_ERRORS = 5.0
+MAX_ATTEMPTS = 5  # of what a server does that is lost in between
+HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+HTTP_NOT_FOUND = 404
+T = TypeVar("T")
+
+
+class ServerLostError(Exception):
+    """The server gives no answer, or has lost the weights that it was given: it may have been restarted."""
+
+
+@dataclass
+class VLLMServer:
+    """The requests to a vLLM server (0.28 or newer). Raises ServerLostError, and RLHFError R20 for a wrong answer."""
+
+    url: str
+    sync: Literal["lora", "disk"]
+    client: HTTPClient
+    served: str = ""  # name of the model that the server was started with
+    loaded: list[str] = field(default_factory=list)  # adapters, oldest first
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """Return the JSON answer of a POST, or of a GET without a body."""
+        return self.call_all(path, [body])[0]
+
+    def call_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+        """Return the JSON answers of requests that are sent at the same time."""
+
+        async def send() -> list[bytes]:
+            async with self.client.connections() as connections:
+                data = [None if body is None else json.dumps(body).encode() for body in bodies]
+                requests = [self.client.request(connections, self.url + path, each) for each in data]
+                return await asyncio.gather(*requests)
+
+        try:
+            answers = asyncio.run(send())
+        except NoAnswerError as error:
+            raise ServerLostError(f"{path} {error}") from None
+        except RefusalError as error:
+            if error.status == HTTP_NOT_FOUND and path == "/v1/completions":
+                raise ServerLostError(f"{path} {error}") from None
+            raise self.error(f"{path} {error}") from None
+        try:
+            return [json.loads(answer) if answer.strip() else None for answer in answers]
+        except ValueError:
+            raise self.error(f"{path} answered {excerpt(answers[0])}") from None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
+        patient, end = self.client, time.monotonic() + seconds
+        try:
+            self.client = HTTPClient(HEALTH_TIMEOUT_S, 0)
+            while True:
+                try:
+                    self.call("/health")
+                    return
+                except ServerLostError as lost:
+                    if time.monotonic() >= end:
+                        raise self.error(str(lost)) from None
+                time.sleep(HEALTH_INTERVAL_S)
+        finally:
+            self.client = patient
+
+    def read_models(self, needed_tokens: int) -> None:
+        """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
+        models = self.call("/v1/models")["data"]
+        (base,) = [model for model in models if not model.get("parent")]
+        self.served = base["id"]
+        self.loaded = [model["id"] for model in models if model.get("parent")]
+        if (limit := base.get("max_model_len") or needed_tokens) < needed_tokens:
+            text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
+            raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
+
+    def load(self, version: str, folder: Path) -> str:
+        """Make the server use the weights in `folder`; return the name of the model that has them."""
+        if self.sync == "lora":  # a new name each time: the prefix cache is keyed by name
+            if version not in self.loaded:
+                self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
+                self.loaded.append(version)
+            while len(ours := [name for name in self.loaded if _run_of(name) == _run_of(version)]) > 2:
+                self.call("/v1/unload_lora_adapter", {"lora_name": ours[0]})
+                self.loaded.remove(ours[0])
+            return version
+        self.call("/pause?mode=wait", {})
+        try:
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            self.call("/reset_prefix_cache", {})
+            self.call("/update_weight_version", {"new_version": version})
+        finally:
+            self.call("/resume", {})
+        self.require_version(version)
+        return self.served
+
+    def require_version(self, version: str) -> None:
+        """Raise ServerLostError if the server has other whole weights."""
+        if self.sync == "disk" and (found := self.call("/weight_info").get("weight_version")) != version:
+            raise ServerLostError(f"/weight_info answered version {found!r}, not {version!r}")
+
+    def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
+        """Return the choice of each row of ids, which the server continues by its `options`."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+        off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False}
+        bodies = [
+            {"model": name, "prompt": ids, "return_token_ids": True, "logprobs": 0, **off, **option}
+            for ids, option in zip(rows, options, strict=True)
+        ]
+        answers = self.call_all("/v1/completions", bodies)
+        choices = [(answer.get("choices") or [{}])[0] for answer in answers]
+        for ids, answer, choice in zip(rows, answers, choices, strict=True):
+            if (read := choice.get("prompt_token_ids") or answer.get("prompt_token_ids")) != ids:
+                raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
+        return choices
+
+    def error(self, text: str, hint: str = "the same command resumes; docs/engines.md has its options") -> RLHFError:
+        """Return RLHFError R20."""
+        return RLHFError("R20", f"{self.url} {text}", hint=hint)
+
+
+def _run_of(version: str) -> str:
+    return version.rpartition("-update-")[0]
+
+
+@dataclass
+class VLLMEngine:
+    """Samples from a vLLM server that gets the policy's weights after each update: adapters, or a folder of weights.
+
+    After every sync the probe is scored by the server and by the trainer: tokens that are given, and tokens that the
+    server draws. Old weights, a head left behind, another tokenizer, a stale prefix cache or a filter on the draws are
+    an error (R19) before anything is trained on them. A server that is lost is waited for, gets the weights again,
+    and the rollout is repeated with the same seeds.
+    """
+
+    server: VLLMServer
+    model: Any  # the policy
+    ref: Any
+    write: Callable[[str, int], tuple[str, Path]]  # ("policy" or "reference", update) -> version, folder of weights
+    probe: Prompts
+    stop_token_id: StopTokenId
+    pad_token_id: int
+    temperature: float
+    bf16: bool
+    max_gap: float  # nats per token: ppo.max_logprob_gap
+    max_wait: float  # seconds
+    longest_row: int  # tokens
+    update: int = 0
+    weights: tuple[str, Path] = ("", Path())  # version and folder of what the server should have
+    served: str = ""  # name of the model that has them; "" before a sync
+    noise: float | None = None  # gap of the reference's weights, in nats per token
+    given: list[list[int]] = field(default_factory=list)  # the probe's prompts with responses of the reference
+    before: Tensor | None = None  # log-probs of `given` by the weights of the sync before
+    draws: int = 0  # of the probe
+    name: ClassVar[str] = "vllm"
+    deterministic: ClassVar[bool] = False  # by the server's seeds: batches of another size round differently
+
+    def generate(self, prompts: Prompts) -> Rollout:
+        """Draw a response to each prompt."""
+
+        def draw() -> Rollout:
+            if not self.served:
+                self._load()
+            rollout = self._draw(self.served, prompts)
+            self.server.require_version(self.weights[0])
+            return rollout
+
+        return self._retry(draw)
+
+    def update_weights(self, update: int, policy: Any) -> None:
+        """Write the policy's weights, make the server load them, and check that it has them."""
+        if not distributed.is_main_process():  # it alone draws
+            return
+        self.update, self.served = update, ""
+        if self.noise is None:
+            self._retry(self._start)
+        self.weights = self.write("policy", update)
+        self._retry(self._load)
+
+    def release_memory(self) -> None:
+        """Do nothing: the server has its own memory."""
+
+    def _retry(self, action: Callable[[], T]) -> T:
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                return action()
+            except ServerLostError as error:
+                self.served, problem = "", str(error)
+                self.server.wait(self.max_wait)
+                self.server.read_models(self.longest_row)
+        raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
+
+    def _start(self) -> None:
+        """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
+        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
+        self.server.wait(self.max_wait)
+        self.server.read_models(self.longest_row)
+        reference = HFEngine(self.ref, self.stop_token_id, self.pad_token_id, self.temperature, bf16=self.bf16)
+        rollout = reference.generate(self.probe)
+        self.given = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
+        name = self.server.load(*weights) if weights else self.server.served
+        self.noise, self.before = self._check(name, self.ref, self.max_gap)
+
+    def _load(self) -> None:
+        """Load `weights` and check them."""
+        assert self.noise is not None and self.before is not None
+        served = self.server.load(*self.weights)
+        limit = min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise))
+        _, self.before = self._check(served, self.model, limit)
+        self.served = served
+
+    def _check(self, name: str, model: Any, limit: float) -> tuple[float, Tensor]:
+        """Compare the server's log-probs and draws with those of `model`; return the gap in nats, and the log-probs.
+
+        Raises RLHFError R19 for a gap above `limit`, for the weights before, and for draws of another distribution.
+        """
+        (ours, *_), theirs = self._logprobs(model, self.given, [1] * len(self.given), 1.0), self._score(name)
+        gap = float((theirs - ours).abs().mean())
+        if self.before is not None and _has_old_weights(theirs, ours, self.before):
+            raise self._error("still has the weights of the sync before: those of the last update did not arrive")
+        if not gap <= limit:
+            what = "models.sft" if self.noise is None else "the policy, or has only a part of them (all but the head?)"
+            difference = f"log-probs of given tokens differ by {gap:.3g} nats a token, more than {limit:.3g}"
+            raise self._error(f"does not have the weights of {what}: {difference}")
+        return max(gap, self._check_draws(name, model, max(limit, NOISE_FACTOR * gap))), ours
+
+    def _check_draws(self, name: str, model: Any, limit: float) -> float:
+        """Compare draws of the server, as those of a rollout, with the distribution of `model`; return the gap."""
+        self.draws += 1
+        seeds = tuple(derive_seed(seed, "probe", self.draws) for seed in self.probe.seeds)
+        rollout = self._draw(name, replace(self.probe, seeds=seeds))
+        rows = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
+        logprobs, entropy, variance = self._logprobs(model, rows, rollout.prompt_lengths.tolist(), self.temperature)
+        assert rollout.logprobs is not None
+        gap = float((rollout.logprobs[rollout.response_mask] - logprobs).abs().mean())
+        if not gap <= limit:
+            difference = (
+                f"{gap:.3g} nats a token from the policy's, more than {limit:.3g}, and right ones of given tokens"
+            )
+            cause = "a prefix cache of older weights, a penalty, or no --logprobs-mode processed_logprobs"
+            raise self._error(f"gives log-probs of its draws that are {difference}: {cause}")
+        errors = float((-logprobs - entropy).sum()) / math.sqrt(float(variance.sum()) or 1.0)
+        if abs(errors) > MAX_STANDARD_ERRORS:
+            difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
+            raise self._error(
+                f"draws from another distribution: {difference}: a filter such as top_k, or a temperature"
+            )
+        return gap
+
+    def _error(self, text: str) -> RLHFError:
+        text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
+        return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
+
+    def _score(self, name: str) -> Tensor:
+        """Return the server's log-probs of the given tokens, each row's but the first, (N,)."""
+        options = [{"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}] * len(self.given)
+        values: list[float] = []
+        for ids, choice in zip(self.given, self.server.complete(name, self.given, options), strict=True):
+            try:
+                values += [choice["prompt_logprobs"][at][str(ids[at])]["logprob"] for at in range(1, len(ids))]
+            except (KeyError, TypeError, IndexError):
+                raise self.server.error("gives no log-probs of a prompt's tokens (prompt_logprobs)") from None
+        return torch.tensor(values)
+
+    def _logprobs(self, model: Any, rows: list[list[int]], starts: list[int], temperature: float) -> list[Tensor]:
+        """Return log-prob, entropy and variance of the log-prob at each row's tokens from its start on, (N,) each."""
+        parts = []
+        for ids, start in zip(rows, starts, strict=True):
+            tokens = torch.tensor([ids], device=model.device)
+            autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+            with torch.no_grad(), autocast, forward.float32_logits(model):
+                logits = model(input_ids=tokens, use_cache=False, logits_to_keep=len(ids) - start + 1).logits[0, :-1]
+            log_p = (logits.float() / temperature).log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            variance = (log_p.exp() * log_p.square()).sum(-1) - entropy.square()
+            parts.append((log_p.gather(1, tokens[0, start:, None])[:, 0], entropy, variance))
+        return [torch.cat(each).cpu() for each in zip(*parts, strict=True)]
+
+    def _draw(self, name: str, prompts: Prompts) -> Rollout:
+        """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
+        stops = list(stop_ids(self.stop_token_id))
+        shared = {"temperature": self.temperature, "max_tokens": prompts.response_length, "stop_token_ids": stops}
+        rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)]
+        choices = self.server.complete(name, rows, [{**shared, "seed": seed} for seed in prompts.seeds])
+        drawn, values = zip(*(self._read(choice, prompts.response_length) for choice in choices), strict=True)
+        responses, response_mask = right_pad(drawn, self.pad_token_id)
+        logprobs = torch.zeros(response_mask.shape)
+        logprobs[response_mask] = torch.tensor([value for row in values for value in row])
+        ids, mask = torch.cat([prompts.ids.cpu(), responses], 1), torch.cat([prompts.mask.cpu(), response_mask], 1)
+        ended = (is_stop(responses, self.stop_token_id) & response_mask).any(1)
+        return Rollout(ids, mask, response_mask, ended, logprobs=logprobs)
+
+    def _read(self, choice: Any, limit: int) -> tuple[list[int], list[float]]:
+        """Return a choice's tokens, through its stop token, and their log-probs."""
+        ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not isinstance(ids, list) or not isinstance(values, list) or len(ids) != len(values) or not ids:
+            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
+        stopped = [token in stop_ids(self.stop_token_id) for token in ids]
+        if any(stopped[:-1]) or not (stopped[-1] or len(ids) == limit) or len(ids) > limit:
+            raise self.server.error(f"ended a response after {len(ids)} of {limit} tokens with token {ids[-1]}")
+        if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
+            raise self.server.error("gave a log-prob that is not finite")
+        return ids, values
+
+
+def _has_old_weights(theirs: Tensor, ours: Tensor, before: Tensor) -> bool:
+    """Return True if log-probs (N,) are those of the weights before rather than ours.
+
+    By least squares on the way from `before` (0) to `ours` (1), and its standard error: rounding hides small ways.
+    """
+    way, moved = ours - before, theirs - before
+    length = float(way.square().sum())
+    if not length:
+        return False
+    at = float((moved * way).sum()) / length
+    rest = float((moved - at * way).square().mean())
+    return at + MAX_STANDARD_ERRORS * math.sqrt(rest / length) < 0.5
