@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from rlhf_cli import distributed
-from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
+from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop, right_pad, stop_ids
-from rlhf_cli.ppo.rollout import HFEngine
 
 NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is no rounding
 MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
@@ -46,12 +44,12 @@ class VLLMServer:
     served: str = ""  # name of the model that the server was started with
     loaded: list[str] = field(default_factory=list)  # adapters, oldest first
 
-    def call(self, path: str, body: Any = None) -> Any:
-        """Return the JSON answer of a POST, or of a GET without a body."""
+    def call(self, path: str, body: Any = None) -> dict[str, Any]:
+        """Return the JSON object that answers a POST, or a GET without a body; {} for any other answer."""
         return self.call_all(path, [body])[0]
 
-    def call_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
-        """Return the JSON answers of requests that are sent at the same time."""
+    def call_all(self, path: str, bodies: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the answers of requests that are sent at the same time, as `call` does."""
 
         async def send() -> list[bytes]:
             async with self.client.connections() as connections:
@@ -67,10 +65,7 @@ class VLLMServer:
             if error.status == HTTP_NOT_FOUND and path == "/v1/completions":
                 raise ServerLostError(f"{path} {error}") from None
             raise self.error(f"{path} {error}") from None
-        try:
-            return [json.loads(answer) if answer.strip() else None for answer in answers]
-        except ValueError:
-            raise self.error(f"{path} answered {excerpt(answers[0])}") from None
+        return [_read_json(answer) for answer in answers]
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
@@ -90,8 +85,10 @@ class VLLMServer:
 
     def read_models(self, needed_tokens: int) -> None:
         """Read what the server serves. Raises RLHFError R20 if its rows are shorter than `needed_tokens`."""
-        models = self.call("/v1/models")["data"]
-        (base,) = [model for model in models if not model.get("parent")]
+        models = self.call("/v1/models").get("data") or []
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
+            raise self.error("/v1/models names no model: is it a vLLM server?")
         self.served = base["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
         if (limit := base.get("max_model_len") or needed_tokens) < needed_tokens:
@@ -143,18 +140,34 @@ class VLLMServer:
         return RLHFError("R20", f"{self.url} {text}", hint=hint)
 
 
+def _read_json(answer: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _run_of(version: str) -> str:
     return version.rpartition("-update-")[0]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A response to a prompt of the probe."""
+
+    tokens: list[int]
+    logprobs: Tensor  # (n,) float32: by the trainer
 
 
 @dataclass
 class VLLMEngine:
     """Samples from a vLLM server that gets the policy's weights after each update: adapters, or a folder of weights.
 
-    After every sync the probe is scored by the server and by the trainer: tokens that are given, and tokens that the
-    server draws. Old weights, a head left behind, another tokenizer, a stale prefix cache or a filter on the draws are
-    an error (R19) before anything is trained on them. A server that is lost is waited for, gets the weights again,
-    and the rollout is repeated with the same seeds.
+    After every sync the server draws responses to the probe's prompts, with fixed seeds, and the trainer computes their
+    log-probs. Old weights, a head left behind, another tokenizer, a stale prefix cache or a filter on the draws are an
+    error (R19) before anything is trained on them. A server that is lost is waited for, gets the weights again, and the
+    rollout is repeated with the same seeds.
     """
 
     server: VLLMServer
@@ -169,13 +182,12 @@ class VLLMEngine:
     max_gap: float  # nats per token: ppo.max_logprob_gap
     max_wait: float  # seconds
     longest_row: int  # tokens
+    report: Callable[[str], None]  # tells the user
     update: int = 0
     weights: tuple[str, Path] = ("", Path())  # version and folder of what the server should have
     served: str = ""  # name of the model that has them; "" before a sync
     noise: float | None = None  # gap of the reference's weights, in nats per token
-    given: list[list[int]] = field(default_factory=list)  # the probe's prompts with responses of the reference
-    before: Tensor | None = None  # log-probs of `given` by the weights of the sync before
-    draws: int = 0  # of the probe
+    before: list[Drawn] = field(default_factory=list)  # of the check before
     name: ClassVar[str] = "vllm"
     deterministic: ClassVar[bool] = False  # by the server's seeds: batches of another size round differently
 
@@ -210,6 +222,9 @@ class VLLMEngine:
                 return action()
             except ServerLostError as error:
                 self.served, problem = "", str(error)
+                self.report(
+                    f"the server {problem}; waits up to {self.max_wait:.0f} s for it, and sends the weights again"
+                )
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
@@ -219,86 +234,62 @@ class VLLMEngine:
         weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
-        reference = HFEngine(self.ref, self.stop_token_id, self.pad_token_id, self.temperature, bf16=self.bf16)
-        rollout = reference.generate(self.probe)
-        self.given = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
         name = self.server.load(*weights) if weights else self.server.served
-        self.noise, self.before = self._check(name, self.ref, self.max_gap)
+        self.noise = self._check(name, self.ref, self.max_gap)
 
     def _load(self) -> None:
         """Load `weights` and check them."""
-        assert self.noise is not None and self.before is not None
+        assert self.noise is not None
         served = self.server.load(*self.weights)
         limit = min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise))
-        _, self.before = self._check(served, self.model, limit)
+        self._check(served, self.model, limit)
         self.served = served
 
-    def _check(self, name: str, model: Any, limit: float) -> tuple[float, Tensor]:
-        """Compare the server's log-probs and draws with those of `model`; return the gap in nats, and the log-probs.
+    def _check(self, name: str, model: Any, limit: float) -> float:
+        """Draw the probe and compare the server's log-probs with those of `model`; return the gap in nats per token.
 
-        Raises RLHFError R19 for a gap above `limit`, for the weights before, and for draws of another distribution.
+        Raises RLHFError R19 for the weights of the check before, a gap above `limit`, draws of another distribution.
         """
-        (ours, *_), theirs = self._logprobs(model, self.given, [1] * len(self.given), 1.0), self._score(name)
-        gap = float((theirs - ours).abs().mean())
-        if self.before is not None and _has_old_weights(theirs, ours, self.before):
-            raise self._error("still has the weights of the sync before: those of the last update did not arrive")
-        if not gap <= limit:
-            what = "models.sft" if self.noise is None else "the policy, or has only a part of them (all but the head?)"
-            difference = f"log-probs of given tokens differ by {gap:.3g} nats a token, more than {limit:.3g}"
-            raise self._error(f"does not have the weights of {what}: {difference}")
-        return max(gap, self._check_draws(name, model, max(limit, NOISE_FACTOR * gap))), ours
-
-    def _check_draws(self, name: str, model: Any, limit: float) -> float:
-        """Compare draws of the server, as those of a rollout, with the distribution of `model`; return the gap."""
-        self.draws += 1
-        seeds = tuple(derive_seed(seed, "probe", self.draws) for seed in self.probe.seeds)
-        rollout = self._draw(name, replace(self.probe, seeds=seeds))
-        rows = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
-        logprobs, entropy, variance = self._logprobs(model, rows, rollout.prompt_lengths.tolist(), self.temperature)
+        rollout = self._draw(name, self.probe)
         assert rollout.logprobs is not None
-        gap = float((rollout.logprobs[rollout.response_mask] - logprobs).abs().mean())
+        lengths = rollout.response_lengths.tolist()
+        theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
+        ours = [self._logprobs(model, rollout, row) for row in range(len(rollout))]
+        drawn = [Drawn(rollout.response_tokens(row), ours[row][0]) for row in range(len(rollout))]
+        logprobs, entropy, variance = (torch.cat(each) for each in zip(*ours, strict=True))
+        if self.before and _has_old_weights(theirs, drawn, self.before):
+            raise self._error("still has the weights of the sync before: those of the last update did not arrive")
+        gap = float((torch.cat(theirs) - logprobs).abs().mean())
         if not gap <= limit:
-            difference = (
-                f"{gap:.3g} nats a token from the policy's, more than {limit:.3g}, and right ones of given tokens"
+            what = "models.sft" if self.noise is None else "the policy, or only a part of them"
+            causes = (
+                "a head or a prefix cache of older weights, another adapter, a penalty, log-probs of logits that are "
             )
-            cause = "a prefix cache of older weights, a penalty, or no --logprobs-mode processed_logprobs"
-            raise self._error(f"gives log-probs of its draws that are {difference}: {cause}")
+            causes += "not processed"
+            difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
+            raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
         errors = float((-logprobs - entropy).sum()) / math.sqrt(float(variance.sum()) or 1.0)
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
-            raise self._error(
-                f"draws from another distribution: {difference}: a filter such as top_k, or a temperature"
-            )
+            raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
+        self.before = drawn
         return gap
 
     def _error(self, text: str) -> RLHFError:
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _score(self, name: str) -> Tensor:
-        """Return the server's log-probs of the given tokens, each row's but the first, (N,)."""
-        options = [{"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}] * len(self.given)
-        values: list[float] = []
-        for ids, choice in zip(self.given, self.server.complete(name, self.given, options), strict=True):
-            try:
-                values += [choice["prompt_logprobs"][at][str(ids[at])]["logprob"] for at in range(1, len(ids))]
-            except (KeyError, TypeError, IndexError):
-                raise self.server.error("gives no log-probs of a prompt's tokens (prompt_logprobs)") from None
-        return torch.tensor(values)
-
-    def _logprobs(self, model: Any, rows: list[list[int]], starts: list[int], temperature: float) -> list[Tensor]:
-        """Return log-prob, entropy and variance of the log-prob at each row's tokens from its start on, (N,) each."""
-        parts = []
-        for ids, start in zip(rows, starts, strict=True):
-            tokens = torch.tensor([ids], device=model.device)
-            autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-            with torch.no_grad(), autocast, forward.float32_logits(model):
-                logits = model(input_ids=tokens, use_cache=False, logits_to_keep=len(ids) - start + 1).logits[0, :-1]
-            log_p = (logits.float() / temperature).log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            variance = (log_p.exp() * log_p.square()).sum(-1) - entropy.square()
-            parts.append((log_p.gather(1, tokens[0, start:, None])[:, 0], entropy, variance))
-        return [torch.cat(each).cpu() for each in zip(*parts, strict=True)]
+    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-prob, entropy and variance of the log-prob at a row's response tokens, (n,) each, on the CPU."""
+        prompt, response = rollout.prompt_tokens(row), rollout.response_tokens(row)
+        ids = torch.tensor([prompt + response], device=model.device)
+        autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        with torch.no_grad(), autocast, forward.float32_logits(model):
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]
+        log_p = (logits.float() / self.temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        variance = (log_p.exp() * log_p.square()).sum(-1) - entropy.square()
+        return log_p.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu(), entropy.cpu(), variance.cpu()
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
@@ -327,14 +318,22 @@ class VLLMEngine:
         return ids, values
 
 
-def _has_old_weights(theirs: Tensor, ours: Tensor, before: Tensor) -> bool:
-    """Return True if log-probs (N,) are those of the weights before rather than ours.
+def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]) -> bool:
+    """Return True if a server's log-probs are those of the weights before, at tokens that it drew both times.
 
-    By least squares on the way from `before` (0) to `ours` (1), and its standard error: rounding hides small ways.
+    By least squares on the way from the old log-probs (0) to the new ones (1), and its standard error: rounding hides
+    small ways. A server with old weights draws all tokens again, because the probe has fixed seeds.
     """
-    way, moved = ours - before, theirs - before
-    length = float(way.square().sum())
-    if not length:
+    ways, moves = [], []
+    for row, new, old in zip(theirs, now, before, strict=True):
+        pairs = zip(new.tokens, old.tokens, strict=False)
+        same = next(
+            (at for at, (one, other) in enumerate(pairs) if one != other), min(len(new.tokens), len(old.tokens))
+        )
+        ways.append(new.logprobs[:same] - old.logprobs[:same])
+        moves.append(row[:same] - old.logprobs[:same])
+    way, moved = torch.cat(ways), torch.cat(moves)
+    if not (length := float(way.square().sum())):
         return False
     at = float((moved * way).sum()) / length
     rest = float((moved - at * way).square().mean())

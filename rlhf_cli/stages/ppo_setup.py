@@ -168,6 +168,7 @@ def server_engine(
         settings.max_logprob_gap,
         section.wait,
         max(map(len, prompts)) + settings.max_response_length,
+        lambda text: terminal.say(f"ppo      {text}"),
     )
 
 
