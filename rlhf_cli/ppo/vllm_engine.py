@@ -171,7 +171,6 @@ class VLLMEngine:
     """
 
     server: VLLMServer
-    model: Any  # the policy
     ref: Any
     write: Callable[[str, int], tuple[str, Path]]  # ("policy" or "reference", update) -> version, folder of weights
     probe: Prompts
@@ -183,6 +182,7 @@ class VLLMEngine:
     max_wait: float  # seconds
     longest_row: int  # tokens
     report: Callable[[str], None]  # tells the user
+    policy: Any = None  # of the last sync
     update: int = 0
     weights: tuple[str, Path] = ("", Path())  # version and folder of what the server should have
     served: str = ""  # name of the model that has them; "" before a sync
@@ -207,7 +207,7 @@ class VLLMEngine:
         """Write the policy's weights, make the server load them, and check that it has them."""
         if not distributed.is_main_process():  # it alone draws
             return
-        self.update, self.served = update, ""
+        self.policy, self.update, self.served = policy, update, ""
         if self.noise is None:
             self._retry(self._start)
         self.weights = self.write("policy", update)
@@ -222,9 +222,7 @@ class VLLMEngine:
                 return action()
             except ServerLostError as error:
                 self.served, problem = "", str(error)
-                self.report(
-                    f"the server {problem}; waits up to {self.max_wait:.0f} s for it, and sends the weights again"
-                )
+                self.report(f"the server {problem}; ppo waits up to {self.max_wait:.0f} s, and sends the weights again")
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
         raise self.server.error(f"{problem} ({MAX_ATTEMPTS} attempts)")
@@ -242,7 +240,7 @@ class VLLMEngine:
         assert self.noise is not None
         served = self.server.load(*self.weights)
         limit = min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise))
-        self._check(served, self.model, limit)
+        self._check(served, self.policy, limit)
         self.served = served
 
     def _check(self, name: str, model: Any, limit: float) -> float:
@@ -262,10 +260,7 @@ class VLLMEngine:
         gap = float((torch.cat(theirs) - logprobs).abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
-            causes = (
-                "a head or a prefix cache of older weights, another adapter, a penalty, log-probs of logits that are "
-            )
-            causes += "not processed"
+            causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
         errors = float((-logprobs - entropy).sum()) / math.sqrt(float(variance.sum()) or 1.0)

@@ -157,7 +157,6 @@ def server_engine(
     client = HTTPClient(section.timeout, section.retries)
     return VLLMEngine(
         VLLMServer(section.url, config.models.server_sync, client),
-        lora.unwrap(weights.policy),
         weights.ref,
         weights,
         replace(Prompts.from_lists(rows), seeds=seeds, response_length=min(PROBE_TOKENS, settings.max_response_length)),
