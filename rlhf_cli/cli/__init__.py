@@ -31,7 +31,8 @@ for _stage, _text in STAGES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(train.stage_command(_stage))
 for _command in INSPECT:
     app.command(rich_help_panel="Inspect")(_command)
-app.command(rich_help_panel="Ship")(inspect.export)
+for _command in (inspect.export, inspect.serve):
+    app.command(rich_help_panel="Ship")(_command)
 app.command("replay", hidden=True)(inspect.verify)  # the old name of verify
 
 

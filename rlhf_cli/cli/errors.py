@@ -21,7 +21,7 @@ from rlhf_cli.config.aliases import COMMANDS
 from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_path, shell_word, shown
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
-STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # these write no files
+STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL

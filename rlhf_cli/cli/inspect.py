@@ -74,6 +74,10 @@ def report(
         report.run(run_folders, out, step)
 
 
+STAGE_TEXT = "ppo, sft or reward. Default: the PPO policy, or SFT if there is none."
+ModelStage = Annotated[str | None, option("--stage", "STAGE", STAGE_TEXT, completion.stages)]
+
+
 def export(
     folder: Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)],
     out: Annotated[Path | None, option("--out", "DIR", "New or empty folder to write to.")] = None,
@@ -82,15 +86,7 @@ def export(
     ] = None,
     public: Annotated[bool, flag("--public", "With --push: create a public repository.")] = False,
     step: Step = "last",
-    stage: Annotated[
-        str | None,
-        option(
-            "--stage",
-            "STAGE",
-            "ppo, sft or reward. Default: the PPO policy, or SFT if there is none.",
-            completion.stages,
-        ),
-    ] = None,
+    stage: ModelStage = None,
     dtype: Annotated[
         str | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16. Default: the dtype of the run.")
     ] = None,
@@ -121,6 +117,26 @@ def export(
         export.run(
             folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt
         )
+
+
+def serve(
+    folder: Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)],
+    stage: ModelStage = None,
+    rollouts: Annotated[bool, flag("--rollouts", "The server that models.engine of ppo.yaml samples from.")] = False,
+    execute: Annotated[bool, flag("--exec", "Start it. Default: only print the command.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Print the vLLM command that serves a model, or start it."""
+    from rlhf_cli.config.base import Options
+
+    if rollouts and stage is not None:
+        raise RLHFError("C11", "--rollouts serves models.sft of ppo.yaml", hint="omit --stage")
+    with heavy_imports():
+        from rlhf_cli.commands import serve
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    serve.run(folder, options, stage=stage, rollouts=rollouts, execute=execute)
 
 
 COMPARE_TEXT = "Let both models answer each prompt, with the same random numbers."

@@ -62,7 +62,7 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
     assert shown == {
         "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "ppo", "eval"],
         "Inspect": ["status", "ls", "report", "chat", "verify", "explain", "schema", "env"],
-        "Ship": ["export"],
+        "Ship": ["export", "serve"],
     }
     commands = get_command(app).commands  # type: ignore[attr-defined]
     public = {name for name, command in commands.items() if not command.hidden}

@@ -93,7 +93,7 @@ def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> N
     assert tab(line) == offered
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "verify"])
+@pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "serve", "verify"])
 def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     shutil.copytree(discover.configs_folder() / "ci", here / "configs/ci")
     monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")

@@ -300,7 +300,7 @@ def test_the_only_run_here_is_the_default(run: Path, monkeypatch: pytest.MonkeyP
     assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
 
 
-@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export"])
+@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export", "serve"])
 def test_a_command_without_a_run_lists_the_runs_here(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     def refusal(*options: str) -> tuple[str, str]:
         result = run_cli.rlhf(command, *options)

@@ -135,6 +135,7 @@ COMMANDS = [
     ("export", "RUN", "--out", "out"),
     ("export", "RUN", "--out", "out", "--stage", "reward"),
     ("chat", "RUN"),
+    ("serve", "RUN"),
     ("verify", "RUN"),
     ("sft", "--config", "RUN/sft.yaml"),
     ("init", "hh", "RUN"),
