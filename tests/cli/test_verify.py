@@ -262,11 +262,6 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {"cliprange": 0.05},
         at(losses, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
     ),
-    "another cap": (
-        "loss/policy_avg, each step",
-        {"rollout_correction": {"mode": "token_truncate", "cap": 1.2}},
-        at(losses, "correction_weights", lambda weights: lambda *a: weights(*a[:3], 1.3)),
-    ),
     "no clipping of the gradient": (
         "policy weights, change",
         {"max_grad_norm": 0.05, "num_ppo_epochs": 1},

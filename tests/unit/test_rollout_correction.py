@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import tiny
@@ -12,125 +12,89 @@ from rlhf_cli.config.ppo_algorithm import RolloutCorrection
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics
 
-NO_CAP = 1e9
-
-
-def correction(mode, **cap):
-    return {"rollout_correction": {"mode": mode, **cap}, "max_logprob_gap": 9.0}
-
-
-# Probability of each token in the training over that in the engine.
-RATIOS = [[2.0, 0.5], [4.0], [0.5, 5.0, 0.8]]
+RATIOS = [[2.0, 0.5], [4.0], [0.5, 5.0, 0.8]]  # probability of each token in the training over that in the engine
 BY_HAND = {
     "token_truncate": ([[2, 0.5, 0], [3, 0, 0], [0.5, 3, 0.8]], [False, False, True, False, True, False], 9.8 / 6),
     "sequence_mask": ([[1, 1, 0], [0, 0, 0], [2, 2, 2]], [False, True, False], 8 / 6),
 }
+MODES = pytest.mark.parametrize("mode", BY_HAND)
 
 
-@pytest.mark.parametrize("mode", BY_HAND)
+@MODES
 def test_weights_by_hand(mode):
-    """With the default cap, 3. Nothing on padding has an effect."""
+    """With the default cap, 3. Padding has no effect, and an engine without log-probs is refused."""
     rows = Rollout.from_lists([[1]] * 3, [[5] * len(row) for row in RATIOS])
     drawn, ours = torch.full((3, 3), math.nan), torch.full((3, 3), -1.5)
-    drawn[rows.response_mask] = -1.5 - torch.tensor([ratio for row in RATIOS for ratio in row]).log()
+    drawn[rows.response_mask] = -1.5 - torch.tensor([*chain(*RATIOS)]).log()
+    with pytest.raises(ValueError, match="rollout_correction needs the engine's log-probs"):
+        tiny.experience(rows, logprobs=ours).corrected(RolloutCorrection(mode=mode))
     found = tiny.experience(replace(rows, logprobs=drawn), logprobs=ours).corrected(RolloutCorrection(mode=mode))
     weights, capped, mean = BY_HAND[mode]
     torch.testing.assert_close(found.weights, torch.tensor(weights).float())
-    assert found.capped.tolist() == capped
     metrics = found.metrics(kl_in_reward=True)
-    assert metrics["rollout/correction_mean"] == pytest.approx(mean)
+    assert found.capped.tolist() == capped and metrics["rollout/correction_mean"] == pytest.approx(mean)
     assert metrics["rollout/correction_capped"] == pytest.approx(sum(capped) / len(capped))
-
-
-def test_a_weight_of_the_cap_is_kept():
-    rows = replace(Rollout.from_lists([[1]], [[5]]), logprobs=torch.tensor([[-1.0]]))
-    exact = tiny.experience(rows, logprobs=torch.tensor([[-0.5]])).corrected
-    cap = float(torch.tensor(0.5).exp())
-    assert exact(RolloutCorrection(mode="sequence_mask", cap=cap)).weights.tolist() == [[cap]]
-    assert exact(RolloutCorrection(mode="sequence_mask", cap=cap - 1e-6)).weights.tolist() == [[0.0]]
 
 
 # Responses of one or two tokens out of three, drawn from OFF where the policy is ON: sums over all responses.
 
-ON, OFF = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2]
+ON, OFF, NO_CAP = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2], 1e9
 
 
 def of_responses(probabilities, length):
     return [math.prod(each) for each in product(probabilities, repeat=length)]
 
 
-@pytest.mark.parametrize(
-    "mode,length,cap,mass",  # mass: the probability times the weight of each response
-    [
-        (None, 1, None, OFF),
-        (None, 2, None, of_responses(OFF, 2)),
-        ("token_truncate", 1, NO_CAP, ON),
-        ("token_truncate", 1, 1.5, [0.6, 0.2, 0.1]),
-        ("sequence_mask", 1, 1.5, [0.0, 0.2, 0.1]),
-        ("sequence_mask", 2, NO_CAP, of_responses(ON, 2)),
-        ("sequence_mask", 2, 3.0, [0.0, *of_responses(ON, 2)[1:]]),  # 1.75^2 = 3.0625
-    ],
-)
+# mass: the probability times the weight of each response
+@pytest.mark.parametrize("mode,length,cap,mass", [
+    (None, 2, None, of_responses(OFF, 2)),
+    ("token_truncate", 1, NO_CAP, ON),
+    ("token_truncate", 1, 1.5, [0.6, 0.2, 0.1]),
+    ("sequence_mask", 2, NO_CAP, of_responses(ON, 2)),
+    ("sequence_mask", 2, 3.0, [0.0, *of_responses(ON, 2)[1:]]),  # 1.75^2 = 3.0625
+])  # fmt: skip
 def test_the_expected_gradient_is_that_of_the_policys_own_responses(mode, length, cap, mass):
-    responses = list(product(range(3), repeat=length))
-    rows, on = Rollout.from_lists([[1]] * len(responses), responses), torch.tensor(ON).double()
+    responses, on, off = list(product(range(3), repeat=length)), torch.tensor(ON).double(), torch.tensor(OFF).double()
     advantages = torch.randn(len(responses), length, generator=torch.Generator().manual_seed(0)).double()
-    drawn = torch.tensor(OFF).double().log()[torch.tensor(responses)]
-    experience = tiny.experience(
-        replace(rows, logprobs=drawn), logprobs=on.log()[torch.tensor(responses)], advantages=advantages
-    ).corrected(mode and RolloutCorrection(mode=mode, cap=cap))
-    logits = on.log().requires_grad_(True)
-    tokens = experience.token_batch(rows.micro_batch(torch.arange(len(rows))))
-    settings = tiny.settings(temperature=1.0)
-    loss, _ = policy_loss_and_metrics(tokens, logits.expand(len(rows) * length, 3), None, 0.0, settings)
+    rows = replace(Rollout.from_lists([[1]] * len(responses), responses), logprobs=off.log()[torch.tensor(responses)])
+    experience = tiny.experience(rows, logprobs=on.log()[torch.tensor(responses)], advantages=advantages)
+    experience = experience.corrected(mode and RolloutCorrection(mode=mode, cap=cap))
+    tokens, logits = experience.token_batch(rows.micro_batch(torch.arange(len(rows)))), on.log().requires_grad_(True)
+    settings, each = tiny.settings(temperature=1.0), logits.expand(len(rows) * length, 3)
+    loss, _ = policy_loss_and_metrics(tokens, each, None, 0.0, settings)
     sampled = torch.tensor(of_responses(OFF, length)).double().repeat_interleave(length)
     (found,) = torch.autograd.grad((sampled * loss).sum(), logits)
 
     def slope(masses):  # of sum_y mass(y) sum_t -A_t log pi(y_t) by the logits: d log pi(v) = [v] - pi
-        return sum(
-            mass * -advantages[row, t] * (torch.eye(3)[token] - on)
-            for row, mass in enumerate(masses)
-            for t, token in enumerate(responses[row])
-        )
+        pairs = [(row, t, token) for row, response in enumerate(responses) for t, token in enumerate(response)]
+        return sum(masses[row] * -advantages[row, t] * (torch.eye(3)[token] - on) for row, t, token in pairs)
 
     torch.testing.assert_close(found, slope(mass), rtol=0, atol=1e-6)
-    on_policy = (found - slope(of_responses(ON, length))).abs().max() < 1e-6
-    assert bool(on_policy) is (cap == NO_CAP)
-
-
-# Updates
+    assert bool((found - slope(of_responses(ON, length))).abs().max() < 1e-6) is (cap == NO_CAP)
 
 
 def updated(shift, **changes):
-    """An update on rows whose engine had the policy's log-probs, less `shift`."""
+    """The policy before an update on rows whose engine had its log-probs less `shift`; the trainer; the metrics."""
     options = {"policy_seed": 3, "learning_rate": 3e-3, "num_mini_batches": 2, "ratio_threshold": None}
-    _, experience = tiny.trainer_and_experience(**options)
-    drawn = replace(tiny.rollout(), logprobs=experience.logprobs - shift)
-    trainer = tiny.trainer(**options, **changes)
+    drawn = replace(tiny.rollout(), logprobs=tiny.trainer_and_experience(**options)[1].logprobs - shift)
+    trainer = tiny.trainer(**options, max_logprob_gap=9.0, **changes)
     before, experience = tiny.weights(trainer.policy), trainer.make_experience(drawn, scores=torch.tensor(tiny.SCORES))
     return before, trainer, trainer.update(experience)
 
 
-@pytest.mark.parametrize("mode", BY_HAND)
+@MODES
 def test_with_equal_log_probs_the_update_is_that_without_the_option(mode):
-    (_, plain, expected), (_, ours, found) = updated(0.0), updated(0.0, **correction(mode))
+    (_, plain, expected), (_, ours, found) = updated(0.0), updated(0.0, rollout_correction={"mode": mode})
     assert {**expected, "rollout/correction_mean": 1.0, "rollout/correction_capped": 0.0} == found
-    for name in ("policy", "value"):
-        assert torch.equal(tiny.weights(getattr(plain, name)), tiny.weights(getattr(ours, name)))
+    assert torch.equal(tiny.weights(plain.policy), tiny.weights(ours.policy))
 
 
 def test_only_the_surrogate_is_weighted():
     """All rows are masked: the policy does not move without other terms; the value model learns as ever."""
-    masked = correction("sequence_mask", cap=1.1)
+    masked = {"rollout_correction": {"mode": "sequence_mask", "cap": 1.1}}
     (_, plain, _), (before, ours, stats) = updated(0.0), updated(1.0, **masked)
     assert stats["rollout/correction_capped"] == 1.0 and stats["loss/policy_avg"] == 0.0 < stats["loss/value_avg"]
     assert torch.equal(tiny.weights(ours.policy), before) and not torch.equal(tiny.weights(plain.policy), before)
     assert torch.equal(tiny.weights(ours.value), tiny.weights(plain.value))
     for term in ({"kl_in": "loss", "kl_estimator": "full"}, {"entropy_coef": 0.1}):
-        before, moved, _ = updated(1.0, **masked, **term)
-        assert not torch.equal(tiny.weights(moved.policy), before)
-
-
-def test_a_rollout_without_the_engines_log_probs_is_refused():
-    with pytest.raises(ValueError, match="rollout_correction needs the engine's log-probs"):
-        tiny.trainer_and_experience(**correction("token_truncate"))
+        assert not torch.equal(tiny.weights(updated(1.0, **masked, **term)[1].policy), before)

@@ -322,12 +322,11 @@ def disagreements(state: ReferenceState, experience: Experience) -> dict[str, fl
 
 def engine_metrics(state: ReferenceState, experience: Experience) -> dict[str, float]:
     """Return the distance of the engine's log-probs from the policy's, and the means of rollout_correction."""
-    pairs = zip(experience.logprobs, state.drawn_logprobs, strict=False)
-    if not (gaps := [abs(ours - drawn) for ours, drawn in pairs]):
-        return {}
-    values = {"logprob_gap": torch.cat(gaps).mean(), "logprob_gap_p99": torch.cat(gaps).quantile(0.99)}
+    gap = (torch.cat(experience.logprobs) - torch.cat(state.drawn_logprobs)).abs()
+    values = {"logprob_gap": gap.mean(), "logprob_gap_p99": gap.quantile(0.99)}
     if state.settings.rollout_correction is not None:
-        weights, capped = zip(*(rollout_correction(state, experience, row) for row in range(len(gaps))), strict=True)
+        rows = range(len(state.responses))
+        weights, capped = zip(*(rollout_correction(state, experience, row) for row in rows), strict=True)
         values |= {"correction_mean": torch.cat(weights).mean(), "correction_capped": torch.cat(capped).double().mean()}
     return {f"rollout/{name}": float(value) for name, value in values.items()}
 
