@@ -7,12 +7,10 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_cli import config, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import load
 from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
@@ -69,30 +67,30 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     Raises RLHFError as `config.load`, `runs.open_reference` and `setup.read_prompts`, too.
     """
     ppo = config.load("ppo", (folder.resolve().parent if (folder / "identity.json").is_file() else folder) / "ppo.yaml")
-    if (engine := vllm_engine(ppo)) is None:
+    if (engine := ppo.models.server) is None:
         raise RLHFError("C11", "the engine needs no server", where=ppo.where("models.engine"), hint="omit --rollouts")
     sft = runs.open_reference(ppo, runs.references(ppo)[0])
     verify_parents({sft.key: sft})
     body, (place, missing) = load.read_config(sft.model, options.trust_remote_code), _whole_model(sft)
-    if engine.sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old output head
-        place = shell_path(ppo.folder / "engine/sft")
-        written = f"rlhf ppo --config {shell_path(ppo.file)} writes {place} when it starts"
-        missing = "" if (ppo.folder / "engine/sft").is_dir() else written
+    if (
+        ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings
+    ):  # vLLM would keep the old output head
+        untied = ppo.folder / "engine/reference/step_000000"
+        place, written = (
+            shell_path(untied),
+            f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server",
+        )
+        missing = "" if untied.is_dir() else written
     tokenizer, response = setup.load_tokenizer(ppo, options, sft), ppo.ppo.max_response_length
     keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
     length = response + max(setup.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
     dtype = "bfloat16" if hardware.settings_for_this_machine(ppo.ppo).bf16 else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
-    if engine.sync == "lora" and ppo.models.adapters:
+    if ppo.models.server_sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
     url = urlsplit(engine.url)
     return f"{line} --host {url.hostname}" + (f" --port {url.port}" if url.port else ""), missing
-
-
-def vllm_engine(ppo: PPOConfig) -> Any:
-    """Return models.engine.vllm, which has a url and a sync; None for another engine."""
-    return getattr(ppo.models.engine, "vllm", None)
 
 
 def _whole_model(model: Parent) -> tuple[str, str]:

@@ -7,6 +7,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from rlhf_cli.config.base import Section, invalid
 
 
+class RolloutCorrection(Section):
+    """Importance weights of the policy loss, for engines whose draws differ slightly from the policy's."""
+
+    mode: Literal["token_truncate", "sequence_mask"]
+    cap: float = Field(3.0, gt=1)
+
+
 class ObjectiveSettings(Section):
     """Scores, KL penalty, advantages, clipped losses and early stopping."""
 
@@ -24,6 +31,7 @@ class ObjectiveSettings(Section):
     horizon: int = Field(10000, gt=0)
     kl_stop: float | None = Field(None, gt=0)
     max_logprob_gap: float = Field(0.1, gt=0)
+    rollout_correction: RolloutCorrection | None = None
 
     # Rewards and advantages
     whiten_rewards: bool = False

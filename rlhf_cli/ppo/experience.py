@@ -7,13 +7,14 @@ Shapes: B rows (episodes), R response width, N response tokens of a micro-batch.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_cli.config.ppo_algorithm import RolloutCorrection
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
@@ -132,9 +133,11 @@ class TokenBatch:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
-        return TokenBatch(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TokenBatch(**{name: tensor[part] for name, tensor in tensors.items() if tensor is not None})
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,8 @@ class Experience:
     rewards: Tensor  # (B, R) float32: final score, minus the KL penalty if ppo.kl_in is reward
     advantages: Tensor  # (B, R) float32
     returns: Tensor  # (B, R) float32
+    weights: Tensor | None = None  # (B, R) float32: of the surrogate loss, by ppo.rollout_correction
+    capped: Tensor | None = None  # bool: weights bounded by its cap, of the response tokens (T,) or of the rows (B,)
 
     @property
     def mask(self) -> Tensor:
@@ -174,9 +179,22 @@ class Experience:
         drawn = self.rollout.logprobs
         return self.logprobs.new_empty(0) if drawn is None else (self.logprobs - drawn)[self.mask].abs()
 
+    def corrected(self, option: RolloutCorrection | None) -> "Experience":
+        """Return the experience with the weights of rollout_correction.
+
+        Raises ValueError if the rollout lacks its engine's log-probs.
+        """
+        if option is None:
+            return self
+        if (drawn := self.rollout.logprobs) is None:
+            raise ValueError("ppo.rollout_correction needs the engine's log-probs of the response tokens")
+        weights, capped = losses.correction_weights(self.logprobs - drawn, self.mask, option.mode, option.cap)
+        return replace(self, weights=weights, capped=capped)
+
     def token_batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
-        names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+        names = ["logprobs", "ref_logprobs", "values", "advantages", "returns"]
+        names += [] if self.weights is None else ["weights"]
         index = micro_batch.response_index
         return TokenBatch(micro_batch.response_ids, **{name: getattr(self, name)[index] for name in names})
 
@@ -214,6 +232,9 @@ class Experience:
             metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
         if len(gap := self.logprob_gap):
             metrics |= {"rollout/logprob_gap": float(gap.mean()), "rollout/logprob_gap_p99": float(gap.quantile(0.99))}
+        if self.weights is not None and self.capped is not None:
+            mean = float(self.weights[self.mask].mean())
+            metrics |= {"rollout/correction_mean": mean, "rollout/correction_capped": float(self.capped.float().mean())}
         return metrics | {
             "objective/kl_coef": self.kl_coef,
             "objective/response_length": float(rollout.response_lengths.float().mean()),

@@ -45,14 +45,16 @@ def policy_loss_and_metrics(
 ) -> tuple[Tensor, TokenMetrics]:
     """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
 
-    loss = surrogate - entropy_coef * entropy, plus kl_coef * KL with kl_in loss. `ref_logits` (N, V): for kl_estimator
-    full.
+    loss = weight * surrogate - entropy_coef * entropy, plus kl_coef * KL with kl_in loss; the weights are those of
+    rollout_correction. `ref_logits` (N, V): for kl_estimator full.
     """
     log_probs = losses.log_probs(logits, settings.temperature)
     logprobs = losses.gather_logprobs(log_probs, tokens.ids)
     surrogate, ratio, clipped = losses.policy_loss(
         logprobs, tokens.logprobs, tokens.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
     )
+    if tokens.weights is not None:
+        surrogate = surrogate * tokens.weights
     with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
         entropy = losses.entropy(log_probs)
     loss = surrogate

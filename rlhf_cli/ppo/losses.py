@@ -177,6 +177,23 @@ def policy_loss(
     return loss, ratio, clipped
 
 
+def correction_weights(log_ratio: Tensor, mask: Tensor, mode: str, cap: float) -> tuple[Tensor, Tensor]:
+    """Return the weights (B, R) of the surrogate loss, 0 outside the mask, and which ratios exceed `cap`.
+
+    The ratios w = pi_old / mu are exp(log_ratio), (B, R); the engine draws from mu. token_truncate: min(w, cap), which
+    of the response tokens, (T,) (Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). sequence_mask: at each token the product of the row's
+    ratios, or 0 if it exceeds the cap, which rows, (B,). As TRL 1.16, grpo_trainer.py, vllm_importance_sampling_mode:
+    the weights are constants and multiply the clipped surrogate, but neither the KL in the loss nor the entropy bonus.
+    """
+    log_ratio = torch.where(mask, log_ratio, 0)
+    if mode == "token_truncate":
+        ratio = log_ratio.exp()
+        return torch.where(mask, ratio.clamp(max=cap), 0), (ratio > cap)[mask]
+    ratio = log_ratio.sum(1, keepdim=True).exp()
+    return torch.where(mask & (ratio <= cap), ratio, 0), (ratio > cap)[:, 0]
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
     """Return the clipped value loss at each token, as (loss, clipped), each (...).
 

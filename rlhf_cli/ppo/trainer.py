@@ -166,10 +166,8 @@ class PPOTrainer:
         return rollout
 
     def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
-        if self.process_group.world_size == 1:
-            return engine.generate(seeded)
-        if not engine.deterministic:  # a server, to which one process talks
-            return self.process_group.run_on_main(lambda: engine.generate(seeded).to(CPU))
+        if self.process_group.world_size == 1 or not engine.deterministic:  # one process talks to a server
+            return self.process_group.run_on_main(lambda: engine.generate(seeded))
         with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
         return Rollout.concat(parts)
@@ -190,7 +188,7 @@ class PPOTrainer:
 
         `scores` (B,) replace those of the reward sources; they are normalised and clipped, and no penalty is
         subtracted. Raises RLHFError R01 if a number is not finite, R05 if scores have the wrong shape, R19 if the
-        rollout was drawn from other weights.
+        rollout was drawn from other weights; ValueError if rollout_correction lacks the engine's log-probs.
         """
         rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
@@ -209,7 +207,7 @@ class PPOTrainer:
         tensors = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
         experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
         monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1)
-        return experience
+        return experience.corrected(settings.rollout_correction)
 
     judge = make_experience  # the former name
 

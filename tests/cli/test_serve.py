@@ -4,9 +4,9 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import yaml
 from adapter_folder import run as run_stage
 from bad_inputs import replace
 from chat_run import PROMPTS
@@ -20,8 +20,6 @@ SCORING = "--runner pooling --no-enable-prefix-caching --pooler-config.use_activ
 ROLLOUTS = "--logprobs-mode processed_logprobs --generation-config vllm --no-enable-chunked-prefill"
 ADDRESS = "--max-num-batched-tokens 8192{} --host 127.0.0.1 --port 8101\n"
 VARIABLES = "env VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve "
-SCRIPT = """import sys; from types import SimpleNamespace; from rlhf_cli import cli; from rlhf_cli.commands import serve
-serve.vllm_engine = lambda ppo: SimpleNamespace(url="http://127.0.0.1:8101", sync="lora"); cli.app(sys.argv[1:])"""
 
 
 def served(*arguments: object, says: str = "") -> str:
@@ -31,9 +29,15 @@ def served(*arguments: object, says: str = "") -> str:
     return str(result.stdout)
 
 
-def set_sync(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def set_sync(folder: str, kind: str) -> None:
     """Set models.engine: {vllm: {url, sync}}."""
-    monkeypatch.setattr(serve, "vllm_engine", lambda _: SimpleNamespace(url="http://127.0.0.1:8101", sync=kind))
+    file = Path(folder, "ppo.yaml")
+    config = yaml.safe_load(file.read_text())
+    models = config.setdefault("models", {})
+    models["engine"] = {"vllm": {"url": "http://127.0.0.1:8101", "sync": kind}}
+    if kind == "lora":
+        models.setdefault("adapters", {"kind": "lora", "r": 8})
+    file.write_text(yaml.safe_dump(config))
 
 
 def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,19 +47,16 @@ def test_whole_policies_and_refusals(trained_folder: Path, monkeypatch: pytest.M
     assert served(".", "--trust-remote-code") == f"{whole} --trust-remote-code\n"
     assert is_one_error(rlhf("serve", ".", "--rollouts"), "C11", "the engine needs no server")
     assert is_one_error(rlhf("serve", ".", "--rollouts", "--stage", "sft"), "C11", "omit --stage")
-    set_sync(monkeypatch, "disk")
+    set_sync(".", "disk")
     prompt = max(len(AutoTokenizer.from_pretrained("sft_model")(text)["input_ids"]) for text in PROMPTS)
     line = f"--served-model-name sft --dtype float32 --max-model-len {prompt + 8} {ROLLOUTS} {ADDRESS.format('')}"
     assert served("ppo", "--rollouts") == f"{VARIABLES}sft_model {line}"
     replace("sft_model/config.json", '"tie_word_embeddings": false', '"tie_word_embeddings": true')
     replace("ppo.yaml", "ppo:\n", "ppo:\n  bf16: true\n")
-    line, writes = (
-        line.replace("float32", "bfloat16"),
-        "rlhf ppo --config ppo.yaml writes ppo/engine/sft when it starts",
-    )
-    assert served(".", "--rollouts", says=writes) == f"{VARIABLES}ppo/engine/sft {line}"
-    Path("ppo/engine/sft").mkdir(parents=True)
-    assert served(".", "--rollouts") == f"{VARIABLES}ppo/engine/sft {line}"
+    line, writes = line.replace("float32", "bfloat16"), "rlhf ppo --config ppo.yaml writes it, and waits for the server"
+    assert served(".", "--rollouts", says=writes) == f"{VARIABLES}ppo/engine/reference/step_000000 {line}"
+    Path("ppo/engine/reference/step_000000").mkdir(parents=True)
+    assert served(".", "--rollouts") == f"{VARIABLES}ppo/engine/reference/step_000000 {line}"
     Path("ppo/manifest.json").unlink()
     assert is_one_error(rlhf("serve", "ppo"), "M10", "ppo is not finished")
     assert is_one_error(rlhf("serve", "sft_model"), "M01", "sft_model holds neither ppo/ nor sft/ of a run")
@@ -80,12 +81,14 @@ def test_adapters_of_a_policy_and_a_whole_reward_model(chat_origin: Path, monkey
 def test_what_vllm_cannot_load_is_exported_first(adapters_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "--tokenizer sft/model --generation-config sft/model/merged --max-model-len 128"
     assert served(".") == f"vllm serve model --enable-lora --max-lora-rank 8 --lora-modules sft=sft/model {own}\n"
-    set_sync(monkeypatch, "lora")
+    before = Path("ppo.yaml").read_text()
+    set_sync(".", "lora")
     result = must_succeed(rlhf("serve", ".", "--rollouts"), "serve    first: rlhf export sft --out exported/sft-")
     export = result.stderr.split()[2:]
     assert result.stdout.startswith(f"{VARIABLES}{export[-1]} --served-model-name sft --dtype float32 ")
     must_succeed(rlhf(*export[1:]))
     assert served(".", "--rollouts") == result.stdout
+    Path("ppo.yaml").write_text(before)
     run_stage(adapters_copy, "ppo", "-s", "models.adapters={kind: lora, r: 9}")
     for stage, name in (("ppo", "policy"), ("reward", "reward")):  # adapters on adapters; a trained head
         result = must_succeed(rlhf("serve", stage), f"serve    first: rlhf export {stage} --out exported/{stage}-")
@@ -101,9 +104,9 @@ def test_exec_starts_what_is_printed(chat_origin: Path, here: Path, monkeypatch:
     script = '#!/bin/sh\nprintf "%s\\n" "$@" $VLLM_SERVER_DEV_MODE$VLLM_ALLOW_RUNTIME_LORA_UPDATING\n'
     Path("no bin/vllm").write_text(script)
     Path("no bin/vllm").chmod(0o755)
-    started = must_succeed(python("-c", SCRIPT, "serve", "my run", "--rollouts", "--exec")).stdout
+    set_sync("my run", "lora")
+    started = must_succeed(python("-m", "rlhf_cli", "serve", "my run", "--rollouts", "--exec")).stdout
     lora = "--enable-lora\n--max-lora-rank\n8\n--max-loras\n3\n--host\n127.0.0.1\n--port\n8101\n11\n"
     assert started.startswith("serve\nmy run/sft/model\n--served-model-name\nsft\n") and started.endswith(lora)
-    set_sync(monkeypatch, "lora")
     printed = served("my run", "--rollouts")
     assert subprocess.run(printed, shell=True, capture_output=True, text=True, check=True).stdout == started

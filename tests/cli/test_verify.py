@@ -1,6 +1,7 @@
 """`rlhf verify`: trainer and reference agree for every option, planted errors are found, a run is not modified."""
 
 import ast
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -70,7 +71,10 @@ def prompts(trainer: PPOTrainer, seed: int) -> Any:
 
 
 def verify(trainer: PPOTrainer) -> list[Quantity]:
+    """Compare an update on responses of an engine whose log-probs are off."""
     rollout = trainer.generate(prompts(trainer, 9))
+    noise = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(1)) / 3
+    rollout = dataclasses.replace(rollout, logprobs=rollout.logprobs + noise)
     updates, stop = trainer.settings.num_updates(), trainer.engine.stop_token_id  # type: ignore[attr-defined]
     float64, expected = run_in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
     return compare(expected, float64)
@@ -110,6 +114,8 @@ a controlled coefficient: {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef
 a controlled coefficient in the loss:
   {adap_kl_ctrl: true, target: 3.0, horizon: 50, kl_coef: 0.2, steps: 2, kl_in: loss, kl_estimator: k2}
 clips: {cliprange: 0.05, cliprange_high: 0.3, cliprange_value: 0.05, num_ppo_epochs: 3}
+weighted tokens: {rollout_correction: {mode: token_truncate, cap: 1.2}, cliprange: 0.05, entropy_coef: 0.1}
+weighted responses: {rollout_correction: {mode: sequence_mask, cap: 1.2}, kl_in: loss, kl_estimator: k2}
 dual clip: {dual_clip: 1.2, learning_rate: 0.05, ratio_threshold: null}
 entropy: {entropy_coef: 0.3, vf_coef: 0.9}
 no value loss: {vf_coef: 0.0, weight_decay: 0.1}
@@ -172,6 +178,8 @@ def test_the_options_of_the_cases_take_effect() -> None:
     assert largest("clips", "policy/clipfrac_avg") > 0 and largest("clips", "val/clipfrac_avg") > 0
     assert largest("value alone", "policy weights, change") == 0
     assert largest("adamw", "policy/grad_norm") > 0.05
+    for case in ("weighted tokens", "weighted responses"):
+        assert 0 < largest(case, "rollout/correction_capped") < 1 and largest(case, "rollout/logprob_gap") > 0.1
 
 
 @pytest.mark.parametrize("kind", get_args(SCHEDULERS))

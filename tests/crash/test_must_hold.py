@@ -133,7 +133,9 @@ def test_gradient_is_the_same_for_any_micro_batching(options, dtype, limit):
         )
         if options:
             torch.nn.init.ones_(trainer.value.score.weight)
-        grads.append(tiny.gradient(trainer, replace(experience, values=experience.values + 0.1)))
+        weights = torch.linspace(0.5, 2.0, 20).reshape(4, 5) if options else None  # of rollout_correction
+        experience = replace(experience, values=experience.values + 0.1, weights=weights)
+        grads.append(tiny.gradient(trainer, experience))
     assert all(difference(grads[0], other) <= limit for other in grads[1:])
 
 

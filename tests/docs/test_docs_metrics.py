@@ -52,8 +52,8 @@ def scores(rollout) -> torch.Tensor:
 def ppo_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What stands in PPO's log with every option that adds a key, written by the log itself."""
     sources = {"length": scores, "vote": EnsembleReward({"one": scores, "two": scores})}
-    plain = tiny.trainer(rewards=sources)
-    parts = (plain.policy, plain.ref, plain.value, sources, plain.engine, tiny.settings(ptx_coef=1.0))
+    plain, options = tiny.trainer(rewards=sources), {"ptx_coef": 1.0, "rollout_correction": {"mode": "sequence_mask"}}
+    parts = (plain.policy, plain.ref, plain.value, sources, plain.engine, tiny.settings(**options))
     stats = PPOTrainer(*parts, ptx=[([5], [6, 2])]).step(tiny.prompts())
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
     MetricsLog(path).log(1, stats)

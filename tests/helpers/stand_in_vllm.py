@@ -1,7 +1,10 @@
 """A stand-in for a vLLM server, which answers by HFEngine with the weights that it was sent."""
 
+import atexit
 import copy
 import json
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,9 +17,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.models.batch import Prompts
+from rlhf_cli.http_client import HTTPClient
+from rlhf_cli.models.batch import Prompts, StopTokenId
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 
 BASE = "sft"
 
@@ -150,3 +155,22 @@ class StandIn:
         "/update_weight_version": _set_version,
         "/weight_info": lambda self, body: (200, json.dumps({"weight_version": self.version}).encode()),
     }
+
+
+def served(model: Any, stop: StopTokenId, pad: int, temperature: float = 1.0, **_: Any) -> VLLMEngine:
+    """Return an engine that samples from a stand-in with these weights; each sync sends those of `model`."""
+    stand_in, folder = StandIn(copy.deepcopy(model)), Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    def write(role: str, update: int) -> tuple[str, Path]:
+        path = folder / f"{role}-update-{update}"
+        model.save_pretrained(path)
+        return path.name, path
+
+    probe = Prompts.from_lists([[5, 6, 7], [8, 9], [4]])
+    engine = VLLMEngine(
+        VLLMServer(stand_in.url, "disk", HTTPClient()), copy.deepcopy(model), write,
+        replace(probe, seeds=(1, 2, 3), response_length=8), stop, pad, temperature, False, 0.1, 5.0, 60, print,
+    )  # fmt: skip
+    engine.served, engine.weights = BASE, (stand_in.version, folder)
+    return engine

@@ -70,6 +70,7 @@ BOUNDS = {
     "horizon": ([0, -1, 1.5, None], [10000]),
     "kl_stop": ([0.0, -1.0], [15.0, None]),
     "max_logprob_gap": ([0.0, -0.1], [0.01, 3.0]),
+    "rollout_correction": ([{}, {"mode": "mask"}, {"mode": "sequence_mask", "cap": 1.0}], [{"mode": "sequence_mask"}]),
     "require_reward": ([{}, {"accuracy": 1.1}, {"ece": -0.1}, 0.6], [{"accuracy_low": 0.5}, None]),
     "watchdog": (
         [

@@ -26,6 +26,7 @@ kl_penalty: mse | C01 unknown key ppo.kl_penalty | write kl_estimator: k2
 sft_model_path: m | C01 unknown key ppo.sft_model_path | write models.sft: m
 log_with: wandb | C01 unknown key ppo.log_with | write output.report_to: [wandb]
 report_to: [wandb] | C02 ppo.report_to belongs under output: | write it as output.report_to
+vllm_importance_sampling_cap: 2.0 | C01 unknown key ppo.vllm_... | use rollout_correction; {mode: ..., cap: 3.0}
 overlong_buffer_len: 16 | C01 unknown key ppo.overlong_buffer_len | use overlong_penalty; {tokens: n, factor: f}
 top_k: 50 | C01 unknown key ppo.top_k | responses are sampled from the full softmax, ...; remove the line
 is_encoder_decoder: true | C01 unknown key ppo.is_encoder_decoder | encoder-decoder models are ...; remove the line

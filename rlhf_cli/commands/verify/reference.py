@@ -64,6 +64,7 @@ class ReferenceState:
     ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
     prompts: list[list[int]]
     responses: list[list[int]]
+    drawn_logprobs: list[Tensor]  # of the response tokens, by the engine that drew them; empty if another drew them
     stop_token_ids: frozenset[int]
     near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
 

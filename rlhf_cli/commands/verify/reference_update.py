@@ -38,6 +38,7 @@ def row_losses(state: ReferenceState, experience: Experience, row: int) -> tuple
     logprobs, old = of_tokens(logp, state.responses[row]), experience.logprobs[row]
     ratio = torch.exp(logprobs - old)
     surrogate, clipped = clipped_surrogate(settings, ratio, experience.advantages[row])
+    surrogate = rollout_correction(state, experience, row)[0] * surrogate
     values = response_values(state, row)
     error, value_clipped = value_error(settings, values, experience.values[row], experience.returns[row])
     entropy = -(logp.exp() * logp).sum(-1)
@@ -71,6 +72,21 @@ def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantages: Tensor) 
         too_low = (advantages < 0) & (objective < least)
         objective, clipped = torch.where(too_low, least, objective), clipped | too_low
     return -objective, clipped
+
+
+def rollout_correction(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token, (T,), and which ratios of policy to engine exceed the cap of rollout_correction.
+
+    token_truncate: min(ratio, cap) (Ionides 2008, "Truncated importance sampling"). sequence_mask: the product of the
+    row's ratios, 0 above the cap (TRL 1.16, trl/trainer/grpo_trainer.py).
+    """
+    if (option := state.settings.rollout_correction) is None:
+        return torch.ones(len(state.responses[row])), torch.zeros(1)
+    ratios = torch.exp(experience.logprobs[row] - state.drawn_logprobs[row])
+    if option.mode == "token_truncate":
+        return torch.where(ratios > option.cap, option.cap, ratios), ratios > option.cap
+    product = ratios.prod()
+    return torch.ones_like(ratios) * (product if product <= option.cap else 0.0), product[None] > option.cap
 
 
 def value_error(settings: PPOSettings, values: Tensor, old: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,6 +293,7 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
         "objective/scores": score,
         **{f"objective/score/{name}": fmean(raw) for name, raw in experience.raw.items()},
         **disagreements(state, experience),
+        **engine_metrics(state, experience),
         "objective/kl_coef": state.kl_coef,
         "objective/response_length": sum(lengths) / rows,
         "objective/eos_fraction": ends / rows,
@@ -301,6 +318,17 @@ def disagreements(state: ReferenceState, experience: Experience) -> dict[str, fl
             values |= {f"objective/score/{name}/{member}": fmean(raw) for member, raw in members.items()}
             values[f"objective/disagreement/{name}"] = fmean(map(pstdev, zip(*members.values(), strict=True)))
     return values
+
+
+def engine_metrics(state: ReferenceState, experience: Experience) -> dict[str, float]:
+    """Return the distance of the engine's log-probs from the policy's, and the means of rollout_correction."""
+    gap = (torch.cat(experience.logprobs) - torch.cat(state.drawn_logprobs)).abs()
+    values = {"logprob_gap": gap.mean(), "logprob_gap_p99": gap.quantile(0.99)}
+    if state.settings.rollout_correction is not None:
+        rows = range(len(state.responses))
+        weights, capped = zip(*(rollout_correction(state, experience, row) for row in rows), strict=True)
+        values |= {"correction_mean": torch.cat(weights).mean(), "correction_capped": torch.cat(capped).double().mean()}
+    return {f"rollout/{name}": float(value) for name, value in values.items()}
 
 
 def repetition(response: list[int]) -> float:

@@ -1,9 +1,9 @@
 """Run an update of the trainer and of the float64 reference from the same state, and record every quantity."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -126,6 +126,7 @@ def reference_state_of(
     # One deepcopy, so that weights shared between models stay shared.
     policy, ref, value, sources = copy.deepcopy((trainer.policy, trainer.ref, trainer.value, _scorers(trainer)))
     score_moments, optimizer = trainer.score_moments, trainer.optimizer
+    drawn, lengths = rollout.logprobs, rollout.response_lengths.tolist()
     return reference.ReferenceState(
         settings=trainer.settings,
         seed=trainer.seed,
@@ -142,6 +143,7 @@ def reference_state_of(
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
+        drawn_logprobs=[] if drawn is None else [as_float64(drawn[row, :length]) for row, length in enumerate(lengths)],
         stop_token_ids=frozenset(stop_ids(stop_token_id)),
         near_tie=near_tie,
     )
@@ -207,7 +209,8 @@ def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.A
 def to_float64(trainer: PPOTrainer) -> None:
     """Convert a trainer's models and optimizer to float64, which is exact, and turn autocast off.
 
-    Also turns off gradient checkpointing, whose recomputation would run with float32 again.
+    Also turns off gradient checkpointing, whose recomputation would run with float32 again, and max_logprob_gap: the
+    engine drew in the run's dtype.
     """
     state = copy.deepcopy(trainer.state_dict())
     for model in (trainer.policy, trainer.ref, trainer.value, *_reward_models(trainer)):
@@ -215,7 +218,7 @@ def to_float64(trainer: PPOTrainer) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
-    trainer.settings = trainer.settings.model_copy(update={"bf16": False})
+    trainer.settings = trainer.settings.model_copy(update={"bf16": False, "max_logprob_gap": math.inf})
     trainer.load_state_dict(state)  # the optimizer moments take the dtype of their parameters
 
 
@@ -238,7 +241,7 @@ def run_in_float64(
     values = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
     with float64_only():
         values |= reference_update.update(state, tick)
-        quantities = run_update(trainer, replace(rollout, logprobs=None))  # the reference has no engine
+        quantities = run_update(trainer, rollout)
     expected = {name: as_float64(each) for name, each in values.items()}
     expected |= weight_changes(before, copy_weights(state.policy, state.value))
     expected[FROZEN] = torch.zeros_like(quantities[FROZEN])
