@@ -28,6 +28,7 @@ from ppo_folder import (
     write,
 )
 from safetensors.torch import load_file, save_file
+from stand_in_vllm import StandIn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.models import save, tokenizers
@@ -56,6 +57,34 @@ def test_graph_draws_the_tokens_of_hf_and_resumes_to_the_same_bytes(run_folder, 
     assert (manifest(run_folder)["engine"], manifest(ppo_run)["engine"]) == ("graph", "hf")
     refused = ppo(run_folder, "-s", "models.engine=hf")
     assert refused.exit_code == 2 and "models.engine" in refused.stderr
+
+
+def test_a_server_draws_the_tokens_of_hf_through_a_stop_and_a_restart(run_folder, ppo_run):
+    """Whole weights over a stand-in; the run goes on with the server at another address."""
+    first, second = (
+        StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64) for _ in range(2)
+    )
+    engine = [
+        ("-s", f"models.engine={{vllm: {{url: '{each.url}', wait: 0.1, retries: 0}}}}") for each in (first, second)
+    ]
+    stop_in_update(run_folder, 3, *engine[0])
+    first.faults = [unavailable] * 1000
+    fails(ppo(run_folder, *engine[0]), "R20", "/health answered 503", exit_code=1)
+    result = must_succeed(ppo(run_folder, *engine[1]), "resumes at step", f"the server at {second.url} generates")
+    ours, plain = (lines(folder / "ppo/samples.jsonl") for folder in (run_folder, ppo_run))
+    assert [row["response"] for row in ours] == [row["response"] for row in plain]
+    pairs = zip(lines(run_folder / "ppo/metrics.jsonl"), lines(ppo_run / "ppo/metrics.jsonl"), strict=True)
+    assert all(one["objective/scores"] == pytest.approx(other["objective/scores"], abs=1e-4) for one, other in pairs)
+    assert manifest(run_folder)["engine"] == "vllm" and "sends the weights again" not in result.stderr
+    assert sorted(path.name for path in (run_folder / "ppo/engine/policy").iterdir()) == [
+        f"step_00000{step}" for step in (2, 3, 4)
+    ]
+    refused = ppo(run_folder, *engine[1], "-s", "models.engine.vllm.sync=lora", "-s", "models.adapters={kind: lora}")
+    assert refused.exit_code == 2 and "models.engine.vllm.sync" in refused.stderr
+
+
+def unavailable(path: str, body: object) -> tuple[int, bytes]:
+    return 503, b""
 
 
 def evaluate(folder: Path, *arguments: str):

@@ -1,6 +1,7 @@
 """The engine that asks a vLLM server, against a stand-in: ten faults of a sync, and a server that fails."""
 
 import copy
+import itertools
 import json
 import shutil
 import time
@@ -26,6 +27,9 @@ from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 SYNCS = ("lora", "disk")
 
 
+NUMBERS = itertools.count(1)  # of folders of weights: a server that is shared knows the former ones
+
+
 class Nothing:
     def save_pretrained(self, folder: Path) -> None:
         """A tokenizer without files."""
@@ -34,7 +38,9 @@ class Nothing:
 class Pair:
     """A policy, its reference, a stand-in that serves the reference, and an engine; weights go to `folder`."""
 
-    def __init__(self, folder: Path, sync: str, temperature: float = 0.7, served: Any = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, sync: str, temperature: float = 0.7, served: Any = None, url: str = "", **options: Any
+    ) -> None:
         self.folder, self.count, self.reports = folder, 0, list[str]()
         self.ref = tiny.causal(tie_word_embeddings=sync == "disk")
         self.saved = copy.deepcopy(self.ref)
@@ -49,8 +55,8 @@ class Pair:
             }
             self.saved = lora.add_adapters(self.saved, settings, revision=None, **made)
         self.policy = lora.unwrap(self.saved)
-        self.stand_in = StandIn(served or copy.deepcopy(self.ref))
-        self.server: Any = Planted(self.stand_in.url, sync, HTTPClient(2.0, options.pop("retries", 1)))
+        self.stand_in = None if url else StandIn(served or copy.deepcopy(self.ref))
+        self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0 if url else 2.0, 1))
         probe = seeded(tiny.prompts(12), length=16)
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
@@ -59,7 +65,7 @@ class Pair:
         )  # fmt: skip
 
     def write(self, role: str, update: int) -> tuple[str, Path]:
-        self.count += 1
+        self.count = next(NUMBERS)
         path = self.folder / f"{role}_{self.count}"
         if role == "policy" and self.server.sync == "lora":
             save.save_model(self.saved, Nothing(), path, "")
@@ -181,8 +187,8 @@ def test_after_each_sync_the_server_draws_from_the_new_weights(make, sync):
         drawn.append(responses(rollout))
         pair.train()
     assert drawn[0] != drawn[1] != drawn[2] != drawn[3] and not pair.reports
-    if sync == "lora":  # two are kept: the directory of an adapter is read late
-        assert list(pair.stand_in.models) == [BASE, "run-policy-update-3", "run-policy-update-4"]
+    if sync == "lora":  # two are kept
+        assert list(pair.stand_in.models) == [BASE, f"run-policy-update-{pair.count - 1}", pair.engine.weights[0]]
 
 
 @pytest.mark.parametrize(("fault", "sync"), CASES)
