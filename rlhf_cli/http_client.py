@@ -15,11 +15,11 @@ HTTP_TOO_MANY_REQUESTS = 429
 
 
 class NoAnswerError(Exception):
-    """The server gave no usable answer, and the retries are used up. The text goes on from the URL."""
+    """The server gave no usable answer, and the retries are used up. The text follows the URL in a message."""
 
 
 class RefusalError(Exception):
-    """The server answered with a `status` that another attempt will not change. The text goes on from the URL."""
+    """The server answered with a `status` that another attempt will not change. The text follows the URL in a message."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)

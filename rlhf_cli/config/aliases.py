@@ -42,4 +42,4 @@ COMMANDS = _by_name("commands")
 
 def find_alias(name: str) -> Alias | None:
     """Return the alias for an option name, or None. All vLLM options share one alias."""
-    return ALIASES.get(name) or (ALIASES["vllm"] if "vllm" in name else None)
+    return ALIASES.get(name) or (ALIASES["use_vllm"] if "vllm" in name else None)

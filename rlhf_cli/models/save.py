@@ -47,7 +47,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 
 
 def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a language model as `save_model` does, with an output head of its own also where it is the embedding.
+    """Write a language model as `save_model` does, with a separate output head also where it is the embedding.
 
     A server that reloads tied weights may keep the head that it had.
     """

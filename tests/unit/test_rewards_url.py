@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from ppo_folder import PPO, fails, lines, must_succeed, ppo, rlhf, steps, weights, write
 
-from rlhf_cli import errors
+from rlhf_cli import errors, http_client
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.rewards import http
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
 
 Answer = tuple[int, bytes]
@@ -81,7 +80,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def record(wait: float) -> None:
         waits.append(wait)
 
-    monkeypatch.setattr(http, "sleep", record)
+    monkeypatch.setattr(http_client, "sleep", record)
     return waits
 
 
@@ -207,7 +206,7 @@ def test_the_value_of_a_header_is_redacted(server: Server, monkeypatch: pytest.M
 def test_r05_an_unusable_answer(
     server: Server, waits: list[float], monkeypatch: pytest.MonkeyPatch, answer: Plan, wrong: str, tries: int
 ) -> None:
-    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 100 if wrong.startswith("more") else 1000)
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 100 if wrong.startswith("more") else 1000)
     server.plan = [answer]
     with pytest.raises(RLHFError, match=f"R05.*reward `far`.*{wrong}"):
         ask(server.address)
