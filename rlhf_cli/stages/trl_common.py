@@ -318,8 +318,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)
         control.should_evaluate &= not last or args.load_best_model_at_end
-        weights = map(sharding.zero3_shard, self.trainer.model.parameters())
-        if control.should_save and not all(bool(weight.isfinite().all()) for weight in weights):
+        if control.should_save and not has_finite_weights(self.trainer.model):
             raise _not_finite_error("a weight", math.nan, args, state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -354,6 +353,15 @@ class TrainingCallback(TrainerCallback, ExportableState):
 
 
 TrainingCallback.__name__ = CALLBACK_STATE  # transformers stores a callback's state under its class name
+
+
+def has_finite_weights(model: Any) -> bool:
+    """Return True if no trained weight of this process is nan or infinite.
+
+    Their sums show it. Tensor.isfinite allocates 1.5 times a float32 weight: 0.9 GB for 151,936 embeddings of 1,024.
+    """
+    trained = (sharding.zero3_shard(weight).detach() for weight in model.parameters() if weight.requires_grad)
+    return all(math.isfinite(weight.sum(dtype=torch.float32)) for weight in trained)
 
 
 def _not_finite_error(name: str, value: float, args: Any, state: Any) -> RLHFError:

@@ -1,6 +1,7 @@
 """`model.adapters`: trained weights, the files of a stage, and later stages, through the real commands."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.stages import hardware
+from rlhf_cli.stages import hardware, trl_common
 from rlhf_cli.stages.plan_models import Target
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -126,6 +127,18 @@ def test_only_adapters_and_the_head_are_trained(world: World, tmp_path: Path, st
     trainer.train()
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == trainable
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_trained_weights_that_are_not_finite_are_found_without_a_copy(bad: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 100).requires_grad_(False))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        assert trl_common.has_finite_weights(model)
+    assert max(event.cpu_memory_usage for event in profile.events()) < 100
+    for layer, is_finite in ((model[1], True), (model[0], False)):  # frozen weights do not change
+        layer.weight.data[99, 99] = bad
+        assert trl_common.has_finite_weights(model) == is_finite
 
 
 def test_target_modules_choose_the_layers(world: World, tmp_path: Path) -> None:
