@@ -120,7 +120,7 @@ def add_adapters(
     if quantizes:
         del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
     if bf16:
-        autocast_matrices(peft_model)
+        autocast_matrices(peft_model.get_base_model())  # of the peft model, the head would be one of the layers
     _record_base(peft_model, base, revision)
     return peft_model
 

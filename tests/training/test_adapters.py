@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli import jsonl, runs
+from rlhf_cli.config.common import Adapters
 from rlhf_cli.config.loading import load
 from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
@@ -83,6 +84,20 @@ def test_adapters_are_merged_in_float32_into_a_base_stored_in_bf16(adapters_copy
     assert lora.has_bf16_matrices(narrow) and not lora.has_bf16_matrices(wide)
     lora.autocast_matrices(wide.requires_grad_(False))
     assert all(map(torch.equal, wide.state_dict().values(), narrow.state_dict().values()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's embedding and head are tied
+def test_adapters_on_a_bf16_base_change_no_bit_under_autocast(family: str) -> None:
+    """The embedding stays in float32, also where it is the head's matrix."""
+    found = []
+    for bf16 in (True, False):
+        torch.manual_seed(3)
+        model, options = tiny.causal(family), {"vocab_size": tiny.VOCABULARY, "base": "a/b", "revision": None}
+        adapted = lora.add_adapters(model, Adapters(kind="lora"), device=model.device, bf16=bf16, **options)
+        assert lora.has_bf16_matrices(model) == bf16 and model.get_input_embeddings().weight.dtype == torch.float32
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(adapted.eval()(input_ids=torch.arange(12)[None]).logits)
+    assert torch.equal(*found)
 
 
 def test_a_reward_model_is_loaded_with_its_own_head_and_scale(adapters_run: Path) -> None:

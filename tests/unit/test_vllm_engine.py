@@ -39,10 +39,18 @@ class Pair:
     """A policy, its reference, a stand-in that serves the reference, and an engine; weights go to `folder`."""
 
     def __init__(
-        self, folder: Path, sync: str, temperature: float = 0.7, served: Any = None, url: str = "", **options: Any
+        self,
+        folder: Path,
+        sync: str,
+        temperature: float = 0.7,
+        served: Any = None,
+        *,
+        url: str = "",
+        ref: Any = None,
+        **options: Any,
     ) -> None:
         self.folder, self.count, self.reports = folder, 0, list[str]()
-        self.ref = tiny.causal(tie_word_embeddings=sync == "disk")
+        self.ref = ref or tiny.causal(tie_word_embeddings=sync == "disk")
         self.saved = copy.deepcopy(self.ref)
         if sync == "lora":
             settings = LoRA(kind="lora", r=4)
