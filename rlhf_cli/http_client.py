@@ -19,7 +19,7 @@ class NoAnswerError(Exception):
 
 
 class RefusalError(Exception):
-    """The server answered with a `status` that another attempt will not change. The text follows the URL in a message."""
+    """The server answered with a `status` that no other attempt will change. The text follows the URL in a message."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
