@@ -39,7 +39,7 @@ def translate_validation_error(
     for path, details in by_key.items():
         # If a value matches the type of one union member, only report the errors inside that member.
         has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_key)
-        if has_inner and all(detail["type"] in TYPE_ERRORS for detail in details):
+        if has_inner and all(detail["type"] in (*TYPE_ERRORS, "literal_error") for detail in details):
             continue
         problems.append(_translate_key(path, details, model, where))
     return problems

@@ -296,6 +296,30 @@ def test_the_identity_has_exactly_what_can_change_the_result(
     assert (loaded(here, stage, "", override).identity() != loaded(here, stage).identity()) == is_in_identity
 
 
+def test_a_rollout_server_counts_by_how_it_gets_the_weights(here: Path) -> None:
+    server = "models: {engine: {vllm: {url: 'http://HOST:8000'%s}}%s}\n" + MINIMAL["ppo"]
+    one = loaded(here, "ppo", server % ("", "")).identity()
+    assert one["models"]["engine"] == {"vllm": {"sync": "disk"}}
+    assert one == loaded(here, "ppo", (server % (", wait: 1.0, retries: 9", "")).replace("HOST", "other")).identity()
+    adapted = server % ("%s", ", adapters: {kind: lora}")
+    assert loaded(here, "ppo", adapted % "").identity()["models"]["engine"] == {"vllm": {"sync": "lora"}}
+    assert loaded(here, "ppo", adapted % ", sync: disk").models.server_sync == "disk"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("{vllm: {}}", "error[C05]: ppo.yaml:1: models.engine.vllm.url is missing"),
+        ("{vllm: {url: h}}", 'error[C05]: ppo.yaml:1: models.engine.vllm.url: "h" has the wrong form'),
+        ("{vllm: {url: 'http://h', sync: lora}}", "error[C17]: ppo.yaml:1: sync: lora sends adapters, and all weights"),
+        ("tgi", 'error[C07]: ppo.yaml:1: models.engine: "tgi" is not one of hf, graph'),
+    ],
+)
+def test_a_wrong_engine_is_one_problem(engine: str, message: str, here: Path) -> None:
+    (problem,) = messages("ppo", f"models: {{engine: {engine}}}\n{MINIMAL['ppo']}")
+    assert problem.startswith(message)
+
+
 def test_a_path_to_the_value_model_counts_but_not_which(here: Path) -> None:
     one, other = (loaded(here, "ppo", "", f"models.value=./{name}").identity() for name in "xy")
     assert one == other

@@ -264,6 +264,7 @@ def show(plan: dict[str, Any], target: Target) -> None:
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
     count = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
     limit = ", with all responses at their limit" if generates else ""
+    limit += ", without the rollouts of the server" if plan["stage"] == "ppo" and "rollout" not in seconds else ""
     total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{limit}"
     once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
     terminal.out(f"         {count} x {terminal.duration(step)}{once}: {total}")
