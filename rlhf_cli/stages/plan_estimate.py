@@ -18,9 +18,9 @@ from rlhf_cli.stages.plan_models import Bodies, Target
 from rlhf_cli.stages.plan_phases import Phase, StageModel
 from rlhf_cli.stages.training_setup import SAMPLING_BATCH_SIZE
 
-# Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md). PPO leaves more:
-# its phases allocate tensors of different sizes in turn.
-FRAGMENTATION = {"ppo": 0.3, "sft": 0.12, "reward": 0.12, "eval": 0.12}
+# Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md, chat-model.md).
+# PPO's phases allocate tensors of different sizes in turn; the reward stage's batches have the widths of their pairs.
+FRAGMENTATION = {"ppo": 0.4, "sft": 0.12, "reward": 0.45, "eval": 0.12}
 TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 
 
