@@ -248,7 +248,7 @@ def closes(path: str, body: Any) -> Any:
 def test_a_request_that_fails_once_is_sent_again(make, fault):
     pair, prompts = make("disk"), seeded(tiny.prompts(4))
     pair.sync(0)
-    pair.stand_in.faults = [fault] * 3
+    pair.stand_in.faults = [fault]
     expected = responses(HFEngine(pair.policy, tiny.EOS, tiny.PAD, 0.7).generate(prompts))
     assert responses(pair.engine.generate(prompts)) == expected and not pair.reports
 
