@@ -43,6 +43,11 @@ class TopK:
         return output
 
 
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a rollout opens many connections at once
+
+
 class StandIn:
     """Serves `model`. `faults`: functions (path, body) -> answer for the next requests, instead of the right answers.
 
@@ -82,8 +87,7 @@ class StandIn:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 

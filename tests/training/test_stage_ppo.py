@@ -64,9 +64,7 @@ def test_a_server_draws_the_tokens_of_hf_through_a_stop_and_a_restart(run_folder
     first, second = (
         StandIn(AutoModelForCausalLM.from_pretrained(run_folder / "sft_model").eval(), 64) for _ in range(2)
     )
-    engine = [
-        ("-s", f"models.engine={{vllm: {{url: '{each.url}', wait: 0.1, retries: 0}}}}") for each in (first, second)
-    ]
+    engine = [("-s", f"models.engine={{vllm: {{url: '{each.url}', wait: 0.1}}}}") for each in (first, second)]
     stop_in_update(run_folder, 3, *engine[0])
     first.faults = [unavailable] * 1000
     fails(ppo(run_folder, *engine[0]), "R20", "/health answered 503", exit_code=1)
