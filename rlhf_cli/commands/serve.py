@@ -14,7 +14,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import load
 from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
-from rlhf_cli.stages import hardware, setup
+from rlhf_cli.stages import hardware, ppo_setup, setup
 
 NAMES = {"ppo": "policy", "sft": "sft", "reward": "reward"}  # of the models in requests
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -72,15 +72,10 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     sft = runs.open_reference(ppo, runs.references(ppo)[0])
     verify_parents({sft.key: sft})
     body, (place, missing) = load.read_config(sft.model, options.trust_remote_code), _whole_model(sft)
-    if (
-        ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings
-    ):  # vLLM would keep the old output head
-        untied = ppo.folder / "engine/reference/step_000000"
-        place, written = (
-            shell_path(untied),
-            f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server",
-        )
-        missing = "" if untied.is_dir() else written
+    if ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
+        untied = ppo_setup.server_weights_folder(ppo, "reference", 0)
+        written = f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server"
+        place, missing = shell_path(untied), "" if untied.is_dir() else written
     tokenizer, response = setup.load_tokenizer(ppo, options, sft), ppo.ppo.max_response_length
     keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
     length = response + max(setup.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)

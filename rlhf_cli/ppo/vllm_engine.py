@@ -252,7 +252,8 @@ class VLLMEngine:
         assert rollout.logprobs is not None
         lengths = rollout.response_lengths.tolist()
         theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
-        ours = [self._logprobs(model, rollout, row) for row in range(len(rollout))]
+        on_device = rollout.to(model.device)
+        ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
         drawn = [Drawn(rollout.response_tokens(row), ours[row][0]) for row in range(len(rollout))]
         logprobs, entropy, variance = (torch.cat(each) for each in zip(*ours, strict=True))
         if self.before and _has_old_weights(theirs, drawn, self.before):
@@ -276,15 +277,13 @@ class VLLMEngine:
 
     def _logprobs(self, model: Any, rollout: Rollout, row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-prob, entropy and variance of the log-prob at a row's response tokens, (n,) each, on the CPU."""
-        prompt, response = rollout.prompt_tokens(row), rollout.response_tokens(row)
-        ids = torch.tensor([prompt + response], device=model.device)
-        autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-        with torch.no_grad(), autocast, forward.float32_logits(model):
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]
+        micro_batch = rollout.micro_batch(torch.tensor([row], device=rollout.ids.device))
+        with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            logits = forward.response_logits(model, micro_batch)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         variance = (log_p.exp() * log_p.square()).sum(-1) - entropy.square()
-        return log_p.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu(), entropy.cpu(), variance.cpu()
+        return log_p.gather(1, micro_batch.response_ids[:, None])[:, 0].cpu(), entropy.cpu(), variance.cpu()
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""

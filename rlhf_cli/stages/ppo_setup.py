@@ -116,6 +116,11 @@ def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
     return graph_engine.GraphEngine
 
 
+def server_weights_folder(config: PPOConfig, role: str, update: int) -> Path:
+    """Return the folder of weights that the rollout server loads: of the "policy" or the "reference"."""
+    return config.folder / "engine" / role / f"step_{update:06d}"
+
+
 @dataclass(frozen=True)
 class ServerWeights:
     """Writes the weights that the rollout server loads to RUN/ppo/engine; keeps those of the last three updates."""
@@ -130,7 +135,7 @@ class ServerWeights:
 
         A version is the name of one content: run, update and hash.
         """
-        folder, sync = self.config.folder.resolve() / "engine", self.config.models.server_sync
+        sync, folder = self.config.models.server_sync, server_weights_folder(self.config, role, update).resolve()
 
         def write(path: Path) -> None:
             if role == "policy" and sync == "lora":
@@ -140,9 +145,9 @@ class ServerWeights:
             else:
                 save.save_untied(self.policy if role == "policy" else self.ref, self.tokenizer, path)
 
-        path = runs.commit_state(folder / role, f"step_{update:06d}", write, keep=3)
+        path = runs.commit_state(folder.parent, folder.name, write, keep=3)
         content = files_sha256(sorted(path.glob("*.safetensors")))
-        return f"{json_sha256(str(folder))[:8]}-{role}-update-{update}-{content[:8]}", path
+        return f"{json_sha256(str(folder.parents[1]))[:8]}-{role}-update-{update}-{content[:8]}", path
 
 
 def server_engine(

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,6 +181,17 @@ def refused(action: Callable[[], Any], message: str) -> None:
     assert problem.code == code and text in problem.text
 
 
+def notices_fault(pair: Pair, fault: str) -> None:
+    """Assert that a sync with the fault is refused, and that the same sync without it is accepted."""
+    pair.sync(0)
+    pair.train()
+    _, plant, message = FAULTS[fault]
+    pair.server.plant = plant(pair)
+    refused(lambda: pair.sync(1), message)
+    pair.server.plant = Planted.plant
+    pair.sync(1)
+
+
 @pytest.mark.parametrize("sync", SYNCS)
 def test_after_each_sync_the_server_draws_from_the_new_weights(make, sync):
     pair, prompts = make(sync), seeded(tiny.prompts(5), length=16)
@@ -201,13 +211,7 @@ def test_after_each_sync_the_server_draws_from_the_new_weights(make, sync):
 
 @pytest.mark.parametrize(("fault", "sync"), CASES)
 def test_a_planted_fault_is_noticed_before_a_rollout(make, fault, sync):
-    pair = make(sync)
-    pair.sync(0)
-    pair.train()
-    pair.server.plant = FAULTS[fault][1](pair)
-    refused(lambda: pair.sync(1), FAULTS[fault][2])
-    pair.server.plant = Planted.plant
-    pair.sync(1)  # the same sync without the fault is accepted
+    notices_fault(make(sync), fault)
 
 
 def test_r19_another_model_is_noticed_at_the_start(make):
@@ -322,4 +326,3 @@ def test_untied_weights_are_those_of_the_model(tmp_path):
     assert not any(info.values()) and not loaded.config.tie_word_embeddings
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), loaded.parameters(), strict=False))
-    shutil.rmtree(tmp_path / "one")

@@ -22,7 +22,7 @@ import tiny
 from ppo_folder import lines, manifest
 from run_cli import child, must_succeed
 from test_ppo_rollout import responses, seeded
-from test_vllm_engine import FAULTS, Pair, Planted, change, refused
+from test_vllm_engine import CASES, Pair, change, notices_fault, refused
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -38,13 +38,17 @@ OPTIONS += "--no-enable-chunked-prefill --max-num-batched-tokens 8192 --logprobs
 ADAPTERS = " --enable-lora --max-lora-rank 8 --max-loras 3"
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def serving(command: str, log: Path, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start `vllm serve ...` on a free port, or on `port`; yield its URL and process once it answers."""
     if port is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command += f" --host 127.0.0.1 --port {port}"
     url, program = f"http://127.0.0.1:{port}", [str(VLLM), *shlex.split(command)[1:], "--enforce-eager"]
     environment = {**os.environ, **CPU, **SWITCHES, "PYTHONPATH": ""}
@@ -153,15 +157,9 @@ def test_the_same_seeds_draw_the_same_tokens_after_each_sync(make: Any, sync: st
     assert pair.engine.noise < 1e-4
 
 
-@pytest.mark.parametrize(("fault", "sync"), [(name, sync) for name in FAULTS for sync in FAULTS[name][0]])
+@pytest.mark.parametrize(("fault", "sync"), CASES)
 def test_a_planted_fault_is_noticed(make: Any, fault: str, sync: str) -> None:
-    pair = make(sync)
-    pair.sync(0)
-    pair.train()
-    pair.server.plant = FAULTS[fault][1](pair)
-    refused(lambda: pair.sync(1), FAULTS[fault][2])
-    pair.server.plant = Planted.plant
-    pair.sync(1)
+    notices_fault(make(sync), fault)
 
 
 def test_a_penalty_is_noticed(make: Any) -> None:
@@ -220,10 +218,7 @@ def test_ppo_of_the_demo_goes_on_after_kills_of_the_run_and_of_the_server(
     """SIGKILL of `rlhf ppo` in update 8, of the server in update 20. Prints what docs/results/engines.md records."""
     folder = tmp_path / "run"
     must_succeed(subprocess.run(["cp", "-r", demo, folder], capture_output=True, text=True, check=False))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["-s", "output.save_steps=5"]
+    port, options = free_port(), ["-s", "output.save_steps=5"]
     engine = f"models:\n  engine: {{vllm: {{url: 'http://127.0.0.1:{port}', sync: {sync}}}}}\n"
     if sync == "lora":
         engine, options = engine + "  adapters: {kind: lora}\n", [*options, "-s", "ppo.learning_rate=3e-3"]
