@@ -57,14 +57,15 @@ def vocabulary_bytes(model: Any) -> int:
 class Lengths:
     """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
 
-    `mean`: tokens of an average row, `prompt_mean` of an average prompt before a response of `response` tokens; 0 if no
-    rows were read.
+    `mean`: tokens of an average row, `prompt_mean` and `response_mean` of an average prompt and of its response; 0 if
+    not known.
     """
 
     prompt: int
     response: int
     mean: float = 0
     prompt_mean: float = 0
+    response_mean: float = 0
 
     @property
     def row(self) -> int:
@@ -74,7 +75,7 @@ class Lengths:
     def average(self) -> "Lengths":
         """Lengths of an average row, with the prompt's share of the longest, or of an average prompt."""
         if self.prompt_mean:
-            return Lengths(max(1, round(self.prompt_mean)), self.response)
+            return Lengths(max(1, round(self.prompt_mean)), round(self.response_mean) or self.response)
         share = self.mean / self.row if self.mean else 1
         return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 

@@ -248,7 +248,8 @@ class ModelResolver:
                 self.data_sizes[key] = max_data_size(config, self.prompt, response)
             else:
                 size = measure_data(config, start.body, start.tokenizer, response)
-                self.data_sizes[key] = size if start.exact else replace(size, how="about")
+                lengths = replace(size.lengths, response_mean=self._mean_response(config, response))
+                self.data_sizes[key] = replace(size, lengths=lengths, how=size.how if start.exact else "about")
         return self.data_sizes[key]
 
     def _response_length(self, config: Config) -> int:
@@ -260,3 +261,10 @@ class ModelResolver:
             settings = trainer.ppo if trainer else None
             return eval_stage.sampling_params(config, settings, policy, None).response_length
         return 0
+
+    def _mean_response(self, config: Config, limit: int) -> float:
+        """Return the tokens of an average response of a finished policy, as PPO measured it; 0 if not known."""
+        if not isinstance(config, EvalConfig):
+            return 0
+        manifest, problem = runs.read_manifest(Path(config.models.ppo))
+        return 0 if problem else min(limit, manifest.get("metrics", {}).get("objective/response_length", 0))

@@ -242,8 +242,11 @@ def retokenize_prompts(
 def place_frozen(model: Any, *, bf16: bool) -> Any:
     """Freeze a model and move it to the device; with bf16 its matrices are stored in bfloat16, for `autocast`."""
     model.requires_grad_(False).eval()
-    if bf16:
+    if bf16 and not lora.has_bf16_matrices(model):
         lora.autocast_matrices(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype == torch.float32:  # a view of a memory-mapped file keeps all of it in memory
+                tensor.data = tensor.data.clone()
     return model.to(devices.device())
 
 

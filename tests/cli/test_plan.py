@@ -520,6 +520,7 @@ def test_held_out_rows_are_counted_once_a_stage(three: Path) -> None:
 def test_measured_rows_have_the_average_length(three: Path) -> None:
     assert Lengths(20, 80, mean=50).average == Lengths(10, 40) and Lengths(20, 80).average == Lengths(20, 80)
     assert Lengths(20, 80, prompt_mean=5).average == Lengths(5, 80)  # a response may reach its limit
+    assert Lengths(20, 80, prompt_mean=5, response_mean=31.4).average == Lengths(5, 31)
     (_, row), *_ = read_jsonl(Path("rows.jsonl"))
     append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
     chain, config = ModelResolver([], Options(), None), load("sft", Path("sft.yaml"))
@@ -587,6 +588,21 @@ def test_snapshots_are_evaluated_too(three: Path) -> None:
     long, short = (planned("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
     for one, other in zip(long, short, strict=True):
         assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
+
+
+def test_an_evaluation_counts_the_responses_that_ppo_measured(three: Path) -> None:
+    text = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\n"
+    text += "eval: {n: 9, best_of: [], frontier: false}\n"
+    (three / "eval.yaml").write_text(text)
+    before = planned("eval.yaml")["eval"]
+    trained = CliRunner().invoke(app, ["ppo", "-c", "ppo.yaml", "-s", "ppo.total_episodes=8"])
+    assert trained.exit_code == 0, trained.stderr
+    manifest = json.loads((three / "ppo/manifest.json").read_text())
+    after, mean = planned("eval.yaml")["eval"], manifest["metrics"]["objective/response_length"]
+    assert before["mean_response_tokens"] is None and after["mean_response_tokens"] == mean < 24
+    assert phase(after, "rollout")["flops"] < phase(before, "rollout")["flops"]
+    assert [each["total"] for each in after["phases"]] == [each["total"] for each in before["phases"]]  # at the limit
+    assert f"with responses of {mean:.0f} tokens as PPO measured" in plan("eval.yaml", "--flops", "1e9").stdout
 
 
 def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:

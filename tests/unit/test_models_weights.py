@@ -34,6 +34,7 @@ from rlhf_cli.models.load import (
     load_classifier,
     load_reward_model,
 )
+from rlhf_cli.stages import setup
 
 LOADERS = (load_causal_lm, loading.read_causal_lm_config, init_reward_model, loading.read_init_config)
 REWARD_LOADERS = (load_reward_model, loading.read_reward_model_config, loading.read_classifier_config)
@@ -278,6 +279,20 @@ def test_a_frozen_base_stored_in_bf16_never_has_its_matrices_in_float32(name: st
         (*wide.parameters(), *wide.buffers()), (*narrow.parameters(), *narrow.buffers()), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the list of mapped files is Linux's")
+def test_a_file_whose_matrices_were_converted_to_bf16_does_not_stay_in_memory(causal: Path) -> None:
+    def is_mapped() -> bool:
+        return str(causal / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+    model = load_causal_lm(causal)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    assert is_mapped()
+    setup.place_frozen(model, bf16=True)
+    assert not is_mapped() and lora.has_bf16_matrices(model)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name].to(weight.dtype)), name
 
 
 def test_one_float32_weight_in_a_file_is_not_rounded(causal: Path) -> None:

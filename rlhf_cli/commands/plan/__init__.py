@@ -109,6 +109,7 @@ def _plan(
         "parameters": stage.parameters,
         "prompt_tokens": data.lengths.prompt,
         "response_tokens": data.lengths.response,
+        "mean_response_tokens": data.lengths.response_mean or None,
         "phases": [
             {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.flops}
             for phase in stage.phases
@@ -263,9 +264,7 @@ def show(plan: dict[str, Any], target: Target) -> None:
     parts = " + ".join(f"{name} {terminal.duration(each)}" for name, each in seconds.items())
     terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else terminal.duration(step)}")
     count = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
-    limit = ", with all responses at their limit" if generates else ""
-    limit += ", without the rollouts of the server" if plan["stage"] == "ppo" and "rollout" not in seconds else ""
-    total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{limit}"
+    total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{_assumptions(plan)}"
     once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
     terminal.out(f"         {count} x {terminal.duration(step)}{once}: {total}")
     if plan["share"] < devices.MIN_CPU_SHARE:
@@ -273,6 +272,16 @@ def show(plan: dict[str, Any], target: Target) -> None:
         terminal.out(f"         other processes leave {plan['share']:.0%} of the processor now; alone about {idle}")
     terminal.out(f"data     {_rows(plan)}")
     terminal.out()
+
+
+def _assumptions(plan: dict[str, Any]) -> str:
+    """Describe what the time of a stage that generates assumes."""
+    if plan["stage"] not in GENERATING:
+        return ""
+    mean = plan["mean_response_tokens"]
+    text = f", with responses of {mean:.0f} tokens as PPO measured" if mean else ", with all responses at their limit"
+    without_server = plan["stage"] == "ppo" and "rollout" not in plan["step_seconds"]
+    return text + (", without the rollouts of the server" if without_server else "")
 
 
 def _rows(plan: dict[str, Any]) -> str:
