@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-STAGES = ("sft", "reward", "ppo", "eval")  # in pipeline order
-POLICY_STAGES = ("ppo", "sft")  # their models generate text
+STAGES = ("sft", "reward", "dpo", "ppo", "eval")  # in pipeline order; dpo is optional
+POLICY_STAGES = ("ppo", "sft", "dpo")  # their models generate text
 
 
 def configs_folder() -> Path:

@@ -26,7 +26,7 @@ from rlhf_cli.runs.parents import (
 from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
-STAGES = ("ppo", "sft", "reward")
+STAGES = ("ppo", "sft", "dpo", "reward")
 DEFAULT_STAGES = STAGES[:2]  # a reward model is resolved on request only
 
 
@@ -42,8 +42,8 @@ class Reference:
 
 def references(config: Any) -> list[Reference]:
     """Return the models that a stage's config names, in config order."""
-    if config.stage in ("sft", "reward"):
-        expect = ("sft",) if config.stage == "reward" else ("sft", "ppo")
+    if config.stage in ("sft", "reward", "dpo"):
+        expect = ("sft", "ppo") if config.stage == "sft" else ("sft",)
         return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
     models = config.models
     if config.stage == "eval":
