@@ -5,7 +5,7 @@ DPO (Rafailov et al. 2023, arXiv 2305.18290) needs no reward model and no rollou
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
@@ -24,9 +24,16 @@ from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import setup, training_setup, trl_common
+from rlhf_cli.stages import setup, trl_common
 from rlhf_cli.stages.lm_head import use_own_lm_head
-from rlhf_cli.stages.training_setup import IGNORE_INDEX, PAIR_SIDES
+from rlhf_cli.stages.training_setup import (
+    IGNORE_INDEX,
+    PAIR_SIDES,
+    load_sft_model,
+    pair_lengths,
+    prepare_tokenizer,
+    read_rows,
+)
 from rlhf_cli.statistics import wilson, with_interval
 
 PairRows = list[dict[str, Any]]
@@ -59,11 +66,11 @@ def run(config: DPOConfig, options: Options) -> None:
 
 
 def _train(config: DPOConfig, stage: setup.StageRun) -> None:
-    parent, process_group = stage.parents["model.path"], stage.process_group
-    tokenizer, model = load_tokenizer_and_model(config, stage.options, parent)
+    process_group = stage.process_group
+    tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
-        rows, eval_rows = training_setup.read_rows(config, tokenizer, model.config)
+        rows, eval_rows = read_rows(config, tokenizer, model.config)
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
@@ -86,12 +93,13 @@ def _train(config: DPOConfig, stage: setup.StageRun) -> None:
         terminal.say(f"dpo      {metrics['n']} held-out pairs: accuracy {accuracy}, margin {metrics['margin']:.4g}")
 
 
-def load_tokenizer_and_model(config: DPOConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
+def load_tokenizer_and_model(config: DPOConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01, M06-M08, T05."""
+    parent = parents["model.path"]
     tokenizer = setup.load_tokenizer(config, options, parent)
     bf16_base = lora.trains_on_bf16(config)
     model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-    tokenizer = training_setup.prepare_tokenizer(config, tokenizer, parent.stage)
+    tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
     set_seed(config.seed)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
@@ -124,7 +132,7 @@ def make_trainer(
         for pairs in (rows, eval_rows)
     )
     return trl_common.build_trainer(
-        DPOTrainer, config, args, train_rows, heldout_rows, training_setup.pair_lengths(config, rows), process_group,
+        DPOTrainer, config, args, train_rows, heldout_rows, pair_lengths(config, rows), process_group,
         model=model, ref_model=reference, processing_class=tokenizer,
     )  # fmt: skip
 
@@ -141,7 +149,7 @@ def evaluate_saved_model(
     """
     reference = base
     if base is None:
-        reference = training_setup.load_sft_model(config, stage.options, stage.parents["model.path"], tokenizer)
+        reference = load_sft_model(config, stage.options, stage.parents["model.path"], tokenizer)
     setup.place_frozen(reference, bf16=devices.use_bf16(config.dpo.bf16))
     before = pair_logprobs(config, reference, rows, tokenizer.pad_token_id, stage.process_group)
     del reference

@@ -1,4 +1,4 @@
-"""Set-up of `rlhf sft`, `rlhf reward` and `rlhf dpo`: tokenizer, packing, rows and batches; `rlhf check` and `plan` use it too.
+"""Set-up of the stages that TRL trains: tokenizer, packing, rows and batches; `rlhf check` and `plan` use it too.
 
 It imports no TRL, which takes seconds.
 """

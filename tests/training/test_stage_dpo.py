@@ -1,0 +1,226 @@
+"""`rlhf dpo`: real training by TRL's DPOTrainer on a tiny model."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl_stage
+from conftest import SIZES, World
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_stage import metrics_of, signal_at, train, trainer_of
+
+from rlhf_cli import data, jsonl
+from rlhf_cli.config.training import DPOConfig
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models.load import load_causal_lm
+from rlhf_cli.statistics import wilson
+
+pytestmark = pytest.mark.training
+
+SIDES = ("chosen", "rejected")
+
+
+@pytest.fixture(scope="module")
+def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished SFT stage."""
+    folder = tmp_path_factory.mktemp("parent")
+    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
+    return folder / "sft"
+
+
+def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> DPOConfig:
+    sections["dpo"] = {"max_steps": 6, **sections.get("dpo", {})}
+    return trl_stage.config_of(world, "dpo", folder, parent, pairs or world.pairs, **sections)
+
+
+def expected_tokens(world: World, tokenizer: Any) -> list[dict[str, list[int]]]:
+    """The prompt's and both answers' tokens of each pair, which end with the stop token."""
+    rows = []
+    for _, row in jsonl.read_jsonl(world.pairs):
+        prompt, chosen = data.encode(tokenizer, row["prompt"], row["chosen"])
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": data.encode(tokenizer, None, row["rejected"])[1]})
+    return rows
+
+
+def answer_logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
+    """The log-prob of an answer in float64, a token after the other."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0].double()
+    return sum(float(logits[len(prompt) + i - 1].log_softmax(-1)[token]) for i, token in enumerate(answer))
+
+
+def pair_ratios(policy: Any, reference: Any, rows: list[dict[str, list[int]]]) -> list[tuple[float, float]]:
+    """The log-ratios of policy and reference of both answers of each pair."""
+    return [
+        tuple(
+            answer_logprob(policy, row["prompt"], row[side]) - answer_logprob(reference, row["prompt"], row[side])
+            for side in SIDES
+        )
+        for row in rows
+    ]
+
+
+def batch_rows(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """The pairs of a batch of TRL's, whose second half are the rejected answers."""
+    ids, real, answers = (batch[name].bool() if name != "input_ids" else batch[name] for name in
+                          ("input_ids", "attention_mask", "completion_mask"))  # fmt: skip
+    rows = [
+        (row[keep & ~own].tolist(), row[keep & own].tolist()) for row, keep, own in zip(ids, real, answers, strict=True)
+    ]
+    half = len(rows) // 2
+    assert [prompt for prompt, _ in rows[:half]] == [prompt for prompt, _ in rows[half:]]
+    return [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for (prompt, chosen), (_, rejected) in zip(rows[:half], rows[half:], strict=True)
+    ]
+
+
+def test_trl_gets_the_tokens_of_the_reward_stage_unchanged(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    trainer, token_rows, tokenizer = trainer_of(config_of(world, tmp_path, sft_stage))
+    reward = trl_stage.config_of(world, "reward", tmp_path / "reward", sft_stage, world.pairs)
+    assert trainer_of(reward)[1] == token_rows
+    batches = [row for batch in trainer.get_train_dataloader() for row in batch_rows(batch)]
+    key = json.dumps
+    assert sorted(batches, key=key) == sorted(expected_tokens(world, tokenizer), key=key)
+    assert all(row[side][-1] == tokenizer.eos_token_id for row in batches for side in SIDES)
+
+
+LOSSES = {
+    "sigmoid": ({}, lambda good, bad, *_: math.log1p(math.exp(-0.2 * (good - bad)))),
+    "ipo": ({}, lambda good, bad, n, m: (good / n - bad / m - 1 / 0.4) ** 2),
+    "robust": (
+        {"label_smoothing": 0.1},
+        lambda good, bad, *_: (
+            0.9 * math.log1p(math.exp(-0.2 * (good - bad))) - 0.1 * math.log1p(math.exp(0.2 * (good - bad)))
+        ) / 0.8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_loss_of_each_step_is_that_of_the_paper(
+    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """By log-probs in float64. At the first step policy and reference are the same: log 2, or (1 / 2 beta)^2."""
+    extra, formula = LOSSES[loss_type]
+    settings = {"loss_type": loss_type, "beta": 0.2, "logging_steps": 1, "max_steps": 2, "warmup_ratio": 0.0, **extra}
+    config = config_of(world, tmp_path, sft_stage, dpo=settings, output={"save_steps": 1})
+    trainer, *_ = trainer_of(config)
+    first, second = (batch_rows(batch) for _, batch in zip(range(2), trainer.get_train_dataloader(), strict=False))
+    manifest = train(config)
+    lines = [line for line in metrics_of(config) if "loss" in line]
+    at_start = {"sigmoid": math.log(2), "ipo": 6.25, "robust": math.log(2)}[loss_type]
+    assert lines[0]["loss"] == pytest.approx(at_start, abs=1e-7) and lines[0]["rewards/margins"] == 0
+    policy, reference = (
+        load_causal_lm(path).eval() for path in (config.folder / "state/checkpoint-1", sft_stage / "model")
+    )
+    ratios = pair_ratios(policy, reference, second)
+    sizes = [(len(row["chosen"]), len(row["rejected"])) for row in second]
+    losses = [formula(*ratio, *size) for ratio, size in zip(ratios, sizes, strict=True)]
+    assert lines[1]["loss"] == pytest.approx(sum(losses) / 8, rel=1e-4) and lines[1]["loss"] < lines[0]["loss"]
+    assert lines[1]["rewards/margins"] == pytest.approx(sum(0.2 * (a - b) for a, b in ratios) / 8, rel=1e-3)
+    assert len(first) == 8
+
+    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
+    rows = expected_tokens(world, tokenizer)
+    ratios = pair_ratios(AutoModelForCausalLM.from_pretrained(config.folder / "model").eval(), reference, rows)
+    sizes = [(len(row["chosen"]), len(row["rejected"])) for row in rows]
+    losses = [formula(*ratio, *size) for ratio, size in zip(ratios, sizes, strict=True)]
+    metrics, wins = manifest["metrics"], sum(good > bad for good, bad in ratios)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 96, rel=1e-4)
+    assert metrics["margin"] == pytest.approx(sum(0.2 * (good - bad) for good, bad in ratios) / 96, rel=1e-3)
+    assert (metrics["n"], metrics["accuracy"]) == (96, wins / 96)
+    assert metrics["accuracy_ci95"] == pytest.approx(wilson(wins, 96))
+    last = next(line for line in reversed(metrics_of(config)) if "eval_loss" in line)
+    assert (last["eval_loss"], last["eval_rewards/accuracies"]) == (metrics["loss"], metrics["accuracy"])
+
+
+@pytest.mark.parametrize("model", [{}, {"adapters": {"kind": "lora", "r": 4}}], ids=["full", "lora"])
+def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
+    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    """With adapters the base stays as it was, and is what the policy is compared with."""
+    rows = tmp_path / "held-out.jsonl"
+    jsonl.write_jsonl(rows, [row for _, row in jsonl.read_jsonl(world.pairs)][64:])
+    sections = {
+        "dpo": {"max_steps": 24, "logging_steps": 3, "eval_steps": 8, "learning_rate": 1e-2 if model else 3e-3},
+        "model": {"path": str(sft_stage), **model}, "data": {"train": str(world.pairs), "eval": str(rows)},
+    }  # fmt: skip
+    straight, stopped = (config_of(world, tmp_path / name, sft_stage, **sections) for name in ("straight", "stopped"))
+    manifest = train(straight)
+    with monkeypatch.context() as patched:
+        signal_at(patched, 13)
+        with pytest.raises(SystemExit) as error:
+            trl_stage.run(stopped)
+    assert error.value.code == 143
+    assert train(stopped)["model_sha256"] == manifest["model_sha256"]
+    assert metrics_of(stopped) == metrics_of(straight)
+    evaluated = [line["eval_rewards/accuracies"] for line in metrics_of(straight) if "eval_loss" in line]
+    assert len(evaluated) == 3 and manifest["metrics"]["accuracy"] == evaluated[-1] > 0.95
+    assert manifest["metrics"]["n"] == 32 and manifest["metrics"]["loss"] < 0.5 < manifest["metrics"]["margin"]
+    files = {path.relative_to(straight.folder / "model").as_posix() for path in (straight.folder / "model").rglob("*")}
+    assert ("adapter_model.safetensors" in files) == bool(model) and not any("ref" in name for name in files)
+    card = (straight.folder / "model" / "README.md").read_text()
+    assert "tags: [rlhf-cli, dpo]" in card and "the sft stage" in card and "beta 0.1" in card
+    if model:
+        logged, base = manifest["metrics"], load_causal_lm(sft_stage / "model").eval()
+        held_out = expected_tokens(world, AutoTokenizer.from_pretrained(straight.folder / "model"))[64:]
+        ratios = pair_ratios(load_causal_lm(straight.folder / "model").eval(), base, held_out)
+        assert logged["margin"] == pytest.approx(sum(0.1 * (good - bad) for good, bad in ratios) / 32, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"adapters": {"kind": "qlora"}}},
+        {"model": {"adapters": {"kind": "lora", "use_dora": True}}},
+        {"dpo": {"bf16": True}},
+        {"dpo": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}},
+        {"trainer": {"precompute_ref_log_probs": True}},
+        {"trainer": {"use_weighting": True}},
+    ],
+    ids=str,
+)
+def test_policy_and_reference_are_equal_at_the_first_step(
+    world: World, tmp_path: Path, sft_stage: Path, sections: dict[str, Any]
+) -> None:
+    """In each way to keep the reference; its log-probs that are computed before have other padding."""
+    sections = {name: dict(section) for name, section in sections.items()}
+    if "model" in sections:
+        base = wide_base(world, tmp_path) if sections["model"]["adapters"]["kind"] == "qlora" else sft_stage
+        sections["model"]["path"] = str(base)
+    settings = {"logging_steps": 1, "max_steps": 2, "warmup_ratio": 0.0, **sections.pop("dpo", {})}
+    config = config_of(world, tmp_path, sft_stage, dpo=settings, **sections)
+    trainer, *_ = trainer_of(config)
+    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    adapters = config.model.adapters is not None
+    assert trained and all(("lora_" in name and ".default." in name) == adapters for name in trained)
+    assert not any(".ref." in name for name, _ in trainer.model.named_parameters())
+    assert (trainer.ref_model is None) == (not config.keeps_reference)
+    manifest = train(config)
+    first, second = [line for line in metrics_of(config) if "loss" in line]
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-6) != second["rewards/margins"]
+    if "use_weighting" not in config.trainer:
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert manifest["step"] == 2 and math.isfinite(manifest["metrics"]["loss"])
+
+
+def wide_base(world: World, folder: Path) -> Path:
+    """A base model whose matrices are wide enough for 4 bits."""
+    from rlhf_cli.models import build, save
+
+    tokenizer, path = world.tokenizer(), folder / "wide"
+    model = build.new_causal_lm({**SIZES, "hidden_size": 64, "intermediate_size": 128}, tokenizer)
+    save.set_special_token_ids(model, tokenizer, tokenizer.eos_token_id)
+    save.save_model(model, tokenizer, path, "A wider base model.")
+    return path
+
+
+def test_r01_a_policy_that_diverged_never_counts_as_finished(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    config = config_of(world, tmp_path, sft_stage, dpo={"learning_rate": 1e30, "logging_steps": 100})
+    with pytest.raises(RLHFError, match="R01"):
+        trl_stage.run(config)
+    assert not (config.folder / "manifest.json").exists()
