@@ -238,7 +238,10 @@ def _runner(stage: str) -> "Callable[[Config, Options], None]":
 
 def run(
     folder: Annotated[
-        Path, argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs)
+        Path,
+        argument(
+            "DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml; dpo.yaml is optional.", completion.runs
+        ),
     ],
     assignments: Trailing = None,
     set_: Set = None,

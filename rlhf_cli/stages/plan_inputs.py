@@ -19,6 +19,7 @@ from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
 from rlhf_cli.models.memory import Lengths
+from rlhf_cli.runs.parents import read_manifest
 from rlhf_cli.stages import eval as eval_stage
 from rlhf_cli.stages import plan_models, setup, training_setup
 
@@ -238,7 +239,7 @@ class ModelResolver:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml")
+            return load("ppo", folder / "config.yaml") if read_manifest(folder)[0].get("stage") != "dpo" else None
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 
