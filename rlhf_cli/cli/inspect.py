@@ -150,7 +150,7 @@ def chat(
         option(
             "--stage",
             "STAGE",
-            "ppo, sft or dpo. Default: the PPO policy, or SFT if there is none.",
+            "ppo, sft or dpo. Default: PPO, or SFT if there is none.",
             completion.chat_stages,
         ),
     ] = None,

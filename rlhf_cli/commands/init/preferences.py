@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_cli import config, runs, terminal
 from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
+from rlhf_cli.commands.init.baseline import write_dpo
 from rlhf_cli.commands.init.pairs import (
     MAX_ANSWERS,
     PART_USES,
@@ -33,7 +34,7 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.runs.discover import STAGES, configs_folder
+from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, configs_folder
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
@@ -55,12 +56,13 @@ def init(
     minutes: float | None = None,
     adapters: str = "auto",
     gpu: str | None = None,
+    baselines: bool = False,
     seed: int = 0,
 ) -> None:
     """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
 
-    `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
-    the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
+    With `baselines` there is a dpo.yaml, too. `data` is a file, a folder or a hub id; `base` a model's folder or hub id;
+    `columns` are "NAME=COLUMN"; `plain` uses the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
     GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
@@ -87,7 +89,7 @@ def init(
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
         adapters, hint = "none", NO_ADAPTERS
-    inputs = measure_inputs(parent, limits, contents, target, adapters, hint)
+    inputs = measure_inputs(parent, limits, contents, target, adapters, hint, baselines=baselines)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -101,7 +103,7 @@ def init(
     }
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
-        write_configs(scratch, values)
+        write_configs(scratch, values, rows=(inputs.placement.rows or {}).get("dpo"))
     print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, contents, balanced=balance_length))
 
 
@@ -158,16 +160,19 @@ def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes
         write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
 
-def write_configs(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write the YAMLs from the templates of configs/preferences, and load each to validate it."""
+def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = None) -> None:
+    """Write the YAMLs from the templates of configs/preferences, and load each; dpo.yaml if it has `rows`."""
+    stages = [stage for stage in STAGES if stage not in OPTIONAL_STAGES]
     templates = FileSystemLoader(configs_folder() / "preferences")
     environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
-    for stage in STAGES:
+    for stage in stages:
         text = align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values))
         file, schema = folder / f"{stage}.yaml", folder / json_schema.FOLDER / f"{stage}.json"
         file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
         config.load(stage, file)
-    json_schema.write_schemas(folder, STAGES)
+    if rows:
+        write_dpo(folder, rows)
+    json_schema.write_schemas(folder, STAGES if rows else stages)
 
 
 def print_summary(

@@ -25,8 +25,8 @@ WORDS = {
 }  # fmt: skip
 SECTIONS = (
     ("glance", "Summary"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("dpo", "DPO"),
-    ("ppo", "PPO"), ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"), ("samples", "Samples"),
-    ("tokens", "Token by token"), ("again", "Reproduce"),
+    ("ppo", "PPO"), ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"),
+    ("samples", "Samples"), ("tokens", "Token by token"), ("again", "Reproduce"),
 )  # fmt: skip
 
 
