@@ -1,7 +1,7 @@
 """`rlhf dpo`: real training by TRL's DPOTrainer on a tiny model."""
 
-import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl_stage
 from conftest import SIZES, World
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl_stage import metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl
@@ -20,7 +20,7 @@ from rlhf_cli.statistics import wilson
 
 pytestmark = pytest.mark.training
 
-SIDES = ("chosen", "rejected")
+Pair = tuple[list[int], list[int], list[int]]  # tokens of prompt, chosen and rejected answer
 
 
 @pytest.fixture(scope="module")
@@ -36,105 +36,92 @@ def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = Non
     return trl_stage.config_of(world, "dpo", folder, parent, pairs or world.pairs, **sections)
 
 
-def expected_tokens(world: World, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """The prompt's and both answers' tokens of each pair, which end with the stop token."""
-    rows = []
-    for _, row in jsonl.read_jsonl(world.pairs):
-        prompt, chosen = data.encode(tokenizer, row["prompt"], row["chosen"])
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": data.encode(tokenizer, None, row["rejected"])[1]})
-    return rows
-
-
-def answer_logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
-    """The log-prob of an answer in float64, a token after the other."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0].double()
-    return sum(float(logits[len(prompt) + i - 1].log_softmax(-1)[token]) for i, token in enumerate(answer))
-
-
-def pair_ratios(policy: Any, reference: Any, rows: list[dict[str, list[int]]]) -> list[tuple[float, float]]:
-    """The log-ratios of policy and reference of both answers of each pair."""
+def expected_tokens(world: World, tokenizer: Any) -> list[Pair]:
     return [
-        tuple(
-            answer_logprob(policy, row["prompt"], row[side]) - answer_logprob(reference, row["prompt"], row[side])
-            for side in SIDES
-        )
-        for row in rows
+        (*data.encode(tokenizer, row["prompt"], row["chosen"]), data.encode(tokenizer, None, row["rejected"])[1])
+        for _, row in jsonl.read_jsonl(world.pairs)
     ]
 
 
-def batch_rows(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
+def pairs_of(batch: dict[str, Any]) -> list[Pair]:
     """The pairs of a batch of TRL's, whose second half are the rejected answers."""
-    ids, real, answers = (batch[name].bool() if name != "input_ids" else batch[name] for name in
-                          ("input_ids", "attention_mask", "completion_mask"))  # fmt: skip
-    rows = [
-        (row[keep & ~own].tolist(), row[keep & own].tolist()) for row, keep, own in zip(ids, real, answers, strict=True)
-    ]
-    half = len(rows) // 2
-    assert [prompt for prompt, _ in rows[:half]] == [prompt for prompt, _ in rows[half:]]
-    return [
-        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        for (prompt, chosen), (_, rejected) in zip(rows[:half], rows[half:], strict=True)
-    ]
+    own, real = (batch[name].bool() for name in ("completion_mask", "attention_mask"))
+    prompts, answers = (
+        [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], masks, strict=True)]
+        for masks in (real & ~own, own)
+    )
+    half = len(prompts) // 2
+    assert prompts[:half] == prompts[half:]
+    return list(zip(prompts[:half], answers[:half], answers[half:], strict=True))
+
+
+def ratios(policy: Path, reference: Path, pairs: list[Pair]) -> list[tuple[float, float]]:
+    """The log-ratios of both answers of each pair, in float64, a token after the other."""
+    models = [load_causal_lm(path).eval() for path in (policy, reference)]
+
+    def logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0].double()
+        return sum(float(logits[len(prompt) + i - 1].log_softmax(-1)[token]) for i, token in enumerate(answer))
+
+    def ratio(prompt: list[int], answer: list[int]) -> float:
+        return logprob(models[0], prompt, answer) - logprob(models[1], prompt, answer)
+
+    return [(ratio(prompt, chosen), ratio(prompt, rejected)) for prompt, chosen, rejected in pairs]
 
 
 def test_trl_gets_the_tokens_of_the_reward_stage_unchanged(world: World, tmp_path: Path, sft_stage: Path) -> None:
     trainer, token_rows, tokenizer = trainer_of(config_of(world, tmp_path, sft_stage))
     reward = trl_stage.config_of(world, "reward", tmp_path / "reward", sft_stage, world.pairs)
     assert trainer_of(reward)[1] == token_rows
-    batches = [row for batch in trainer.get_train_dataloader() for row in batch_rows(batch)]
-    key = json.dumps
-    assert sorted(batches, key=key) == sorted(expected_tokens(world, tokenizer), key=key)
-    assert all(row[side][-1] == tokenizer.eos_token_id for row in batches for side in SIDES)
+    seen = [pair for batch in trainer.get_train_dataloader() for pair in pairs_of(batch)]
+    assert sorted(seen) == sorted(expected_tokens(world, tokenizer))
+    assert all(answer[-1] == tokenizer.eos_token_id for _, *answers in seen for answer in answers)
 
 
-LOSSES = {
-    "sigmoid": ({}, lambda good, bad, *_: math.log1p(math.exp(-0.2 * (good - bad)))),
-    "ipo": ({}, lambda good, bad, n, m: (good / n - bad / m - 1 / 0.4) ** 2),
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+# By loss_type, with beta 0.2: loss at the start, where all log-ratios are 0, and of a pair with these log-ratios.
+LOSSES: dict[str, tuple[float, Callable[..., float]]] = {
+    "sigmoid": (math.log(2), lambda good, bad, *_: softplus(-0.2 * (good - bad))),
+    "ipo": (6.25, lambda good, bad, n, m: (good / n - bad / m - 1 / 0.4) ** 2),
     "robust": (
-        {"label_smoothing": 0.1},
-        lambda good, bad, *_: (
-            0.9 * math.log1p(math.exp(-0.2 * (good - bad))) - 0.1 * math.log1p(math.exp(0.2 * (good - bad)))
-        ) / 0.8,
+        math.log(2),
+        lambda good, bad, *_: (0.9 * softplus(-0.2 * (good - bad)) - 0.1 * softplus(0.2 * (good - bad))) / 0.8,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_loss_of_each_step_is_that_of_the_paper(
-    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+    world: World, tmp_path: Path, sft_stage: Path, loss_type: str
 ) -> None:
-    """By log-probs in float64. At the first step policy and reference are the same: log 2, or (1 / 2 beta)^2."""
-    extra, formula = LOSSES[loss_type]
+    at_start, formula = LOSSES[loss_type]
+    extra = {"label_smoothing": 0.1} if loss_type == "robust" else {}
     settings = {"loss_type": loss_type, "beta": 0.2, "logging_steps": 1, "max_steps": 2, "warmup_ratio": 0.0, **extra}
     config = config_of(world, tmp_path, sft_stage, dpo=settings, output={"save_steps": 1})
-    trainer, *_ = trainer_of(config)
-    first, second = (batch_rows(batch) for _, batch in zip(range(2), trainer.get_train_dataloader(), strict=False))
-    manifest = train(config)
-    lines = [line for line in metrics_of(config) if "loss" in line]
-    at_start = {"sigmoid": math.log(2), "ipo": 6.25, "robust": math.log(2)}[loss_type]
+    trainer, _, tokenizer = trainer_of(config)
+    _, second = (pairs_of(batch) for _, batch in zip(range(2), trainer.get_train_dataloader(), strict=False))
+    metrics = train(config)["metrics"]
+    *lines, last = [line for line in metrics_of(config) if line.keys() & {"loss", "eval_loss"}]
     assert lines[0]["loss"] == pytest.approx(at_start, abs=1e-7) and lines[0]["rewards/margins"] == 0
-    policy, reference = (
-        load_causal_lm(path).eval() for path in (config.folder / "state/checkpoint-1", sft_stage / "model")
-    )
-    ratios = pair_ratios(policy, reference, second)
-    sizes = [(len(row["chosen"]), len(row["rejected"])) for row in second]
-    losses = [formula(*ratio, *size) for ratio, size in zip(ratios, sizes, strict=True)]
-    assert lines[1]["loss"] == pytest.approx(sum(losses) / 8, rel=1e-4) and lines[1]["loss"] < lines[0]["loss"]
-    assert lines[1]["rewards/margins"] == pytest.approx(sum(0.2 * (a - b) for a, b in ratios) / 8, rel=1e-3)
-    assert len(first) == 8
+    assert lines[1]["loss"] < lines[0]["loss"] and last["step"] == 2
 
-    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
-    rows = expected_tokens(world, tokenizer)
-    ratios = pair_ratios(AutoModelForCausalLM.from_pretrained(config.folder / "model").eval(), reference, rows)
-    sizes = [(len(row["chosen"]), len(row["rejected"])) for row in rows]
-    losses = [formula(*ratio, *size) for ratio, size in zip(ratios, sizes, strict=True)]
-    metrics, wins = manifest["metrics"], sum(good > bad for good, bad in ratios)
-    assert metrics["loss"] == pytest.approx(sum(losses) / 96, rel=1e-4)
-    assert metrics["margin"] == pytest.approx(sum(0.2 * (good - bad) for good, bad in ratios) / 96, rel=1e-3)
+    def check(policy: Path, pairs: list[Pair], loss: float, margin: float) -> int:
+        found = ratios(policy, sft_stage / "model", pairs)
+        sizes = [(len(chosen), len(rejected)) for _, chosen, rejected in pairs]
+        losses = [formula(*each, *size) for each, size in zip(found, sizes, strict=True)]
+        assert loss == pytest.approx(sum(losses) / len(pairs), rel=1e-4)
+        assert margin == pytest.approx(sum(0.2 * (good - bad) for good, bad in found) / len(pairs), rel=1e-3)
+        return sum(good > bad for good, bad in found)
+
+    check(config.folder / "state/checkpoint-1", second, lines[1]["loss"], lines[1]["rewards/margins"])
+    every = expected_tokens(world, tokenizer)
+    wins = check(config.folder / "model", every, metrics["loss"], metrics["margin"])
     assert (metrics["n"], metrics["accuracy"]) == (96, wins / 96)
     assert metrics["accuracy_ci95"] == pytest.approx(wilson(wins, 96))
-    last = next(line for line in reversed(metrics_of(config)) if "eval_loss" in line)
     assert (last["eval_loss"], last["eval_rewards/accuracies"]) == (metrics["loss"], metrics["accuracy"])
 
 
@@ -165,11 +152,9 @@ def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
     assert ("adapter_model.safetensors" in files) == bool(model) and not any("ref" in name for name in files)
     card = (straight.folder / "model" / "README.md").read_text()
     assert "tags: [rlhf-cli, dpo]" in card and "the sft stage" in card and "beta 0.1" in card
-    if model:
-        logged, base = manifest["metrics"], load_causal_lm(sft_stage / "model").eval()
-        held_out = expected_tokens(world, AutoTokenizer.from_pretrained(straight.folder / "model"))[64:]
-        ratios = pair_ratios(load_causal_lm(straight.folder / "model").eval(), base, held_out)
-        assert logged["margin"] == pytest.approx(sum(0.1 * (good - bad) for good, bad in ratios) / 32, rel=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(straight.folder / "model")
+    found = ratios(straight.folder / "model", sft_stage / "model", expected_tokens(world, tokenizer)[64:])
+    assert manifest["metrics"]["margin"] == pytest.approx(sum(0.1 * (good - bad) for good, bad in found) / 32, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,7 @@ def test_the_data_files_of_each_stage(here: Path) -> None:
         "sft data.train": "data/train.jsonl",
         "sft data.eval": "../shared/eval.jsonl",
         "reward data.train": "pairs.jsonl",
+        "dpo data.train": "pairs.jsonl",
         "ppo data.prompts": "prompts.jsonl",
         "eval data.prompts": "held-out.jsonl",
     }
