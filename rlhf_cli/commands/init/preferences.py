@@ -34,10 +34,11 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, configs_folder
+from rlhf_cli.runs import discover
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
+STAGES = tuple(stage for stage in discover.STAGES if stage not in discover.OPTIONAL_STAGES)
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
@@ -103,7 +104,7 @@ def init(
     }
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
-        write_configs(scratch, values, rows=(inputs.placement.rows or {}).get("dpo"))
+        write_configs(scratch, values, (inputs.placement.rows or {}).get("dpo"))
     print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, contents, balanced=balance_length))
 
 
@@ -162,17 +163,16 @@ def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes
 
 def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = None) -> None:
     """Write the YAMLs from the templates of configs/preferences, and load each; dpo.yaml if it has `rows`."""
-    stages = [stage for stage in STAGES if stage not in OPTIONAL_STAGES]
-    templates = FileSystemLoader(configs_folder() / "preferences")
+    templates = FileSystemLoader(discover.configs_folder() / "preferences")
     environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
-    for stage in stages:
+    for stage in STAGES:
         text = align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values))
         file, schema = folder / f"{stage}.yaml", folder / json_schema.FOLDER / f"{stage}.json"
         file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
         config.load(stage, file)
     if rows:
         write_dpo(folder, rows)
-    json_schema.write_schemas(folder, STAGES if rows else stages)
+    json_schema.write_schemas(folder, [*STAGES, "dpo"] if rows else STAGES)
 
 
 def print_summary(
