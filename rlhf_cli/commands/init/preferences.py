@@ -78,8 +78,10 @@ def init(
     source = DataSource(named, "--data", columns=_column_names(columns), on_bad="drop")
     remove_leftovers(folder)
     check_not_taken(folder)
-    model = os.path.abspath(os.path.expanduser(base))
-    parent = runs.open_parent(model if os.path.exists(model) else base, expect=("sft", "ppo"), key="--base", where="")
+    path = os.path.abspath(os.path.expanduser(base))
+    parent = runs.open_parent(
+        path if os.path.exists(path) else base, expect=("sft", "ppo", "dpo"), key="--base", where=""
+    )
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
