@@ -39,6 +39,7 @@ from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
 STAGES = tuple(stage for stage in discover.STAGES if stage not in discover.OPTIONAL_STAGES)
+BASE_STAGES = ("sft", "ppo", "dpo")  # that --base may name
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
@@ -78,10 +79,8 @@ def init(
     source = DataSource(named, "--data", columns=_column_names(columns), on_bad="drop")
     remove_leftovers(folder)
     check_not_taken(folder)
-    path = os.path.abspath(os.path.expanduser(base))
-    parent = runs.open_parent(
-        path if os.path.exists(path) else base, expect=("sft", "ppo", "dpo"), key="--base", where=""
-    )
+    model = os.path.abspath(os.path.expanduser(base))
+    parent = runs.open_parent(model if os.path.exists(model) else base, expect=BASE_STAGES, key="--base", where="")
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
