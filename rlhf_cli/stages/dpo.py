@@ -176,8 +176,8 @@ def summarize_pairs(
     losses = -logsigmoid(margins)
     if settings.loss_type == "ipo":
         lengths = torch.tensor([[len(row[side]) - len(row["prompt_ids"]) for side in PAIR_SIDES] for row in rows])
-        means = ratios / lengths
-        losses = (means[:, 0] - means[:, 1] - 1 / (2 * settings.beta)) ** 2
+        per_token = ratios / lengths
+        losses = (per_token[:, 0] - per_token[:, 1] - 1 / (2 * settings.beta)) ** 2
     if share := settings.label_smoothing:
         losses = ((1 - share) * losses + share * logsigmoid(-margins)) / (1 - 2 * share)
     right, n = int((margins > 0).sum()), len(rows)
