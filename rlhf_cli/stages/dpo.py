@@ -5,6 +5,8 @@ DPO (Rafailov et al. 2023, arXiv 2305.18290) needs no reward model and no rollou
 
 import copy
 import math
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import fmean
@@ -37,6 +39,8 @@ from rlhf_cli.stages.training_setup import (
 from rlhf_cli.statistics import wilson, with_interval
 
 PairRows = list[dict[str, Any]]
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # TRL asks in each step
+os.environ.setdefault("TQDM_DISABLE", "1")  # TRL's bar of precompute_ref_log_probs
 
 
 class DPOTrainer(trl_common.TrainerMixin, trl.DPOTrainer):

@@ -94,7 +94,8 @@ def test_a_killed_run_resumes_to_the_same_bytes(finished: Path, tmp_path: Path) 
     folder = shutil.copytree(finished, tmp_path / "mine", ignore=shutil.ignore_patterns("dpo", "eval", "eval.yaml"))
     (folder / "dpo.yaml").write_text(DPO.replace("max_steps: 60", "max_steps: 200") + "output: {save_steps: 20}\n")
     straight = shutil.copytree(folder, tmp_path / "straight")
-    must_succeed(child("dpo", "--config", straight / "dpo.yaml"))
+    printed = must_succeed(child("dpo", "--config", straight / "dpo.yaml")).stderr
+    assert all(line.startswith(("dpo ", "evaluation")) for line in printed.splitlines()), printed
     command = [sys.executable, "-m", "rlhf_cli", "dpo", "--config", str(folder / "dpo.yaml")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
         while len(list(folder.glob("dpo/state/checkpoint-*"))) < 2 and process.poll() is None:
