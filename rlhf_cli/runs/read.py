@@ -183,7 +183,7 @@ def read_run(folder: Path) -> Run:
     if not any(stage.there for stage in stages.values()):
         text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
         raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
-    for name in ("eval", "ppo", "reward"):
+    for name in [name for name in ("eval", "ppo", "dpo", "reward") if name in stages]:
         for other, path in _parent_folders(stages[name]):
             if other in stages and not stages[other].there:
                 parent = read_stage(other, (stages[name].folder / path).resolve())

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapter_folder
 import pytest
 import torch
 import trl_stage
-from conftest import SIZES, World
+from conftest import World
 from transformers import AutoTokenizer
 from trl_stage import metrics_of, signal_at, train, trainer_of
 
@@ -173,12 +174,10 @@ def test_policy_and_reference_are_equal_at_the_first_step(
     world: World, tmp_path: Path, sft_stage: Path, sections: dict[str, Any]
 ) -> None:
     """In each way to keep the reference; its log-probs that are computed before have other padding."""
-    sections = {name: dict(section) for name, section in sections.items()}
-    if "model" in sections:
-        base = wide_base(world, tmp_path) if sections["model"]["adapters"]["kind"] == "qlora" else sft_stage
-        sections["model"]["path"] = str(base)
-    settings = {"logging_steps": 1, "max_steps": 2, "warmup_ratio": 0.0, **sections.pop("dpo", {})}
-    config = config_of(world, tmp_path, sft_stage, dpo=settings, **sections)
+    adapter_folder.widen(tmp_path, world)
+    settings = {"logging_steps": 1, "max_steps": 2, "warmup_ratio": 0.0, **sections.get("dpo", {})}
+    model = {"path": str(tmp_path / "model"), **sections.get("model", {})}
+    config = config_of(world, tmp_path, sft_stage, **{**sections, "dpo": settings, "model": model})
     trainer, *_ = trainer_of(config)
     trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     adapters = config.model.adapters is not None
@@ -191,17 +190,6 @@ def test_policy_and_reference_are_equal_at_the_first_step(
     if "use_weighting" not in config.trainer:
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert manifest["step"] == 2 and math.isfinite(manifest["metrics"]["loss"])
-
-
-def wide_base(world: World, folder: Path) -> Path:
-    """A base model whose matrices are wide enough for 4 bits."""
-    from rlhf_cli.models import build, save
-
-    tokenizer, path = world.tokenizer(), folder / "wide"
-    model = build.new_causal_lm({**SIZES, "hidden_size": 64, "intermediate_size": 128}, tokenizer)
-    save.set_special_token_ids(model, tokenizer, tokenizer.eos_token_id)
-    save.save_model(model, tokenizer, path, "A wider base model.")
-    return path
 
 
 def test_r01_a_policy_that_diverged_never_counts_as_finished(world: World, tmp_path: Path, sft_stage: Path) -> None:
