@@ -185,7 +185,7 @@ def trl_fixed(config: TRLConfig, model: StageModel, target: Target) -> Bytes:
     has_own_head = not model.model.config.get_text_config().tie_word_embeddings
     if samples and has_own_head and model.adapters and not model.four_bits:  # the SFT model's, for its answers
         fixed["weights"] += model.model.get_input_embeddings().weight.nbytes
-    if isinstance(config, DPOConfig) and config.keeps_reference and not model.adapters:  # `mode` may add them
+    if isinstance(config, DPOConfig) and not (model.adapters or config.trainer.get("precompute_ref_log_probs")):
         fixed["weights"] += model.full_weights
     return fixed
 
