@@ -120,7 +120,7 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 	@$(RLHF) run $(RUN)
 
 schemas: $(VENV)/.installed ## regenerate the JSON Schemas for editors
-	for stage in sft reward ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
+	for stage in sft reward dpo ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
 
 clean: ## remove build and cache folders; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -25,9 +25,9 @@ These defaults follow no paper or other system:
 - `run`: the folder of the config, so that a folder with its configs and results can be moved or copied.
 - `stage`: the stage of the command, so that a file does not have to repeat it.
 - `seed`: 0. A fixed seed makes a run repeatable without any option.
-- `model.path` of reward.yaml, `models.sft`, `models.reward`, `models.ppo`: the results of the earlier stages in the
-  same run folder, so that four short configs form a chain. In sft.yaml neither `model.path` nor `model.new` has a
-  default, because the base model is always a choice of the user.
+- `model.path` of reward.yaml and dpo.yaml, `models.sft`, `models.reward`, `models.ppo`: the results of the earlier
+  stages in the same run folder, so that four short configs form a chain. In sft.yaml neither `model.path` nor
+  `model.new` has a default, because the base model is always a choice of the user.
 - `model.new.model_type`: llama, the architecture of the demo and of the reviews preset.
 - `data.columns`: no mapping. Datasets with the usual column names need none.
 - `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain` and `transcripts` override it.
@@ -40,8 +40,10 @@ These defaults follow no paper or other system:
 - `data.max_dropped`: 0.8. If more than four in five rows are dropped, the remaining rows no longer represent the data.
 - `data.truncate_prompt_words`: prompts are not cut. Only texts without prompts need it.
 - `data.eval_prompts`: none. The sample tables then show the current rollout, so that a run needs one file of prompts.
-- `sft.eval_steps`, `reward.eval_steps`: once per epoch, enough to see where the held-out loss starts to rise.
-- `sft.group_by_length`, `reward.group_by_length`: true. Less padding means less time for the same rows.
+- `sft.eval_steps`, `reward.eval_steps`, `dpo.eval_steps`: once per epoch, enough to see where the held-out loss starts
+  to rise.
+- `sft.group_by_length`, `reward.group_by_length`, `dpo.group_by_length`: true. Less padding means less time for the
+  same rows.
 """
 
 

@@ -1,4 +1,4 @@
-"""Write rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's SFTConfig and RewardConfig.
+"""Write rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's configs of sft, reward and dpo.
 
 Run `python scripts/trl_fields.py` after an update of TRL or transformers.
 """
@@ -24,11 +24,18 @@ JSON_TYPES = {
 
 
 def describe() -> dict[str, dict[str, Any]]:
-    """Return {config name: {field name: {types, choices, default}}} and the versions of the libraries. Imports TRL."""
-    from trl import RewardConfig, SFTConfig
+    """Return {config name: {field name: {types, choices, default}}} and the versions of the libraries. Imports TRL.
+
+    Fields that are the same in all configs are under "shared".
+    """
+    from trl import DPOConfig, RewardConfig, SFTConfig
 
     made_from = {name: version(name) for name in ("trl", "transformers")}
-    return {"made_from": made_from, **{config.__name__: _fields(config) for config in (SFTConfig, RewardConfig)}}
+    fields = {config.__name__: _fields(config) for config in (SFTConfig, RewardConfig, DPOConfig)}
+    first, *others = fields.values()
+    shared = {name: field for name, field in first.items() if all(other.get(name) == field for other in others)}
+    own = {config: {name: each[name] for name in each if name not in shared} for config, each in fields.items()}
+    return {"made_from": made_from, "shared": shared, **own}
 
 
 def render(described: dict[str, dict[str, Any]]) -> str:

@@ -77,7 +77,7 @@ def one_of(values: Iterable[str]) -> Callable[[str], list[str]]:
 
 stages = one_of(discover.STAGES)
 chat_stages = one_of(discover.POLICY_STAGES)
-chat_pairs = one_of(",".join(order) for order in permutations(reversed(discover.POLICY_STAGES)))
+chat_pairs = one_of(",".join(order) for order in permutations(reversed(discover.COMPARED_STAGES)))
 
 
 def presets(incomplete: str) -> list[str]:

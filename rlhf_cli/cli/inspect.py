@@ -74,7 +74,7 @@ def report(
         report.run(run_folders, out, step)
 
 
-STAGE_TEXT = "ppo, sft or reward. Default: the PPO policy, or SFT if there is none."
+STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."
 ModelStage = Annotated[str | None, option("--stage", "STAGE", STAGE_TEXT, completion.stages)]
 
 
@@ -148,7 +148,10 @@ def chat(
     stage: Annotated[
         str | None,
         option(
-            "--stage", "STAGE", "ppo or sft. Default: the PPO policy, or SFT if there is none.", completion.chat_stages
+            "--stage",
+            "STAGE",
+            "ppo, sft or dpo. Default: PPO, or SFT if there is none.",
+            completion.chat_stages,
         ),
     ] = None,
     step: Step = "last",
@@ -200,7 +203,7 @@ def verify(
 
 
 def schema(
-    stage: Annotated[str | None, argument("STAGE", "sft, reward, ppo or eval.", completion.stages)] = None,
+    stage: Annotated[str | None, argument("STAGE", "sft, reward, dpo, ppo or eval.", completion.stages)] = None,
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a config, for editors."""

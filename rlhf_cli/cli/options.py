@@ -15,6 +15,7 @@ from rlhf_cli.cli.completion import ignore_errors
 STAGES = {
     "sft": "Fine-tune a language model on example answers (SFT).",
     "reward": "Train a reward model on preference pairs.",
+    "dpo": "Train a policy on the pairs with DPO, a baseline (optional).",
     "ppo": "Train the policy with PPO against the reward model.",
     "eval": "Compare the models on held-out prompts and write a report.",
 }

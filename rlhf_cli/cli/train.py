@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
+BASELINES_TEXT = "Also write dpo.yaml: DPO on the reward model's pairs, to compare PPO with."
 BALANCE_TEXT = "preferences: drop pairs until length does not tell the chosen answer."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 
@@ -56,6 +57,7 @@ def init(
     minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
     adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
     gpu: Annotated[str | None, option("--gpu", "NAME|GIB", GPU_TEXT)] = None,
+    baselines: Annotated[bool, flag("--baselines", BASELINES_TEXT)] = False,
     from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
     trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
@@ -69,7 +71,7 @@ def init(
     }  # fmt: skip
     used = [name for name, value in preference_options.items() if value]
     if from_trl is not None or trl is not None:  # the old name of `rlhf convert FILE DIR`
-        if from_trl is None or preset is None or folder is not None or used or adapters or gpu or seed:
+        if from_trl is None or preset is None or folder is not None or used or adapters or gpu or seed or baselines:
             text = "--from-trl takes a file and a folder, and no other option than --trl"
             raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
         convert(from_trl, Path(preset), trl)
@@ -88,12 +90,12 @@ def init(
 
         preferences.init(
             folder, data=data, base=base, columns=column or [], plain=plain, balance_length=balance_length,
-            minutes=minutes, adapters=adapters or "auto", gpu=gpu, seed=seed,
+            minutes=minutes, adapters=adapters or "auto", gpu=gpu, baselines=baselines, seed=seed,
         )  # fmt: skip
         return
     if preset in presets.PRESETS and used:
         raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
-    presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu)
+    presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
 
 
 def convert(
@@ -238,7 +240,8 @@ def _runner(stage: str) -> "Callable[[Config, Options], None]":
 
 def run(
     folder: Annotated[
-        Path, argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs)
+        Path,
+        argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs),
     ],
     assignments: Trailing = None,
     set_: Set = None,

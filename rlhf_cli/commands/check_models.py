@@ -13,7 +13,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.errors import at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, tokenizers
@@ -50,8 +50,8 @@ class StageValidator:
             self._load_models(stage)
 
     def _check_training(self, stage: StageCheck) -> None:
-        """Check SFT or the reward model; the number of packed sequences is not yet known."""
-        config = cast(SFTConfig | RewardConfig, stage.config)
+        """Check SFT, the reward model or DPO; the number of packed sequences is not yet known."""
+        config = cast(TRLConfig, stage.config)
         parent, own_tokenizer, model_config = self._load_start(stage, "model.path")
         tokenizer = None
         with self.report.collecting():
@@ -240,7 +240,7 @@ class StageValidator:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            is_policy = config.stage == "sft" or key in POLICY_KEYS
+            is_policy = config.stage in ("sft", "dpo") or key in POLICY_KEYS
             loader: Callable[..., Any] = load.load_causal_lm if is_policy else load.load_reward_model
             loader = load.init_reward_model if config.stage == "reward" else loader
             loader = load.load_classifier if key.endswith(".pipeline") else loader

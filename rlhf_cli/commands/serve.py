@@ -16,7 +16,7 @@ from rlhf_cli.models import load
 from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
 from rlhf_cli.stages import hardware, ppo_setup, setup
 
-NAMES = {"ppo": "policy", "sft": "sft", "reward": "reward"}  # of the models in requests
+NAMES = {"ppo": "policy", "sft": "sft", "dpo": "dpo", "reward": "reward"}  # of the models in requests
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 PLAIN = "--generation-config vllm"  # sample from the full softmax by default, as in training
 # By default a score is the sigmoid of the logit. A key as an option needs no quotes, so $(rlhf serve RUN) works.

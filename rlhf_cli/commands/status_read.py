@@ -31,6 +31,7 @@ STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}
 HEADLINES = {
     "sft": (("eval_loss",), ("loss",)),
     "reward": (("accuracy", "accuracy_ci95"), ("accuracy",)),
+    "dpo": (("accuracy", "accuracy_ci95"), ("rewards/accuracies",)),
     "ppo": (("objective/scores", "objective/kl_k1"), ("objective/scores", "objective/kl_k1")),
 }
 

@@ -15,7 +15,7 @@ from rlhf_cli.config.fields import Key, PathField, fields_of
 from rlhf_cli.config.sources import HUB_ID, is_file_name, split_name
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-STAGE_FOLDERS = ("sft", "reward", "ppo")
+STAGE_FOLDERS = ("sft", "reward", "dpo", "ppo")
 PathEntry = tuple[dict[str, Any], str, str, PathField]  # container, name, key path, field; container[name] is the value
 
 

@@ -1,4 +1,4 @@
-"""Configs of sft.yaml and reward.yaml, and the table of all four configs."""
+"""Configs of sft.yaml, reward.yaml and dpo.yaml, and the table of all configs."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ SCHEDULERS = Literal[
 
 
 class TrainerSettings(Section):
-    """Options shared by SFT and reward training, under TRL's names."""
+    """Options shared by SFT, reward and DPO training, under TRL's names."""
 
     num_train_epochs: float = Field(1.0, gt=0)
     max_steps: int | None = Field(None, gt=0)
@@ -79,6 +79,23 @@ class RewardSettings(TrainerSettings):
     normalize_samples: int = Field(256, ge=2)
 
 
+class DPOSettings(TrainerSettings):
+    """Direct preference optimization by TRL's DPOTrainer."""
+
+    learning_rate: float = Field(1e-6, ge=0)
+    beta: float = Field(0.1, gt=0)
+    loss_type: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+
+    @model_validator(mode="after")
+    def _check_label_smoothing(self) -> Self:
+        if (self.loss_type == "robust") != (self.label_smoothing > 0):
+            text = f"label_smoothing {self.label_smoothing:g} does not go with loss_type: {self.loss_type}"
+            hint = "set loss_type: robust with a label_smoothing above 0, or neither"
+            raise invalid(text, hint, "label_smoothing")
+        return self
+
+
 class SFTConfig(TrainingConfig):
     """sft.yaml: supervised fine-tuning."""
 
@@ -99,7 +116,19 @@ class SFTConfig(TrainingConfig):
         return sources
 
 
-class RewardConfig(TrainingConfig):
+class _PairConfig(TrainingConfig):
+    @model_validator(mode="after")
+    def _check_lora_dropout(self) -> Self:
+        config: Any = self
+        adapters = config.model.adapters
+        if adapters and adapters.lora_dropout and config.trainer.get("disable_dropout") is not False:
+            text = f"model.adapters.lora_dropout has no effect: {self.stage} training turns dropout off"
+            hint = "set trainer.disable_dropout: false, or remove lora_dropout"
+            raise invalid(text, hint, "model.adapters.lora_dropout")
+        return self
+
+
+class RewardConfig(_PairConfig):
     """reward.yaml: reward modelling."""
 
     stage: Literal["reward"] = "reward"
@@ -108,14 +137,23 @@ class RewardConfig(TrainingConfig):
     reward: RewardSettings = Field(default_factory=RewardSettings)
     trainer: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _check_lora_dropout(self) -> Self:
-        adapters = self.model.adapters
-        if adapters and adapters.lora_dropout and self.trainer.get("disable_dropout") is not False:
-            text = "model.adapters.lora_dropout has no effect: reward training turns dropout off"
-            hint = "set trainer.disable_dropout: false, or remove lora_dropout"
-            raise invalid(text, hint, "model.adapters.lora_dropout")
-        return self
+
+class DPOConfig(_PairConfig):
+    """dpo.yaml: direct preference optimization, an optional stage."""
+
+    stage: Literal["dpo"] = "dpo"
+    model: RewardModel = Field(default_factory=RewardModel)
+    data: RewardData
+    dpo: DPOSettings = Field(default_factory=DPOSettings)
+    trainer: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference model is in memory; adapters are turned off instead, or its log-probs computed once."""
+        return self.model.adapters is None and not self.trainer.get("precompute_ref_log_probs")
 
 
-CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}
+TRLConfig = SFTConfig | RewardConfig | DPOConfig
+CONFIGS: dict[str, type[Config]] = {
+    "sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "ppo": PPOConfig, "eval": EvalConfig,
+}  # fmt: skip

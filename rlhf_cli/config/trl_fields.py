@@ -14,7 +14,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.fields import Key
 from rlhf_cli.config.fields import fields_of as keys_of_section
 
-TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
+TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
 # JSON type in trl_fields.json -> Python type
 TYPES = {
@@ -31,7 +31,7 @@ def _file() -> dict[str, dict[str, Any]]:
 
 def fields_of(stage: str) -> dict[str, dict[str, Any]]:
     """Return {types, default, optional choices} of each field of the stage's TRL config, by name."""
-    return _file()[TRAINERS[stage]]
+    return _file()["shared"] | _file()[TRAINERS[stage]]
 
 
 def made_from() -> dict[str, str]:

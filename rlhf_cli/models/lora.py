@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
@@ -31,7 +31,7 @@ BLOCK_SIZE = 64
 TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std")
 
 
-def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
+def prepare_for_training(config: TRLConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
     """Resize the embeddings to the tokenizer, and add the configured adapters to a model loaded from `parent`."""
     settings = config.model.adapters
     if settings is None:
@@ -50,17 +50,17 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
         )
 
 
-def trains_on_bf16(config: SFTConfig | RewardConfig) -> bool:
+def trains_on_bf16(config: TRLConfig) -> bool:
     """Return True if a stage trains adapters on a base whose matrices are stored in bfloat16."""
     adapters = config.model.adapters
     return adapters is not None and adapters.kind == "lora" and _computes_in_bf16(config)
 
 
-def _computes_in_bf16(config: SFTConfig | RewardConfig) -> bool:
-    return devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
+def _computes_in_bf16(config: TRLConfig) -> bool:
+    return devices.use_bf16(getattr(config, config.stage).bf16)
 
 
-def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_config: Any) -> None:
+def check_target_modules(config: TRLConfig | PPOConfig, model_config: Any) -> None:
     """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules."""
     key, model = ("models", config.models) if isinstance(config, PPOConfig) else ("model", config.model)
     key, settings = f"{key}.adapters", model.adapters
@@ -69,7 +69,7 @@ def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_con
             target_modules(build.causal_lm_from_config(model_config), settings, key)
 
 
-def refuse_new_tokens(config: SFTConfig | RewardConfig, tokenizer: Any, size_before: int) -> None:
+def refuse_new_tokens(config: TRLConfig, tokenizer: Any, size_before: int) -> None:
     """Raise RLHFError C17 if a template added tokens to a tokenizer of `size_before`: adapters do not train them."""
     if config.model.adapters is not None and len(tokenizer) > size_before:
         names = tokenizer.convert_ids_to_tokens(list(range(size_before, len(tokenizer))))

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-STAGES = ("sft", "reward", "ppo", "eval")  # in pipeline order
-POLICY_STAGES = ("ppo", "sft")  # their models generate text
+STAGES = ("sft", "reward", "dpo", "ppo", "eval")  # in pipeline order
+OPTIONAL_STAGES = ("dpo",)  # not missing in a run without them
+POLICY_STAGES = ("ppo", "sft", "dpo")  # their models generate text
+COMPARED_STAGES = ("ppo", "sft")  # by `rlhf chat --compare`
 
 
 def configs_folder() -> Path:

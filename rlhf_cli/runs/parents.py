@@ -200,7 +200,7 @@ def base_entry(parents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
 def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, *, hashed: bool) -> Parent:
     """Return the base of a stage's adapter by its manifest entry. Raises M04 if the weights have changed."""
     base_folder = _base_folder(entry["path"], folder, entry.get("revision"))
-    base = open_parent(str(base_folder), expect=("sft", "ppo"), key=key, where="", hashed=hashed)
+    base = open_parent(str(base_folder), expect=("sft", "ppo", "dpo"), key=key, where="", hashed=hashed)
     if base.sha256 and base.sha256 != entry["sha256"]:
         then, now = short_hash(entry["sha256"]), short_hash(base.sha256)
         changed = f"its base {shown(base_folder)} has changed since ({then} then, {now} now)"

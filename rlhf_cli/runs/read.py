@@ -16,7 +16,7 @@ from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, select_files
 from rlhf_cli.jsonl import at, flatten, is_number, read_jsonl
-from rlhf_cli.runs.discover import STAGES, has_output
+from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, has_output
 from rlhf_cli.runs.parents import FOREIGN, read_manifest
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.schemas import schema_error
@@ -179,12 +179,13 @@ def read_run(folder: Path) -> Run:
     if root.name in STAGES and has_output(root):
         root = root.parent
     stages = {name: read_stage(name, root / name) for name in STAGES}
+    stages = {name: stage for name, stage in stages.items() if stage.there or name not in OPTIONAL_STAGES}
     if not any(stage.there for stage in stages.values()):
         text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
         raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
-    for name in ("eval", "ppo", "reward"):
+    for name in [name for name in ("eval", "ppo", "dpo", "reward") if name in stages]:
         for other, path in _parent_folders(stages[name]):
-            if not stages[other].there:
+            if other in stages and not stages[other].there:
                 parent = read_stage(other, (stages[name].folder / path).resolve())
                 stages[other] = replace(parent, elsewhere=path) if parent.there else stages[other]
     for name, stage in stages.items():
@@ -342,7 +343,7 @@ def between(runs: Sequence[Run]) -> list[tuple[str, str, list[str]]]:
     """
     differences = []
     for stage in STAGES:
-        configs = [flatten(run.stages[stage].config or {}) for run in runs]
+        configs = [flatten(run.stages[stage].config or {}) if stage in run.stages else {} for run in runs]
         for key in dict.fromkeys(key for config in configs for key in config):
             values = [value_text(config[key]) if key in config else "-" for config in configs]
             present = {value for config, value in zip(configs, values, strict=True) if config}

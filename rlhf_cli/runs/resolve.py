@@ -26,7 +26,7 @@ from rlhf_cli.runs.parents import (
 from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
-STAGES = ("ppo", "sft", "reward")
+STAGES = ("ppo", "sft", "dpo", "reward")
 DEFAULT_STAGES = STAGES[:2]  # a reward model is resolved on request only
 
 
@@ -42,13 +42,13 @@ class Reference:
 
 def references(config: Any) -> list[Reference]:
     """Return the models that a stage's config names, in config order."""
-    if config.stage in ("sft", "reward"):
-        expect = ("sft",) if config.stage == "reward" else ("sft", "ppo")
+    if config.stage in ("sft", "reward", "dpo"):
+        expect = ("sft", "ppo", "dpo") if config.stage == "sft" else ("sft",)
         return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
     models = config.models
     if config.stage == "eval":
-        result = [Reference(f"models.{name}", getattr(models, name), (name,)) for name in ("sft", "ppo", "reward")]
-        result.append(Reference("models.base", models.base, ("sft", "ppo")))
+        expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": ("sft", "ppo", "dpo")}
+        result = [Reference(f"models.{name}", getattr(models, name), stages) for name, stages in expected.items()]
         judges = {name: value for name, value in config.judges.items() if not FUNCTION.fullmatch(value)}
         result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
         return [reference for reference in result if reference.path]

@@ -12,7 +12,7 @@ from rlhf_cli import distributed, runs, system, terminal, tracking
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import TRLConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import build, devices, load
 from rlhf_cli.models.memory import Lengths
@@ -107,7 +107,7 @@ def _on_cpu() -> bool:
 
 def _warn_unsupported(config: Config) -> None:
     """Warn of settings that have no effect here (E01) or are slow (E02)."""
-    section = "model" if config.stage in ("sft", "reward") else "models"
+    section = "model" if isinstance(config, TRLConfig) else "models"
     dtypes = {f"{section}.dtype": getattr(config, section).dtype}
     if getattr(config, config.stage).bf16:
         dtypes[f"{config.stage}.bf16"] = "bfloat16"
@@ -137,7 +137,7 @@ def _require_bitsandbytes(config: Config) -> None:
     requested = {f"{section}.adapters.kind": adapter_kind(config)}
     if isinstance(config, PPOConfig):
         requested["ppo.optim"] = config.ppo.optim
-    elif isinstance(config, SFTConfig | RewardConfig) and "optim" in config.trainer:
+    elif isinstance(config, TRLConfig) and "optim" in config.trainer:
         requested["trainer.optim"] = config.trainer["optim"]
     for key, value in requested.items():
         if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
@@ -164,7 +164,7 @@ def _check_memory(config: Config, fixed: FixedMemory, target: Target, *, runs_he
         text = f"{_kinds(fixed)} need {system.format_bytes(fixed.total)} of memory, {target.name} has "
         text += system.format_bytes(target.memory)
         text += f" for each of {target.processes} processes" if target.processes > 1 else ""
-        key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
+        key = "model.path" if isinstance(config, TRLConfig) else "models.sft"
         hint = "`rlhf plan` lists settings that save memory; or use a smaller model, or a larger machine"
         if runs_here:
             raise RLHFError("E03", text, where=config.where(key), hint=hint)

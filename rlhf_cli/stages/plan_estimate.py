@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import DPOConfig, RewardConfig, TRLConfig
 from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
 from rlhf_cli.models.memory import Lengths
@@ -19,14 +19,14 @@ from rlhf_cli.stages.plan_phases import Phase, StageModel
 from rlhf_cli.stages.training_setup import SAMPLING_BATCH_SIZE
 
 # Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md, chat-model.md).
-# PPO's phases allocate tensors of different sizes in turn; the reward stage's batches have the widths of their pairs.
-FRAGMENTATION = {"ppo": 0.4, "sft": 0.12, "reward": 0.45, "eval": 0.12}
+# PPO's phases allocate tensors of different sizes in turn; batches of pairs have the widths of their pairs.
+FRAGMENTATION = {"ppo": 0.4, "sft": 0.12, "reward": 0.45, "dpo": 0.45, "eval": 0.12}
 TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a stage. `steps` are optimizer steps (sft, reward) or updates (ppo); 1 for an evaluation."""
+    """Estimate of a stage. `steps` are optimizer steps (sft, reward, dpo) or updates (ppo); 1 for an evaluation."""
 
     config: Config
     mode: str
@@ -72,7 +72,7 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
         options = {"adapters": chain.adapters_of_sft(config), "sampled": sampled}
     models, phases = stage_phases(config, bodies, mode, target, data.lengths, **options)
     steps = _steps(config, data.rows, target.processes)
-    if isinstance(config, SFTConfig | RewardConfig):
+    if isinstance(config, TRLConfig):
         phases += measuring_phases(config, next(iter(models.values())), data, steps, target.processes)
     return Estimate(config, mode, models, data, phases, steps, target)
 
@@ -102,26 +102,26 @@ def stage_phases(
         sizes = weights, config.eval.per_device_batch_size, sampled, lengths
         phases = evaluation_phases([*policies.values()], [*judges.values()], *sizes)
         return {**policies, **judges}, phases
-    assert isinstance(config, SFTConfig | RewardConfig)
+    assert isinstance(config, TRLConfig)
     model, settings = plan_models.trl_model(config, bodies, mode, target), training_setup.settings_of(config)
     fixed = plan_models.trl_fixed(config, model, target)
     phases = plan_phases.trl_phases(config.stage, model, settings, lengths, fixed, target.gpu)
-    return {"reward" if isinstance(config, RewardConfig) else "policy": model}, phases
+    return dict.fromkeys((use.role for use in plan_models.models_in_memory(config)), model), phases
 
 
-def measuring_phases(
-    config: SFTConfig | RewardConfig, model: StageModel, data: DataSize, steps: int, processes: int
-) -> list[Phase]:
-    """Return what SFT and the reward stage measure: held-out rows in training and at its end, report card, scale."""
+def measuring_phases(config: TRLConfig, model: StageModel, data: DataSize, steps: int, processes: int) -> list[Phase]:
+    """Return what a stage of TRL measures: held-out rows in training and at its end, report card, scale."""
     settings, average, phases = training_setup.settings_of(config), data.lengths.average, list[Phase]()
     step_rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * processes
     times = math.ceil(steps / settings.eval_steps if settings.eval_steps else steps * step_rows / max(1, data.rows))
     rows, read = settings.per_device_eval_batch_size, times * data.evaluated
     if isinstance(config, RewardConfig):
         read = 2 * read + len(PROBE_LABELS) * min(MAX_PROBED, data.evaluated)
+    if isinstance(config, DPOConfig):  # both sides, by the policy and the reference
+        read *= 4
     if data.evaluated:
         reading = {"weights": model.weights, "activations": model.working(rows, data.lengths.row)}
-        answers = read * average.response if isinstance(config, SFTConfig) else 0
+        answers = 0 if isinstance(config, RewardConfig) else read * average.response
         phases.append(Phase("evaluate", rows, [reading], model.forward_flops(read, average.row, answers), once=True))
     if isinstance(config, RewardConfig) and config.reward.normalize == "sft":
         cache = {"weights": model.weights, "cache": model.cache * SAMPLING_BATCH_SIZE * data.answers.row}
@@ -155,7 +155,7 @@ def overhead_bytes(stage: str, peak: int, target: Target, process: int) -> dict[
     """
     if target.gpu:
         return {"holes": 0, "libraries": 0}
-    libraries = process + (TRL_BYTES if stage in ("sft", "reward") else 0)
+    libraries = process + (TRL_BYTES if stage in ("sft", "reward", "dpo") else 0)
     return {"holes": round(FRAGMENTATION[stage] * peak), "libraries": libraries}
 
 
@@ -171,6 +171,6 @@ def _num_sampled(config: EvalConfig, chain: ModelResolver, prompts: int, target:
 def _steps(config: Config, rows: int, processes: int) -> int:
     if isinstance(config, PPOConfig):
         return ppo_setup.scale_to_world_size(config, processes).ppo.num_updates(max(1, rows))
-    if isinstance(config, SFTConfig | RewardConfig):
+    if isinstance(config, TRLConfig):
         return training_setup.settings_of(config).steps(max(1, rows), processes)
     return 1

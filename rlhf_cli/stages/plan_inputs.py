@@ -13,12 +13,13 @@ from rlhf_cli.config.common import Adapters
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
+from rlhf_cli.config.training import CONFIGS, DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.data import sources
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
 from rlhf_cli.models.memory import Lengths
+from rlhf_cli.runs.parents import read_manifest
 from rlhf_cli.stages import eval as eval_stage
 from rlhf_cli.stages import plan_models, setup, training_setup
 
@@ -51,12 +52,16 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
     with terminal.muted_warnings():
         if isinstance(config, SFTConfig):
             return _measure_examples(config, tokenizer, body)
-        if isinstance(config, RewardConfig):
+        if isinstance(config, RewardConfig | DPOConfig):
             pairs = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
-            mean = _mean_length(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
+            mean = _mean_length(row[side] for row in pairs for side in training_setup.PAIR_SIDES)
             longest = max((len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in pairs), default=1)
             answers = Lengths(round(_mean_length(row["prompt_ids"] for row in pairs)), longest)
-            size = _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
+            logits = 1  # of a row
+            if isinstance(config, DPOConfig):
+                sides = [len(row[side]) - len(row["prompt_ids"]) for row in pairs for side in training_setup.PAIR_SIDES]
+                logits = min(max(sides, default=1), pairs.longest - 1)
+            size = _data_size(pairs, Lengths(pairs.longest - logits, logits, mean), "pairs")
             return replace(size, evaluated=_count_evaluated(config), answers=answers)
         assert isinstance(config, PPOConfig | EvalConfig)
         prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
@@ -70,9 +75,9 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
     if isinstance(config, EvalConfig):
         return DataSize(Lengths(prompt, response), "prompts", config.eval.n, how="at most")
     lengths = Lengths(prompt, response)
-    if isinstance(config, SFTConfig | RewardConfig):
+    if isinstance(config, TRLConfig):
         longest = training_setup.settings_of(config).max_length - 1
-        lengths = Lengths(1, longest) if isinstance(config, SFTConfig) else Lengths(longest, 1)
+        lengths = Lengths(longest, 1) if isinstance(config, RewardConfig) else Lengths(1, longest)
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
     count = sum(1 for _ in sources.read_rows(source)) if steps_follow_rows(config) else 0
     # A conversation gives an example for each of its answers, and a part may be held out.
@@ -81,7 +86,7 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
 
 def steps_follow_rows(config: Config) -> bool:
     """Return True if more rows make more steps."""
-    if isinstance(config, SFTConfig | RewardConfig):
+    if isinstance(config, TRLConfig):
         return training_setup.settings_of(config).max_steps is None
     return isinstance(config, PPOConfig) and config.ppo.total_episodes is None
 
@@ -164,7 +169,7 @@ class ModelResolver:
                     body = read_config(parent.model, self.options.trust_remote_code)
                 self.specs[path] = ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
             else:
-                trains = isinstance(writer, SFTConfig | RewardConfig)
+                trains = isinstance(writer, TRLConfig)
                 self.specs[path] = self.start(writer, "model.path" if trains else "models.sft")
         return self.specs[path]
 
@@ -222,7 +227,7 @@ class ModelResolver:
         writer = None if (path / "manifest.json").exists() else self._writer(path)
         if isinstance(writer, PPOConfig):
             return writer.models.adapters is not None and writer.models.sft == sft.path
-        if isinstance(writer, RewardConfig):
+        if isinstance(writer, RewardConfig | DPOConfig):
             return writer.model.adapters is not None and writer.model.path == sft.path
         base = runs.open_reference(config, reference, hashed=False).base
         if base is None:
@@ -234,7 +239,7 @@ class ModelResolver:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml")
+            return load("ppo", folder / "config.yaml") if read_manifest(folder)[0].get("stage") != "dpo" else None
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 

@@ -16,7 +16,7 @@ from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import DPOConfig, RewardConfig, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.memory import Lengths
@@ -100,8 +100,9 @@ def models_in_memory(config: Config) -> list[ModelUse]:
     In an evaluation `models.ppo` stands for itself and models.base, which are loaded one after the other.
     """
     folders = {reference.key: reference.path for reference in runs.references(config)}
-    if isinstance(config, SFTConfig | RewardConfig):
-        return [ModelUse("policy" if config.stage == "sft" else "reward", "model.path")]
+    if isinstance(config, TRLConfig):
+        reference = [ModelUse("reference", "model.path")] if isinstance(config, DPOConfig) else []
+        return [ModelUse("reward" if isinstance(config, RewardConfig) else "policy", "model.path"), *reference]
     if isinstance(config, EvalConfig):
         policies = [ModelUse("policy", key) for key in ("models.sft", "models.ppo")]
         return policies + [ModelUse("judge", key) for key in folders if key not in POLICY_KEYS]
@@ -121,7 +122,7 @@ def is_scorer_key(key: str) -> bool:
 def adapter_kind(config: Config) -> str | None:
     """Return the kind of adapters a stage trains, None if it trains full models."""
     adapters: LoRA | None = None
-    if isinstance(config, SFTConfig | RewardConfig):
+    if isinstance(config, TRLConfig):
         adapters = config.model.adapters
     elif isinstance(config, PPOConfig):
         adapters = config.models.adapters
@@ -136,7 +137,7 @@ def mode_of(config: Config) -> str:
 def _stage_model(
     config: Any, key: str, bodies: Bodies, *, scorer: bool, checkpointing: bool = False, **options: Any
 ) -> StageModel:
-    section = config.model if config.stage in ("sft", "reward") else config.models
+    section = config.model if isinstance(config, TRLConfig) else config.models
     adapters = options.pop("adapters", None)
     packed = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
     freezes_layers = config.stage == "ppo" and config.ppo.num_shared_layers  # in the model itself
@@ -165,16 +166,16 @@ def _adapters(mode: str, section: Any) -> dict[str, Any]:
     return {"adapters": adapters, "four_bits": mode == "qlora"}
 
 
-def trl_model(config: SFTConfig | RewardConfig, bodies: Bodies, mode: str, target: Target) -> StageModel:
-    """Return the model that SFT or the reward stage trains."""
-    settings = config.sft if isinstance(config, SFTConfig) else config.reward
+def trl_model(config: TRLConfig, bodies: Bodies, mode: str, target: Target) -> StageModel:
+    """Return the model that SFT, the reward stage or DPO trains."""
+    settings = getattr(config, config.stage)
     options = {"bf16": target.computes_in_bf16(settings.bf16), "checkpointing": settings.gradient_checkpointing}
     scorer = isinstance(config, RewardConfig)
     return _stage_model(config, "model.path", bodies, scorer=scorer, **options, **_adapters(mode, config.model))
 
 
-def trl_fixed(config: SFTConfig | RewardConfig, model: StageModel, target: Target) -> Bytes:
-    """Return what SFT or the reward stage keep in memory, per process."""
+def trl_fixed(config: TRLConfig, model: StageModel, target: Target) -> Bytes:
+    """Return what SFT, the reward stage or DPO keep in memory, per process."""
     eight_bits = config.trainer.get("optim") in ADAMW_8BIT_NAMES
     deepspeed, stage = config.trainer.get("deepspeed"), 0
     if deepspeed:  # the settings, or a file with them
@@ -184,6 +185,8 @@ def trl_fixed(config: SFTConfig | RewardConfig, model: StageModel, target: Targe
     has_own_head = not model.model.config.get_text_config().tie_word_embeddings
     if samples and has_own_head and model.adapters and not model.four_bits:  # the SFT model's, for its answers
         fixed["weights"] += model.model.get_input_embeddings().weight.nbytes
+    if isinstance(config, DPOConfig) and not (model.adapters or config.trainer.get("precompute_ref_log_probs")):
+        fixed["weights"] += model.full_weights
     return fixed
 
 
@@ -258,7 +261,7 @@ class FixedMemory:
 def fixed_memory(config: Config, bodies: Bodies, separate: set[str], target: Target) -> FixedMemory:
     """Return a lower bound of a stage's memory: no activations, and only the models of `bodies`."""
     mode = mode_of(config)
-    if isinstance(config, SFTConfig | RewardConfig) and bodies:
+    if isinstance(config, TRLConfig) and bodies:
         model = trl_model(config, bodies, mode, target)
         states = plan_phases.trl_fixed(model, eight_bits=config.trainer.get("optim") in ADAMW_8BIT_NAMES)
         fixed = trl_fixed(config, model, target)

@@ -182,31 +182,33 @@ def rollout_phase(policy: StageModel, fixed: Bytes, rows: int, total: int, lengt
 
 
 def trl_fixed(model: StageModel, *, eight_bits: bool, zero_stage: int = 0, processes: int = 1) -> dict[str, float]:
-    """Return what SFT or the reward model keep in memory; ZeRO of DeepSpeed shards one kind more with each stage."""
+    """Return what a model that TRL trains takes in memory; ZeRO of DeepSpeed shards one kind more with each stage."""
     fixed = {"weights": model.weights, **_learning_bytes(model.trained, [model.model], eight_bits=eight_bits)}
     sharded = ("optimizer", "gradients", "weights")[:zero_stage]
     return {kind: size / (processes if kind in sharded else 1) for kind, size in fixed.items()}
 
 
 def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fixed: Bytes, gpu: bool) -> list[Phase]:
-    """Return the phases of SFT or the reward model: an optimizer step, and with qlora the reading of the full model.
+    """Return the phases of SFT, the reward model or DPO: an optimizer step, and with qlora reading the full model.
 
-    `fixed` is from `trl_fixed`. TRL's loss makes no logits on a GPU. The two sides of a pair form one batch.
+    `fixed` is from `trl_fixed`. TRL's loss makes no logits on a GPU. The two sides of a pair form one batch, which
+    DPO's reference reads, too.
     """
-    is_sft = name == "sft"
-    rows = settings.per_device_train_batch_size * (1 if is_sft else 2)
-    parts, answers = settings.gradient_accumulation_steps, rows * lengths.response if is_sft else 0
+    has_head = name != "reward"
+    rows = settings.per_device_train_batch_size * (1 if name == "sft" else 2)
+    parts, answers = settings.gradient_accumulation_steps, rows * lengths.response if has_head else 0
     copy = 0 if gpu else 4 * answers * model.vocabulary
     logits = (SFT_COPIES + model.softcaps) * copy
     trained = model.trained
     moments = model.training_moments(rows, lengths.row, logits)
-    head = model.model.get_output_embeddings() if is_sft else None
+    head = model.model.get_output_embeddings() if has_head else None
     if copy and head is not None and head.weight.requires_grad:  # its gradient, while those of the logits are there
         moments.append({"activations": moments[0]["activations"] + head.weight.nbytes, "logits": logits - copy})
     gradients = fixed["gradients"] if parts > 1 else 0  # of the micro-batches before
     within = [{**moment, "gradients": gradients} for moment in moments]
     average = lengths.average
-    flops = parts * model.training_flops(rows, average.row, rows * average.response if is_sft else 0)
+    read: Any = rows, average.row, rows * average.response if has_head else 0
+    flops = parts * (model.training_flops(*read) + (model.forward_flops(*read) if name == "dpo" else 0))
     moments = _add(fixed, [*within, {} if gpu else _step_bytes(trained, foreach=False)])  # fused on a GPU
     phases = [Phase("step", settings.per_device_train_batch_size, moments, flops)]
     if model.four_bits:  # the finished model is read in full, to be measured

@@ -27,7 +27,15 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup, trl_common
-from rlhf_cli.stages.training_setup import SAMPLING_BATCH_SIZE, check_can_sample, prepare_tokenizer, read_rows
+from rlhf_cli.stages.training_setup import (
+    SAMPLING_BATCH_SIZE,
+    check_can_sample,
+    grow_embeddings,
+    load_sft_model,
+    pair_lengths,
+    prepare_tokenizer,
+    read_rows,
+)
 
 NUM_PROBES = 8
 HEADLINE = (
@@ -147,14 +155,13 @@ def make_trainer(
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
     args = trl_common.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
-    lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
     train_rows, heldout_rows = (
         [{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs]
         for pairs in (rows, eval_rows)
     )
     return trl_common.build_trainer(
-        RewardTrainer, config, args, train_rows, heldout_rows, lengths if config.reward.group_by_length else None,
-        process_group, model=model, processing_class=tokenizer,
+        RewardTrainer, config, args, train_rows, heldout_rows, pair_lengths(config, rows), process_group,
+        model=model, processing_class=tokenizer,
     )  # fmt: skip
 
 
@@ -207,19 +214,6 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
 
 
 # Normalization
-
-
-def load_sft_model(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
-    """Load model.path as a language model."""
-    kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=use_bf16(config))
-    model = load.load_causal_lm(parent.model, **kwargs)
-    return grow_embeddings(model, tokenizer)
-
-
-def grow_embeddings(model: Any, tokenizer: Any) -> Any:
-    """Return the language model with an embedding for each token, which draws no random number."""
-    lora.grow_embeddings(model, tokenizers.vocabulary_size(tokenizer, model.get_input_embeddings().weight.shape[0]))
-    return model
 
 
 def sample_answers(

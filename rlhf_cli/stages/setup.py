@@ -12,7 +12,7 @@ from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import RewardConfig, SFTConfig
+from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
@@ -31,12 +31,12 @@ from rlhf_cli.statistics import wilson
 PROBE_TOLERANCE, PROBE_TOLERANCE_BF16, PROBE_TOLERANCE_4_BITS = 1e-3, 0.25, 1.0
 PromptForm = Literal["text", "conversation", "transcript"]  # how a data file writes prompts
 PromptFormat = Literal["template", "transcript", "text"]  # how they are passed to a model
-DATA_KEYS = {"ppo": "data.prompts", "sft": "data.train", "reward": "data.train"}
+DATA_KEYS = {"ppo": "data.prompts"} | dict.fromkeys(("sft", "reward", "dpo"), "data.train")
 WARN_DROPPED_FRACTION = 0.2
 IDENTICAL_HINT = "look at how the pairs were made: identical answers express no preference"
 Row = TypeVar("Row")
-AnyConfig = SFTConfig | RewardConfig | PPOConfig | EvalConfig
-C = TypeVar("C", SFTConfig, RewardConfig, PPOConfig, EvalConfig)
+AnyConfig = TRLConfig | PPOConfig | EvalConfig
+C = TypeVar("C", SFTConfig, RewardConfig, DPOConfig, PPOConfig, EvalConfig)
 
 
 # Start and completion
@@ -151,7 +151,7 @@ def load_model(
     loader does, and M06 if the vocabulary is too small.
     """
     assert isinstance(config, AnyConfig)
-    section = config.model if isinstance(config, SFTConfig | RewardConfig) else config.models
+    section = config.model if isinstance(config, TRLConfig) else config.models
     kwargs = load.load_kwargs(section, options.trust_remote_code, bf16_matrices=bf16_matrices)
     if loader is load.load_classifier:  # of a reward's `pipeline`, which keeps its own dtype
         kwargs = {"trust_remote_code": options.trust_remote_code}
@@ -368,9 +368,8 @@ def read_prompts(
 def warn_long_intervals(config: Config, steps: int) -> None:
     """Warn (C14) if a save or evaluation interval is longer than the run."""
     intervals = {"save": ("output.save_steps", config.output.save_steps)}
-    if isinstance(config, SFTConfig | RewardConfig) and "data.eval" in config.sources():
-        settings = config.sft if isinstance(config, SFTConfig) else config.reward
-        intervals["evaluation"] = (f"{config.stage}.eval_steps", settings.eval_steps)
+    if isinstance(config, TRLConfig) and "data.eval" in config.sources():
+        intervals["evaluation"] = (f"{config.stage}.eval_steps", getattr(config, config.stage).eval_steps)
     unit = "updates" if config.stage == "ppo" else "steps"
     for event, (key, every) in intervals.items():
         if every and every > steps:

@@ -1,4 +1,4 @@
-"""Set-up of `rlhf sft` and `rlhf reward`: tokenizer, packing, rows and batches; `rlhf check` and `plan` use it too.
+"""Set-up of the stages that TRL trains: tokenizer, packing, rows and batches; `rlhf check` and `plan` use it too.
 
 It imports no TRL, which takes seconds.
 """
@@ -8,22 +8,25 @@ from functools import partial
 from typing import Any
 
 from rlhf_cli import data, distributed, terminal
-from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TrainerSettings, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import build, load, lora, tokenizers
+from rlhf_cli.models import build, devices, load, lora, tokenizers
+from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 
 TOKENIZER_DATA_KEY = "model.new.tokenizer.train"
 SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
-TRLConfig = SFTConfig | RewardConfig
 IGNORE_INDEX = -100  # label of a token that is not trained
 SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
-TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
+PAIR_SIDES = ("chosen_ids", "rejected_ids")
+TOKEN_COLUMNS = ("input_ids", *PAIR_SIDES)
 
 
 def settings_of(config: TRLConfig) -> TrainerSettings:
-    """Return the section `sft:` or `reward:`."""
-    return config.sft if isinstance(config, SFTConfig) else config.reward
+    """Return the section `sft:`, `reward:` or `dpo:`."""
+    settings: TrainerSettings = getattr(config, config.stage)
+    return settings
 
 
 # Tokenizer and model
@@ -32,13 +35,13 @@ def settings_of(config: TRLConfig) -> TrainerSettings:
 def prepare_tokenizer(config: TRLConfig, tokenizer: Any, parent_stage: str = "") -> Any:
     """Return a tokenizer for training, with its own pad token and `model.chat_template`. Raises RLHFError C17, T05.
 
-    A reward model must keep the template of its parent if that is an SFT stage.
+    The reward and DPO stages must keep the template of their parent if that is an SFT stage.
     """
     template, original_size = tokenizers.template_sha256(tokenizer), len(tokenizer)
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(tokenizer, config.model.chat_template)
         changed = tokenizers.template_sha256(tokenizer) != template
-        if isinstance(config, RewardConfig) and parent_stage == "sft" and changed:
+        if not isinstance(config, SFTConfig) and parent_stage == "sft" and changed:
             text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
             hint = "remove it: the template comes with the SFT model"
             raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
@@ -67,6 +70,21 @@ def new_model_config(config: SFTConfig) -> Any:
     return model_config
 
 
+def load_sft_model(config: RewardConfig | DPOConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
+    """Load model.path as a language model."""
+    kwargs = load.load_kwargs(
+        config.model, options.trust_remote_code, bf16_matrices=devices.use_bf16(settings_of(config).bf16)
+    )
+    model = load.load_causal_lm(parent.model, **kwargs)
+    return grow_embeddings(model, tokenizer)
+
+
+def grow_embeddings(model: Any, tokenizer: Any) -> Any:
+    """Return the language model with an embedding for each token, which draws no random number."""
+    lora.grow_embeddings(model, tokenizers.vocabulary_size(tokenizer, model.get_input_embeddings().weight.shape[0]))
+    return model
+
+
 def check_can_sample(config: RewardConfig, model_config: Any) -> None:
     """Raise RLHFError C17 if reward.normalize samples from model.path and it is not a causal model."""
     if config.reward.normalize == "sft" and build.is_classifier(model_config):
@@ -83,7 +101,7 @@ def packing_strategy(config: TRLConfig) -> str | None:
     `bfd` keeps rows separate, by flash attention or a mask of (tokens of the batch)^2. `wrapped` splits one long text
     whose neighbouring rows attend to each other: usual for plain text, and about twice as fast on a CPU.
     """
-    if isinstance(config, RewardConfig) or not config.sft.packing:
+    if not isinstance(config, SFTConfig) or not config.sft.packing:
         return None
     plain = data.is_plain_text(config.sources()["data.train"])
     strategy: str = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
@@ -111,7 +129,7 @@ def read_data(
         "sample": sample,
     }  # fmt: skip
     read_rows: Any = data.sft_rows
-    if isinstance(config, RewardConfig):
+    if not isinstance(config, SFTConfig):
         read_rows, options["on_identical"] = data.preference_rows, config.data.on_identical
     source = config.sources()[f"data.{key}"]
     hint = _longer_rows_hint(config, model_config)
@@ -212,6 +230,12 @@ def _check_context_length(config: TRLConfig, model_config: Any, longest: int, *,
 
 
 # Batch arithmetic
+
+
+def pair_lengths(config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]]) -> list[int] | None:
+    """Return the tokens of each pair's longer side, by which batches are grouped; None if they are not."""
+    lengths = [max(len(row[side]) for side in PAIR_SIDES) for row in rows]
+    return lengths if settings_of(config).group_by_length else None
 
 
 def describe_batches(

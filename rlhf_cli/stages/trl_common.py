@@ -1,4 +1,4 @@
-"""TRL training shared by SFT and reward: arguments, trainer mixin, log, checkpoints, stopping and resuming."""
+"""TRL training shared by SFT, reward and DPO: arguments, trainer mixin, log, checkpoints, stopping and resuming."""
 
 import json
 import math
@@ -18,13 +18,14 @@ from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, data, runs, terminal
 from rlhf_cli.config.base import Options
+from rlhf_cli.config.training import TRLConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import build, devices, load, lora, save, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
-from rlhf_cli.stages.training_setup import TRLConfig, describe_batches, packing_strategy, settings_of
+from rlhf_cli.stages.training_setup import describe_batches, packing_strategy, settings_of
 from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import MetricsLog, Trackers, read_log
 
@@ -78,7 +79,7 @@ class TrainerMixin:
 
 
 def training_args(args_class: Any, config: TRLConfig, **overrides: Any) -> Any:
-    """Build TRL's arguments, of its SFTConfig or RewardConfig class. Raises RLHFError C17 if TRL rejects them."""
+    """Build TRL's arguments, of one of its config classes. Raises RLHFError C17 if TRL rejects them."""
     section: Any = settings_of(config)
     gpu = devices.device().type == "cuda"
     same_names = (
@@ -379,7 +380,7 @@ def model_card(config: TRLConfig, parents: Mapping[str, Parent], num_rows: int, 
     origin = "fresh weights"
     if parent:  # without local paths
         origin = parent.hub or (f"the {parent.stage} stage" if parent.stage != runs.FOREIGN else parent.path.name)
-    kind, tag = ("causal language", "sft") if config.stage == "sft" else ("reward", "reward-model")
+    kind, tag = ("reward", "reward-model") if config.stage == "reward" else ("causal language", config.stage)
     text = (
         f"A {kind} model, trained from {origin} on {num_rows} rows of {Path(config.data.train).name}: {steps} steps, "
         f"learning rate {settings.learning_rate:g}. {note}"

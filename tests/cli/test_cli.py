@@ -60,7 +60,7 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
     groups = {part.split(":")[0]: part for part in text.split("\n\n") if part[:1].isupper()}
     shown = {title: re.findall(r"^  (\w+) ", groups[title], re.M) for title in ("Train", "Inspect", "Ship")}
     assert shown == {
-        "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "ppo", "eval"],
+        "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "dpo", "ppo", "eval"],
         "Inspect": ["status", "ls", "report", "chat", "verify", "explain", "schema", "env"],
         "Ship": ["export", "serve"],
     }
@@ -292,7 +292,7 @@ def test_a_reader_that_closes_early_is_no_error() -> None:
 
 def test_schema_prints_one_stage_or_all() -> None:
     every, one = (json.loads(rlhf(*arguments).stdout) for arguments in (["schema"], ["schema", "ppo"]))
-    assert len(every["anyOf"]) == 4 and "ppo" in one["properties"] and one["additionalProperties"] is False
+    assert len(every["anyOf"]) == 5 and "ppo" in one["properties"] and one["additionalProperties"] is False
 
 
 def test_env_prints_versions_and_devices() -> None:

@@ -15,7 +15,8 @@ from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.runs import discover
 
 MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]
-YAML = {"sft": "model: {path: base}", "reward": "data: {train: p}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
+YAML = {"sft": "model: {path: base}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
+YAML |= dict.fromkeys(("reward", "dpo"), "data: {train: p}")
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf report runs/demo/ppo --step 3", ["30"]),
         ("rlhf export runs/deep/er --step ", ["last", "selected"]),
         ("rlhf chat runs/demo --compare ", ["sft,ppo", "ppo,sft"]),
-        ("rlhf chat runs/demo --stage ", ["ppo", "sft"]),
+        ("rlhf chat runs/demo --stage ", ["ppo", "sft", "dpo"]),
         ("rlhf run runs/demo --only ", [*CONFIGS]),
         ("rlhf init re", ["reviews"]),
         ("rlhf init ", [*init.PRESETS]),

@@ -206,8 +206,8 @@ PRINTED = [
     ("PPO.KL_COEF", "^ppo.kl_coef   (ppo.yaml)\n"),
     ("bytes", "\n  ppo.optim  "),  # in no name: the keys whose meanings have the word
     ("Padding", "\n  ppo.packing  "),
-    ("seed", "^seed   (sft.yaml, reward.yaml, ppo.yaml, eval.yaml)\n"),
-    ("bf16", "^sft.bf16, reward.bf16   (sft.yaml, reward.yaml)\n", "!also "),
+    ("seed", "^seed   (sft.yaml, reward.yaml, dpo.yaml, ppo.yaml, eval.yaml)\n"),
+    ("bf16", "^sft.bf16, reward.bf16, dpo.bf16   (sft.yaml, reward.yaml, dpo.yaml)\n", "!also "),
     ("reward", "$\n\nalso models.reward   (ppo.yaml, eval.yaml)\n"),
     ("output", "$\n\nalso rewards.NAME.output   (ppo.yaml)\n"),
     # Names that the user chooses
@@ -235,7 +235,7 @@ PRINTED = [
     ("micro_train_batch_size", f"{BATCH}\n", "\nppo.per_device_train_batch_size   ("),
     ("rollout_batch_size", f"{BATCH}; times", "\nppo.per_device_train_batch_size   ("),
     # Fields of TRL
-    ("trainer.optim", "^trainer.optim   (sft.yaml, reward.yaml)\n",
+    ("trainer.optim", "^trainer.optim   (sft.yaml, reward.yaml, dpo.yaml)\n",
      "The field optim of TRL 1.16's trainer, handed on as it is.\n"),
     ("packing_strategy", "^trainer.packing_strategy   (sft.yaml)\n"),
     ("output_dir", "^trainer.output_dir is set by the pipeline: use run\n"),

@@ -246,7 +246,7 @@ def test_the_default_is_ppo_or_sft_if_there_is_no_ppo(copied: Path) -> None:
 def test_models_that_cannot_be_chosen(copied: Path) -> None:
     steps = ", ".join(sorted({str(int(path.name[-6:])) for path in (copied / "ppo/snapshots").iterdir()}))
     for arguments, code, *texts in (
-        ((copied, "--stage", "sfd"), "C07", "--stage sfd: not one of ppo, sft, reward", "mean sft?"),
+        ((copied, "--stage", "sfd"), "C07", "--stage sfd: not one of ppo, sft, dpo, reward", "mean sft?"),
         ((copied, "--dtype", "bfloat"), "C07", "--dtype bfloat: not one of", "did you mean bfloat16?"),
         ((copied, "--step", "99"), "C06", "run/ppo has no policy of that step", f"there are {steps};"),
         ((copied, "--step", "2", "--stage", "sft"), "C11", "the sft stage has one model only"),

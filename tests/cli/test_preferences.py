@@ -90,7 +90,7 @@ def test_every_form_becomes_parts_without_a_common_prompt(
     expected = {p: (c, r) for p, c, r in ROWS}[opening(first["prompt"])]
     texts = [first[key] if isinstance(first[key], str) else first[key][0]["content"] for key in ("chosen", "rejected")]
     assert tuple(text.strip() for text in texts) == expected
-    for stage in config.CONFIGS:
+    for stage in preferences.STAGES:
         assert complaints(run / f"{stage}.yaml") == []  # by the schema that it names
     prompt, template = rows(run, "prompts")[0]["prompt"], config.load("sft", run / "sft.yaml").model.chat_template
     assert isinstance(prompt, list) == (template == "chatml") == (form == "conversations")

@@ -236,7 +236,7 @@ def test_a_short_time_means_fewer_steps_and_a_note() -> None:
 
 def planner(gib: float, **sizes: Any) -> MemoryPlanner:
     config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
-    return MemoryPlanner.of(config, replace(INPUTS.lengths, max_length=152), Target.of(str(gib), 1))
+    return MemoryPlanner.of(config, replace(INPUTS.lengths, max_length=152), Target.of(str(gib), 1), baselines=True)
 
 
 def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:

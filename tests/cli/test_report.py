@@ -312,7 +312,7 @@ def test_only_an_own_report_is_replaced(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gone",), "error[M01]: gone holds none of the stages sft, reward, ppo, eval"),
+        (("gone",), "error[M01]: gone holds none of the stages sft, reward, dpo, ppo, eval"),
         (("demo", "gone", "other"), "error[M01]: other holds none"),
         (("demo", "--out", "demo"), "error[C15]: demo is a folder"),
         (("demo", "--out", "demo/data.jsonl/page.html"), "error[E03]: demo/data.jsonl cannot be written"),

@@ -419,7 +419,7 @@ def test_a_folder_without_a_run_is_one_error() -> None:
     Path("empty").mkdir()
     Path("sft.yaml").touch()
     for name, says in (
-        ("empty", "empty holds none of sft.yaml, reward.yaml, ppo.yaml, eval.yaml"),
+        ("empty", "empty holds none of sft.yaml, reward.yaml, dpo.yaml, ppo.yaml"),
         ("emty", "no such folder: emty\nhint: did you mean empty?"),
         ("sft.yaml", "sft.yaml is a file, not the folder of a run"),
     ):

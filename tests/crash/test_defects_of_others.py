@@ -86,6 +86,7 @@ def test_verl_12_the_defaults_have_a_kl_term():
 
 @pytest.mark.parametrize("name", config.CONFIGS)
 def test_nemo_14_an_unknown_key_is_rejected_in_every_section(folder, name):
+    (folder / "dpo.yaml").write_text("data: {train: pairs.jsonl}\n")
     (folder / "eval.yaml").write_text(
         "data: {prompts: prompts.jsonl}\nmodels: {sft: model, ppo: model, reward: scorer}\n"
     )

@@ -1,4 +1,4 @@
-"""SFT, reward and eval in two processes: the numbers of one process, checkpoints, signals, kills and resumes."""
+"""SFT, reward, DPO and eval in two processes: the numbers of one process, checkpoints, signals, kills and resumes."""
 
 import json
 import shutil
@@ -36,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adapters": ("sft", {"adapters": {"kind": "lora", "r": 4}}, {"max_steps": 6}),
     "checkpointed": ("sft", {}, {"max_steps": 6, "gradient_checkpointing": True}),
     "pairs": ("reward", {}, {}),
+    "preferences": ("dpo", {}, {}),
+    "preferences, adapters": ("dpo", {"adapters": {"kind": "lora", "r": 4}}, {"max_steps": 6}),
     "pairs, accumulated, adapters": (
         "reward", {"adapters": {"kind": "lora", "r": 4}}, {"max_steps": 6, "gradient_accumulation_steps": 2},
     ),
@@ -65,8 +67,10 @@ def config(world: World, folder: Path, case: tuple[str, dict[str, Any], dict[str
         "output": {"save_steps": 6, "keep": 2} if case in LONG.values() else {"save_steps": 3, "keep": 99},
         stage: {**QUICK, "per_device_train_batch_size": 8 // count, **settings},
     }
-    if stage == "reward":  # TRL's eval_max_reward is of the rows that all processes read at once
-        sections["reward"] |= {"normalize_samples": 24, "per_device_eval_batch_size": 8 // count}
+    if stage != "sft":  # TRL's eval_max_reward and eval_logits are of the rows that all processes read at once
+        sections[stage]["per_device_eval_batch_size"] = 8 // count
+    if stage == "reward":
+        sections["reward"]["normalize_samples"] = 24
     folder.mkdir(parents=True)
     return world.config(folder, stage, **sections)
 

@@ -11,12 +11,14 @@ from rlhf_cli.errors import RLHFError
 MINIMAL = {
     "sft": "model: {path: base}\ndata: {train: train.jsonl}\n",
     "reward": "data: {train: pairs.jsonl}\n",
+    "dpo": "data: {train: pairs.jsonl}\n",
     "ppo": "data: {prompts: prompts.jsonl}\nppo: {total_episodes: 640}\n",
     "eval": "data: {prompts: held-out.jsonl}\n",
 }
 HEAD = {
     "sft": "model: {path: ./base}\ndata: {train: train.jsonl}\n",
     "reward": "data: {train: pairs.jsonl}\n",
+    "dpo": "data: {train: pairs.jsonl}\n",
     "ppo": "data: {prompts: prompts.jsonl}\nrewards: {reward: {weight: 1}}\n",
     "eval": "data: {prompts: held-out.jsonl}\njudges: {}\n",
 }

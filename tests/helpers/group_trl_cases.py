@@ -21,9 +21,9 @@ from rlhf_cli import runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.stages import eval, reward, setup, sft
+from rlhf_cli.stages import dpo, eval, reward, setup, sft
 
-STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "eval": eval}
+STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "dpo": dpo, "eval": eval}
 
 
 def run(path: Path, process_group: ProcessGroup) -> None:

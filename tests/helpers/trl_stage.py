@@ -1,4 +1,4 @@
-"""`rlhf sft` and `rlhf reward` on the tiny world, in this process."""
+"""`rlhf sft`, `rlhf reward` and `rlhf dpo` on the tiny world, in this process."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
-from rlhf_cli.stages import reward, sft, trl_common
+from rlhf_cli.stages import dpo, reward, sft, trl_common
 
-STAGES = {"sft": sft, "reward": reward}
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 
 
@@ -51,7 +51,7 @@ def metrics_of(config: Any) -> list[dict[str, Any]]:
 def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
     stage = STAGES[config.stage]
-    load = stage.load_tokenizer_and_model if stage is sft else stage.load_tokenizer_and_models
+    load = stage.load_tokenizer_and_models if stage is reward else stage.load_tokenizer_and_model
     tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
     token_rows, held_out = stage.read_rows(config, tokenizer, model.config)
     trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out)

@@ -25,6 +25,7 @@ sft: {learning_rate: 1e-3, warmup_steps: 5}
 trainer: {neftune_noise_alpha: 5, optim: sgd}
 """,
     "reward": "model: {path: ./sft}\ndata: {train: pairs.jsonl, on_identical: drop}\nreward: {normalize: none}\n",
+    "dpo": "model: {path: ./sft}\ndata: {train: pairs.jsonl}\ndpo: {beta: 0.2, loss_type: ipo}\n",
     "ppo": """\
 models: {reward: org/reward-model, value: ./value-start}
 data: {prompts: prompts.jsonl}
@@ -197,8 +198,9 @@ def test_the_stages_that_accept_an_override() -> None:
     expected = {
         "ppo.kl_coef": ["ppo"], "sft.packing": ["sft"], "rewards.short.weight": ["ppo"],
         "data.prompts": ["ppo", "eval"], "data.first_words.min": ["ppo", "eval"],
-        "data.columns.prompt": ["sft", "reward", "ppo", "eval"], "*.seed": ["sft", "reward", "ppo", "eval"],
-        "trainer.packing_strategy": ["sft"], "trainer.optim": ["sft", "reward"], "eval.require.a.b": ["eval"],
+        "data.columns.prompt": [*CONFIGS], "*.seed": [*CONFIGS],
+        "trainer.packing_strategy": ["sft"], "trainer.optim": ["sft", "reward", "dpo"],
+        "dpo.beta": ["dpo"], "eval.require.a.b": ["eval"],
         "ppo.kl_coeff": [], "nothing": [],
     }  # fmt: skip
     assert {key: [stage for stage in CONFIGS if config.accepts_key(stage, key)] for key in expected} == expected
@@ -346,6 +348,7 @@ def test_the_data_files_of_each_stage(here: Path) -> None:
         "sft data.train": "data/train.jsonl",
         "sft data.eval": "../shared/eval.jsonl",
         "reward data.train": "pairs.jsonl",
+        "dpo data.train": "pairs.jsonl",
         "ppo data.prompts": "prompts.jsonl",
         "eval data.prompts": "held-out.jsonl",
     }

@@ -124,7 +124,7 @@ def test_a_bad_override(override: str, start: str) -> None:
             ":1: this config is for ppo, not for sft\nhint: run it with: rlhf ppo --config ",
         ),
         ("data: {train: pairs.jsonl}\nreward: {}\nsed: 1\n", ": this config is for reward, not for sft"),
-        ("stage: [x]\n", ":1: stage: a list is not one of sft, reward, ppo, eval"),
+        ("stage: [x]\n", ":1: stage: a list is not one of sft, reward, dpo, ppo, eval"),
     ],
 )
 def test_a_file_of_another_stage_is_one_problem(text: str, message: str) -> None:

@@ -21,7 +21,7 @@ from rlhf_cli.ppo.experience import weighted_sum
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RewardFn, RewardSource
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
-from rlhf_cli.runs.discover import POLICY_STAGES
+from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.resolve import resolve_model
 from rlhf_cli.stages import ppo_models, ppo_setup, setup
@@ -68,7 +68,7 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
     model = chosen.model
     if model.stage not in POLICY_STAGES:
         text = f"{shown(model.path)} is a {model.stage} model, which generates no text"
-        raise RLHFError("C11", text, hint="omit --stage, or name sft or ppo; its scores are below each reply")
+        raise RLHFError("C11", text, hint="omit --stage, or name sft, dpo or ppo; its scores are below each reply")
     config = _config(model)
     parents, problems = _parents(config, model)
     main = ChatModel(model.stage, model, str(chosen), model.sha256 if chosen.last else None)
@@ -90,10 +90,10 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
 def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
     """Return the models that --compare names, in its order. Raises RLHFError C07, C11."""
     names = [] if compare is None else compare.split(",")
-    if unknown := [name for name in names if name not in POLICY_STAGES]:
+    if unknown := [name for name in names if name not in COMPARED_STAGES]:
         text = f"--compare {compare}: {unknown[0] or 'nothing'} is not one of sft, ppo"
         raise RLHFError("C07", text, hint="--compare sft,ppo")
-    if names and sorted(names) != sorted(POLICY_STAGES):
+    if names and sorted(names) != sorted(COMPARED_STAGES):
         raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
     if names and stage is not None:
         raise RLHFError("C11", "--compare and --stage both select the models", hint="omit --stage")

@@ -27,7 +27,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import render, reward_card
 from rlhf_cli.jsonl import at, flatten, is_number
-from rlhf_cli.runs.discover import STAGES
+from rlhf_cli.runs.discover import POLICY_STAGES, STAGES
 from rlhf_cli.runs.parents import FOREIGN, is_hub_id, read_adapter
 from rlhf_cli.runs.read import Run, Stage, at_step, from_defaults, read_stage, value_text
 from rlhf_cli.runs.resolve import ResolvedModel
@@ -36,8 +36,8 @@ from rlhf_cli.statistics import with_interval
 from rlhf_cli.tracking import read_log
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-TASKS = {"ppo": "text-generation", "sft": "text-generation", "reward": "text-classification"}
-TAGS = {"ppo": "ppo", "sft": "sft", "reward": "reward-model"}
+TASKS = dict.fromkeys(POLICY_STAGES, "text-generation") | {"reward": "text-classification"}
+TAGS = {"ppo": "ppo", "sft": "sft", "dpo": "dpo", "reward": "reward-model"}
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
 COURSE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 # Settings that are shown even at their default.

@@ -121,13 +121,22 @@ PRESETS = {
 }
 
 
-def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None, gpu: str | None = None) -> None:
+def init(
+    name: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    adapters: str | None = None,
+    gpu: str | None = None,
+    baselines: bool = False,
+) -> None:
     """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
     A preset with a large base model is changed if it does not fit `gpu` (None: the one that is here), with `adapters`.
-    Configs and data are written completely or not at all; identical files are kept, so the command can be repeated.
-    Raises RLHFError C07 for an unknown preset or GPU, C11 for options without an effect, C15 if the folder holds
-    different files of the same names, E03 if nothing fits. Exits with the code of the base model's run if that fails.
+    With `baselines` there is a dpo.yaml, too. Configs and data are written completely or not at all; identical files
+    are kept, so the command can be repeated. Raises RLHFError C07 for an unknown preset or GPU, C11 for options without
+    an effect, C15 if the folder holds different files of the same names, E03 if nothing fits. Exits with the code of
+    the base model's run if that fails.
     """
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or "rlhf init --list"
@@ -146,7 +155,12 @@ def init(name: str, folder: Path, *, seed: int = 0, adapters: str | None = None,
             if path.suffix == ".yaml":
                 text = json_schema.with_modeline(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
             (scratch / path).write_text(text, encoding="utf-8")
-        json_schema.write_schemas(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
+        if baselines:
+            from rlhf_cli.commands.init.baseline import write_dpo
+
+            write_dpo(scratch)
+        stages = {path.stem for path in files if path.suffix == ".yaml"} | ({"dpo"} if baselines else set())
+        json_schema.write_schemas(scratch, sorted(stages))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
         if preset.base:

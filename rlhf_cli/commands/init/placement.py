@@ -18,8 +18,8 @@ from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_estimate import overhead_bytes, stage_phases
 from rlhf_cli.stages.plan_models import Target, adapter_kind, mode_of
 
-MAX_ROWS = {"sft": 32, "reward": 16, "ppo": 32, "eval": 64}
-MIN_ROWS = {"sft": 2, "reward": 1, "ppo": 2, "eval": 2}  # fewer make a run slow: less memory is better first
+MAX_ROWS = {"sft": 32, "reward": 16, "dpo": 16, "ppo": 32, "eval": 64}
+MIN_ROWS = {"sft": 2, "reward": 1, "dpo": 1, "ppo": 2, "eval": 2}  # fewer make a run slow: less memory is better first
 MIN_ROLLOUT_ROWS = 8
 EPISODES_PER_UPDATE = 64
 BEST_OF = 4
@@ -85,12 +85,14 @@ class MemoryPlanner:
         self.available = plan_phases.GPU_SHARE * self.target.memory
 
     @classmethod
-    def of(cls, body: Any, lengths: Lengths, target: Target) -> "MemoryPlanner":
-        """Return a planner for `rlhf init preferences`."""
+    def of(cls, body: Any, lengths: Lengths, target: Target, *, baselines: bool = False) -> "MemoryPlanner":
+        """Return a planner for `rlhf init preferences`; with `baselines` for DPO, too."""
         longest, generated = lengths.max_length, memory.Lengths(lengths.prompt_max, lengths.response_length)
         rows = {"sft": memory.Lengths(1, longest - 1), "reward": memory.Lengths(longest - 1, 1)}
+        rows |= {"dpo": rows["sft"]} if baselines else {}
         rows |= {"ppo": generated, "eval": generated}
-        return cls(body, target, FIRST, rows, lambda stage, overrides: _config(stage, overrides, lengths))
+        first = {stage: FIRST[stage] for stage in rows}
+        return cls(body, target, first, rows, lambda stage, overrides: _config(stage, overrides, lengths))
 
     def choose(
         self, adapters: str, *, own: str | None = None, where: str = "--base", hint: str
@@ -229,7 +231,7 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
     for stage, file in files.items():
         values = planner.values(stage, chosen, (chosen.rows or {})[stage], chosen.rollout_rows)
-        if stage in ("sft", "reward"):
+        if stage not in ("ppo", "eval"):
             rows = values[f"{stage}.per_device_train_batch_size"]
             values[f"{stage}.per_device_eval_batch_size"] = min(rows, settings[stage].per_device_eval_batch_size)
         if stage != "eval" and bool(chosen.adapters) != bool(kind):

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_cli import config, runs, terminal
 from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
+from rlhf_cli.commands.init.baseline import write_dpo
 from rlhf_cli.commands.init.pairs import (
     MAX_ANSWERS,
     PART_USES,
@@ -33,10 +34,12 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
-from rlhf_cli.runs.discover import STAGES, configs_folder
+from rlhf_cli.runs import discover
 from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
+STAGES = tuple(stage for stage in discover.STAGES if stage not in discover.OPTIONAL_STAGES)
+BASE_STAGES = ("sft", "ppo", "dpo")  # that --base may name
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (
     "the base model has no chat template, and adapters do not train the embeddings of the tokens that chatml adds: "
@@ -55,6 +58,7 @@ def init(
     minutes: float | None = None,
     adapters: str = "auto",
     gpu: str | None = None,
+    baselines: bool = False,
     seed: int = 0,
 ) -> None:
     """Write data/ and four YAMLs sized for the data and this machine into `folder`, and print a summary.
@@ -62,7 +66,7 @@ def init(
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
     the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
-    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU that need not be here, by name or in GiB.
+    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` adds a dpo.yaml.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
     model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
@@ -76,7 +80,7 @@ def init(
     remove_leftovers(folder)
     check_not_taken(folder)
     model = os.path.abspath(os.path.expanduser(base))
-    parent = runs.open_parent(model if os.path.exists(model) else base, expect=("sft", "ppo"), key="--base", where="")
+    parent = runs.open_parent(model if os.path.exists(model) else base, expect=BASE_STAGES, key="--base", where="")
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
@@ -87,7 +91,7 @@ def init(
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
     if formatted.chat_template and adapters == "auto":
         adapters, hint = "none", NO_ADAPTERS
-    inputs = measure_inputs(parent, limits, contents, target, adapters, hint)
+    inputs = measure_inputs(parent, limits, contents, target, adapters, hint, baselines=baselines)
     sizes = choose_sizes(inputs, minutes)
     values = {
         "base": to_yaml(parent.hub or str(parent.path.resolve())),
@@ -101,7 +105,7 @@ def init(
     }
     with all_or_nothing(folder) as scratch:
         write_data(scratch / "data", contents, sizes)
-        write_configs(scratch, values)
+        write_configs(scratch, values, (inputs.placement.rows or {}).get("dpo"))
     print_summary(folder, formatted, parts, inputs, sizes, length_note(parts, contents, balanced=balance_length))
 
 
@@ -158,16 +162,18 @@ def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes
         write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
 
 
-def write_configs(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write the YAMLs from the templates of configs/preferences, and load each to validate it."""
-    templates = FileSystemLoader(configs_folder() / "preferences")
+def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = None) -> None:
+    """Write the YAMLs from the templates of configs/preferences, and load each; dpo.yaml if it has `rows`."""
+    templates = FileSystemLoader(discover.configs_folder() / "preferences")
     environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
     for stage in STAGES:
         text = align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values))
         file, schema = folder / f"{stage}.yaml", folder / json_schema.FOLDER / f"{stage}.json"
         file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
         config.load(stage, file)
-    json_schema.write_schemas(folder, STAGES)
+    if rows:
+        write_dpo(folder, rows)
+    json_schema.write_schemas(folder, [*STAGES, "dpo"] if rows else STAGES)
 
 
 def print_summary(

@@ -67,15 +67,22 @@ class SizingInputs:
 
 
 def measure_inputs(
-    base: Parent, lengths: Lengths, files: Mapping[str, Any], target: Target, adapters: str, hint: str
+    base: Parent,
+    lengths: Lengths,
+    files: Mapping[str, Any],
+    target: Target,
+    adapters: str,
+    hint: str,
+    *,
+    baselines: bool = False,
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
-    `files` has the rows of each file of data/, `adapters` is one of ADAPTERS. Raises RLHFError M01, M07, M08, and E03
-    with `hint` if nothing fits.
+    `files` has the rows of each file of data/, `adapters` is one of ADAPTERS; `baselines`: DPO must fit, too. Raises
+    RLHFError M01, M07, M08, and E03 with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
-    placement, whole = MemoryPlanner.of(config, lengths, target).choose(adapters, hint=hint)
+    placement, whole = MemoryPlanner.of(config, lengths, target, baselines=baselines).choose(adapters, hint=hint)
     parameters = build.causal_lm_from_config(config).num_parameters()
     measurable = not target.planned and hardware.count_parameters(base) > 0
     fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations
@@ -191,6 +198,7 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     response_s = inputs.lengths.response_length / inputs.speed.generation  # a batch lasts until its last response ends
     sft, sft_s = _fit_training_time(sizes.sft, row_s, TIME_SHARES["sft"] * limit)
     reward, reward_s = _fit_training_time(sizes.reward, 2 * row_s, TIME_SHARES["reward"] * limit)
+    dpo_s = (1 + FORWARD_COST) * reward_s if "dpo" in (inputs.placement.rows or {}) else 0  # beyond the time limit
     for epochs in PPO_EPOCHS:  # generation, four forward passes, and two models trained per epoch
         episode_s = response_s + (4 * FORWARD_COST + 2 * epochs) * row_s
         allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
@@ -200,7 +208,7 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
     answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
     prompt_s = answers * (response_s + row_s)
     eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
-    total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
+    total_s = sft_s + reward_s + dpo_s + episodes * episode_s + eval_n * prompt_s
     note = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
     return replace(
         sizes, sft=sft, reward=reward, total_episodes=episodes, ppo_epochs=epochs, eval_n=eval_n,

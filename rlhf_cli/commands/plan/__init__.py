@@ -28,7 +28,7 @@ ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 GENERATING = ("ppo", "eval")
 VERDICTS = {True: "fits", False: "does not fit", None: "may fit with its optimizer"}
 BOUNDS = {True: "about", False: "at least"}  # of measured times, and of those of matrix products only
-STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
+STEP = {"sft": "a step", "reward": "a step", "dpo": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
 def run(

@@ -54,9 +54,11 @@ def of_runs(runs: list[Run]) -> str:
     """Return the page that compares runs; equal files give equal bytes."""
     names = short_names([run.folder for run in runs])
     badges, differences = [diagnosis.badges(run) for run in runs], between(runs)
+    by_stage = [{badge.stage: badge for badge in each} for each in badges]
     states = [
-        [name, *(_state(run, each[index]) for run, each in zip(runs, badges, strict=True))]
-        for index, name in enumerate(STAGES)
+        [name, *(_state(run, each[name]) if name in each else "" for run, each in zip(runs, by_stage, strict=True))]
+        for name in STAGES
+        if any(name in each for each in by_stage)
     ]
     return render_template(
         "compare.html.jinja",

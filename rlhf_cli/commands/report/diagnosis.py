@@ -45,15 +45,15 @@ def _finding(key: str, **values: Any) -> Finding:
 
 
 def findings(run: Run, stage: str) -> list[Finding]:
-    """Return the findings on one of the four stages, the most severe first."""
-    rules = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _evaluation}
+    """Return the findings on a stage, the most severe first."""
+    rules = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo, "eval": _evaluation}
     problem, unreadable = run.stages[stage].problem, run.stages[stage].state == "unreadable"
     damaged = [Finding("bad", problem if unreadable else f"damaged: {problem}")] if problem else []
     stale = [Finding("stale", f"made from {change}") for change in run.stages[stage].outdated]
     return sorted([*damaged, *stale, *rules[stage](run)], key=lambda finding: -SEVERITY.index(finding.grade))
 
 
-# SFT and the losses of the reward model
+# SFT and the losses of the reward model and DPO
 
 
 def _sft(run: Run) -> Iterator[Finding]:
@@ -65,6 +65,10 @@ def _sft(run: Run) -> Iterator[Finding]:
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
         yield _finding("repetition", share=percent(repetition[0]), limit=percent(REPEATED))
+
+
+def _dpo(run: Run) -> Iterator[Finding]:
+    yield from _losses(run.stages["dpo"])
 
 
 def _losses(stage: Stage) -> Iterator[Finding]:
@@ -211,7 +215,7 @@ class Badge:
 
 
 def badges(run: Run) -> list[Badge]:
-    """Return a badge for each of the four stages."""
+    """Return a badge for each stage."""
     return [_badge(stage, findings(run, name)) for name, stage in run.stages.items()]
 
 

@@ -12,15 +12,18 @@ from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
 
-# Metrics of SFT and reward model: key, title, unit. The held-out series is drawn with it.
+# Metrics of SFT, reward model and DPO: key, title, unit. The held-out series is drawn with it.
 TRAINING = {
     "sft": (("loss", "Loss", "nats per token"), ("mean_token_accuracy", "Token accuracy", "share")),
     "reward": (("loss", "Loss", ""), ("accuracy", "Pair accuracy", "share"), ("margin", "Margin", "score")),
-}
+    "dpo": (
+        ("loss", "Loss", ""), ("rewards/accuracies", "Pair accuracy", "share"), ("rewards/margins", "Margin", "nats"),
+    ),
+}  # fmt: skip
 
 
 def training(stage: Stage) -> list[Figure]:
-    """Return the curves of SFT or of the reward model."""
+    """Return the curves of a stage that TRL trains."""
     found = []
     for key, title, unit in TRAINING[stage.name]:
         series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}

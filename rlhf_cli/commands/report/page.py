@@ -15,6 +15,7 @@ from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
 from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.discover import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run, Stage, from_defaults
 
 GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
@@ -23,9 +24,9 @@ WORDS = {
     "open": "incomplete",
 }  # fmt: skip
 SECTIONS = (
-    ("glance", "Summary"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
-    ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"), ("samples", "Samples"),
-    ("tokens", "Token by token"), ("again", "Reproduce"),
+    ("glance", "Summary"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("dpo", "DPO"),
+    ("ppo", "PPO"), ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"),
+    ("samples", "Samples"), ("tokens", "Token by token"), ("again", "Reproduce"),
 )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
     heat_map, badges = tables.last_heat_map(run.samples), diagnosis.badges(run)
     stages, ppo = list(run.stages.values()), run.stages["ppo"]
+    shown = [each for each in SECTIONS if each[0] not in OPTIONAL_STAGES or each[0] in run.stages]
     missing = [stage.name for stage in stages if not stage.there]
     reasons = [reason for badge in badges for reason in badge.reasons]
     warnings = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
@@ -41,7 +43,7 @@ def of_run(run: Run) -> str:
         title=f"Run {run.name}",
         subtitle=f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
         + (f"; {tables.ABSENT}: {', '.join(missing)}" if missing else ""),
-        sections=[section for section in SECTIONS if heat_map or section[0] != "tokens"],
+        sections=[section for section in shown if heat_map or section[0] != "tokens"],
         warnings=[text for text in warnings if not any(reason in text for reason in reasons)],
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
@@ -62,7 +64,9 @@ def of_run(run: Run) -> str:
         folder=run.folder.name,
         commands=tables.commands(run),
         hashes=tables.hashes(run),
-        training=[(stage, title, figures.training(run.stages[stage])) for stage, title in SECTIONS[2:4]],
+        training=[
+            (stage, title, figures.training(run.stages[stage])) for stage, title in shown if stage in figures.TRAINING
+        ],
         ppo=figures.ppo(run),
         temperature=ppo.setting("ppo.temperature"),
         firings=list(_alarms(run.firings)),
