@@ -27,6 +27,7 @@ from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
+POLICY_STAGES = ("sft", "ppo")  # that write a policy
 DEFAULT_STAGES = STAGES[:2]  # a reward model is resolved on request only
 
 
@@ -48,7 +49,8 @@ def references(config: Any) -> list[Reference]:
     models = config.models
     if config.stage == "eval":
         result = [Reference(f"models.{name}", getattr(models, name), (name,)) for name in ("sft", "ppo", "reward")]
-        result.append(Reference("models.base", models.base, ("sft", "ppo")))
+        result.append(Reference("models.base", models.base, POLICY_STAGES))
+        result += [Reference(f"policies.{name}", path, POLICY_STAGES) for name, path in config.policies.items()]
         judges = {name: value for name, value in config.judges.items() if not FUNCTION.fullmatch(value)}
         result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
         return [reference for reference in result if reference.path]

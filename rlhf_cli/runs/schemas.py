@@ -66,6 +66,12 @@ class FrontierPoint(ModelScores):
     win_rate: WinRates
 
 
+class Interpolation(ModelScores):
+    share: float
+    kl: float
+    win_rate: WinRates
+
+
 class SelectedPolicy(StrictModel):
     """The selected policy, or the reason why none was selected."""
 
@@ -160,6 +166,7 @@ class Report(SampledResults):
     greedy: SampledResults | None = None
     best_of: list[BestOf] = []
     frontier: list[FrontierPoint] = []
+    interpolated: list[Interpolation] = []
     selected_step: int | None = None
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
@@ -171,7 +178,8 @@ class Report(SampledResults):
     def _check_consistency(self) -> "Report":
         if self.selected_step is not None and (self.selected is None or self.selected.optimism is None):
             raise ValueError("it names a selected step and not how it was picked")
-        for section, scores in (("models", list(self.models.values())), ("frontier", self.frontier)):
+        policies = {"models": list(self.models.values()), "frontier": self.frontier, "interpolated": self.interpolated}
+        for section, scores in policies.items():
             if any(score.judges.keys() != scores[0].judges.keys() for score in scores):
                 raise ValueError(f"not all {section} have the same judges")
         return self
