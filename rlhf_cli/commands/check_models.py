@@ -137,6 +137,8 @@ class StageValidator:
         _, tokenizer, model_config = self._check_policies(stage)
         self.report.attempt(eval_stage.judge_functions, config)
         eval_stage.warn_of_selection_by_reward(config)
+        if stage.parents.keys() >= {"models.sft", "models.ppo"}:
+            self.report.attempt(eval_stage.check_interpolation, config, self.options, stage.parents)
         scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
