@@ -59,14 +59,13 @@ def run(
 ) -> None:
     """Export a model, push it if there is a repository, and print what was done.
 
-    With `interpolate` it is SFT + share * (PPO - SFT) of that share, which is not one of the run's models.
-
-    The folder contains no local paths and no pickles; without `out` it is a temporary folder in the run. Its card shows
-    a text of the run's data, a held-out prompt, only with `show_prompt`.
-    Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate`, and M01 or M10 if PPO's SFT model does
-    not exist or was changed; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03
-    if memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
-    loaded; C05, C17 and E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
+    With `interpolate`, a share, the model is SFT + share * (PPO - SFT) in the weights. The folder contains no local
+    paths and no pickles; without `out` it is a temporary folder in the run. Its card shows a text of the run's data, a
+    held-out prompt, only with `show_prompt`.
+    Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate`, M01 and M10 if PPO's SFT model is
+    missing or was changed; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03 if memory or disk do
+    not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be loaded; C05, C17 and
+    E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
     """
     resolved = list[ResolvedModel]()
     collect_errors(
@@ -166,7 +165,8 @@ def _write(
     with Progress("export", 4, "part") as bar:
         export_dtype = DTYPES[dtype] if dtype else load.read_config(source, trust).dtype or torch.float32
         dtype_name = str(export_dtype).removeprefix("torch.")
-        _check_room(chosen.model, target, export_dtype, 1 if between is None else 2)
+        copies = 2 if between and not interpolation.scales_exactly(chosen.model) else 1
+        _check_room(chosen.model, target, export_dtype, copies)
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=trust)
         model = load.load_unmerged(source, trust_remote_code=trust).eval()
         model = between.apply(model, chosen.model, trust) if between else model
@@ -186,11 +186,8 @@ def _write(
             difference = verify_export(scratch, rows, expected, export_dtype, tokenizer, trust)
             bar.advance(note="loaded again")
     merged = " with its adapters merged" if chosen.model.base else ""
-    equal = (
-        f"equals {'the interpolated' if between else "the run's"} model to {difference:.1e} of the largest logit"
-        if difference
-        else "is bit-identical"
-    )
+    whose = "interpolated" if between else "run's"
+    equal = f"equals the {whose} model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
     on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
     terminal.out(f"export   {chosen}{between or ''}{merged}, {parameters:,} parameters in {dtype_name}{place}")
     terminal.out(f"export   loaded again with transformers, its output {equal}, on {on}")
