@@ -27,7 +27,7 @@ UNPENALISED = "before the KL penalty"
 OWN_REWARD = "the reward model that PPO was trained on, which proves little"
 HALF = 0.5
 Significance = Literal["better", "undecided", "worse"]
-AGAINST = {"better": "better", "undecided": "not distinguishable", "worse": "worse"}
+AGAINST = {"better": ": PPO is better", "undecided": ", not distinguishable", "worse": ": PPO is worse"}
 RESULTS = {
     "better": "PPO beats SFT: win rate",
     "undecided": "PPO and SFT are not distinguishable: win rate",
@@ -190,12 +190,13 @@ def worth_sentences(report: Row) -> Iterator[str]:
             rate = rates[judge := deciding_judge(rates)]
             ours, theirs = (f"{report['models'][model]['kl']:z.2f} nats" for model in ("ppo", name))
             value = f"{with_interval(rate['value'], rate.get('ci95'))} at {ours} against {theirs}"
-            yield f"PPO over {name} by judge {judge}: {value}, {AGAINST[significance(rate)]}"
+            yield f"PPO over {name} by judge {judge}: {value}{AGAINST[significance(rate)]}"
 
 
 def other_policies(report: Row) -> list[str]:
     """Return the names of the policies that were compared beside base, SFT and PPO."""
-    return [name for name in report["models"] if name != "ppo" and f"{name}_vs_sft" in report["win_rate"]]
+    compared = {pair.removesuffix("_vs_sft") for pair in report.get("win_rate", {})} - {"ppo"}
+    return [name for name, row in report["models"].items() if name in compared and row.get("kl") is not None]
 
 
 def _length_controlled(rate: Row) -> str:
@@ -217,10 +218,9 @@ def _print_frontier(report: Row) -> None:
     if has_frontier(report):
         terminal.out()
         legend = "" if report.get("selected_step") is None else " (*: selected)"
-        parts = ["snapshots of the PPO run"] if report.get("frontier") else ["the PPO policy"]
-        parts += ["policies between SFT and PPO"] if report.get("interpolated") else []
-        others = [*other_policies(report), *(["SFT's best of n"] if report.get("best_of") else [])]
-        title = f"Frontier: {', '.join(parts)}{legend}" + (f", and {', '.join(others)}" if others else "")
+        best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
+        snapshots = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
+        title = snapshots if report.get("frontier") else "Policies by their KL from SFT"
         terminal.table(*frontier_table(report), title=title)
         for line in selection_lines(report):
             terminal.out(line)
@@ -234,7 +234,8 @@ def has_frontier(report: Row) -> bool:
 def ppo_points(report: Row) -> list[tuple[str, Row]]:
     """Return (update, point) of PPO's policies by step; without snapshots the finished policy only, as `PPO`."""
     points = [(str(row["step"]), row) for row in report.get("frontier") or ()]
-    return points or [("PPO", {**report["models"]["ppo"], "win_rate": report["win_rate"]["ppo_vs_sft"]})]
+    ppo, rates = report["models"].get("ppo"), report.get("win_rate", {}).get("ppo_vs_sft")
+    return points or ([("PPO", {**ppo, "win_rate": rates})] if ppo and rates else [])
 
 
 def other_points(report: Row) -> list[tuple[str, Row]]:

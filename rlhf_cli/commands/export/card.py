@@ -360,8 +360,8 @@ class Card:
             "text": text, "code": code, "with_interval": with_interval, "is_number": is_number,
             "model_label": render.model_label, "card_rows": reward_card.card_rows,
             "card": self, "kind": self.stage.name, "version": __version__, "own_judge": OWN_JUDGE,
-            "interpolation": self._interpolation(), "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,
-            "libraries": LIBRARIES, "versions": tables.versions(self.stages),
+            "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,
+            "interpolation": self._interpolation(), "libraries": LIBRARIES, "versions": tables.versions(self.stages),
         }  # fmt: skip
         return f"{ModelCard.from_template(self.metadata(), template_path=str(TEMPLATE), **variables)}\n"
 
