@@ -241,7 +241,7 @@ def ppo_points(report: Row) -> list[tuple[str, Row]]:
 def other_points(report: Row) -> list[tuple[str, Row]]:
     """Return (name, point) of the policies between SFT and PPO, then of those beside them."""
     points = [(f"share {row['share']:g}", row) for row in report.get("interpolated", [])]
-    models, rates = report["models"], report["win_rate"]
+    models, rates = report["models"], report.get("win_rate", {})
     return points + [(name, {**models[name], "win_rate": rates[f"{name}_vs_sft"]}) for name in other_policies(report)]
 
 
