@@ -592,7 +592,7 @@ def test_snapshots_are_evaluated_too(three: Path) -> None:
 
 def test_policies_and_interpolations_are_sampled_one_at_a_time(three: Path) -> None:
     """A policy takes two modes and a share one; in memory is the largest of the policies beside SFT."""
-    sizes = "eval: {n: 9, best_of: [], frontier: false, temperature: 1.0, response_length: 8}\n"
+    sizes = "eval: {n: 9, best_of: [], frontier: false, temperature: 1, response_length: 8, per_device_batch_size: 4}\n"
     (three / "eval.yaml").write_text(f"models: {{sft: model, ppo: model}}\ndata: {{prompts: prompts.jsonl}}\n{sizes}")
     shutil.copytree("model", "other")
 

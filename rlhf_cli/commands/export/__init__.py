@@ -142,7 +142,7 @@ def _sft_of(ppo: Parent) -> Parent:
         text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
         raise RLHFError("C11", text, hint="omit --interpolate")
     entry = ppo.manifest["parents"]["models.sft"]
-    path = entry["path"] if is_hub_id(entry["path"]) else os.path.normpath(ppo.path / entry["path"])
+    path = entry["path"] if is_hub_id(entry["path"]) else os.path.abspath(ppo.path / entry["path"])
     sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.get("revision"))
     verify_parents({sft.key: sft})
     if sft.sha256 != entry["sha256"]:
