@@ -1,7 +1,6 @@
 """Policies between the SFT model and PPO's in weight space: SFT + share * (PPO - SFT).
 
-Rame et al. 2024 (WARP, arXiv 2406.16768, section 3.3) and Lin et al. 2023 (arXiv 2309.06256): no training, and at the
-same KL often a higher reward than an earlier policy of the run.
+Ramé et al. 2024 (WARP, arXiv 2406.16768, section 3.3) and Lin et al. 2023 (arXiv 2309.06256). It needs no training.
 """
 
 from typing import Any
