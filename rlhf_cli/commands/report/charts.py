@@ -223,9 +223,9 @@ def draw_panel(
     others = [(name, (max(0.0, row["kl"]), row)) for name, row in other_points(report)]
     shares, named = ([each for each in others if ("share" in each[1][1]) == between] for between in (True, False))
     if shares:
-        end = (max(0.0, report["models"]["ppo"]["kl"]), report["models"]["ppo"])
+        last = (max(0.0, report["models"]["ppo"]["kl"]), report["models"]["ppo"])
         names = ["", *(name.removeprefix("share ") for name, _ in shares), ""]
-        draw([start, *(point for _, point in shares), end], "D:", between_color, "between SFT and PPO", names)
+        draw([start, *(point for _, point in shares), last], "D:", between_color, "between SFT and PPO", names)
     for name, point in named:
         draw([point], "^", other_color, name, [name])
     draw(snapshots, "o-", ppo_color, "PPO snapshots" if report.get("frontier") else "PPO")
