@@ -90,6 +90,9 @@ def export(
     dtype: Annotated[
         str | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16. Default: the dtype of the run.")
     ] = None,
+    interpolate: Annotated[
+        float | None, option("--interpolate", "SHARE", "Export SFT + SHARE * (PPO - SFT), with 0 < SHARE < 1.")
+    ] = None,
     show_prompt: Annotated[
         bool, flag("--show-prompt", "Show a held-out prompt of your data in the model card.")
     ] = False,
@@ -115,8 +118,9 @@ def export(
     repository = export.Repository(push, public) if push is not None else None
     with system.translate_resource_errors(out or folder):
         export.run(
-            folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt
-        )
+            folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt,
+            interpolate=interpolate,
+        )  # fmt: skip
 
 
 def serve(

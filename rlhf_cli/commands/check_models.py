@@ -20,7 +20,7 @@ from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import eval as eval_stage
 from rlhf_cli.stages import hardware, ppo_models, ppo_setup, setup, training_setup
-from rlhf_cli.stages.plan_models import POLICY_KEYS, is_scorer_key
+from rlhf_cli.stages.plan_models import is_policy_key, is_scorer_key
 
 
 class StartModel(NamedTuple):
@@ -137,6 +137,8 @@ class StageValidator:
         _, tokenizer, model_config = self._check_policies(stage)
         self.report.attempt(eval_stage.judge_functions, config)
         eval_stage.warn_of_selection_by_reward(config)
+        if stage.parents.keys() >= {"models.sft", "models.ppo"}:
+            self.report.attempt(eval_stage.check_interpolation, config, self.options, stage.parents)
         scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
@@ -161,7 +163,7 @@ class StageValidator:
         if "models.sft" in known:
             self.report.attempt(setup.check_same_tokenization, config, options, known)
         for key, parent in stage.parents.items():
-            if key in POLICY_KEYS:
+            if is_policy_key(key):
                 with self.report.collecting(), at_location(config.where(key)):
                     model_config = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
@@ -240,7 +242,7 @@ class StageValidator:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            is_policy = config.stage in ("sft", "dpo") or key in POLICY_KEYS
+            is_policy = config.stage in ("sft", "dpo") or is_policy_key(key)
             loader: Callable[..., Any] = load.load_causal_lm if is_policy else load.load_reward_model
             loader = load.init_reward_model if config.stage == "reward" else loader
             loader = load.load_classifier if key.endswith(".pipeline") else loader

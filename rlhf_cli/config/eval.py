@@ -9,6 +9,7 @@ from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, in
 from rlhf_cli.config.common import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
 
+RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
 
@@ -29,6 +30,12 @@ def _comparison(text: str) -> str:
     return text
 
 
+def _policy_name(name: str) -> str:
+    if RESERVED_NAMES.fullmatch(name):
+        raise invalid("the report uses this name", "rename the policy")
+    return name
+
+
 class Select(Section):
     """Selection of a policy from the frontier."""
 
@@ -43,6 +50,7 @@ class EvalSettings(Section):
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     best_of: list[Annotated[int, Field(ge=2)]] = Field(default=[2, 4, 8])
     frontier: bool = True
+    interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
     select: Name | Select | None = None
     temperature: float | None = Field(None, gt=0)
     response_length: int | None = Field(None, gt=0)
@@ -81,6 +89,7 @@ class EvalConfig(Config):
 
     stage: Literal["eval"] = "eval"
     models: EvalModels = Field(default_factory=EvalModels)
+    policies: dict[Annotated[Name, AfterValidator(_policy_name)], ModelPath] = Field(default_factory=dict)
     judges: dict[Name, JudgePath] = Field(default_factory=dict)
     data: EvalData
     eval: EvalSettings = Field(default_factory=EvalSettings)

@@ -27,6 +27,7 @@ UNPENALISED = "before the KL penalty"
 OWN_REWARD = "the reward model that PPO was trained on, which proves little"
 HALF = 0.5
 Significance = Literal["better", "undecided", "worse"]
+AGAINST = {"better": ": PPO is better", "undecided": ", not distinguishable", "worse": ": PPO is worse"}
 RESULTS = {
     "better": "PPO beats SFT: win rate",
     "undecided": "PPO and SFT are not distinguishable: win rate",
@@ -80,6 +81,8 @@ def print_report(eval_folder: Path) -> None:
     elif "no_reward_card" in report:
         terminal.out(f"reward model: no report card: {report['no_reward_card']}")
     _print_warnings(report.get("warnings", []))
+    for sentence in worth_sentences(report):
+        terminal.out(sentence)
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
     if (eval_folder / REPORT).is_file():
         terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
@@ -180,6 +183,22 @@ def win_rate_table(report: Row) -> Table:
     return ["win rate", "judge", "value", "length-controlled", "ties", "n"], rows
 
 
+def worth_sentences(report: Row) -> Iterator[str]:
+    """Yield what PPO was worth against each policy beside it, by the deciding judge, with the KL of both."""
+    for name in other_policies(report):
+        if rates := report["win_rate"].get(f"ppo_vs_{name}"):
+            rate = rates[judge := deciding_judge(rates)]
+            ours, theirs = (f"{report['models'][model]['kl']:z.2f} nats" for model in ("ppo", name))
+            value = f"{with_interval(rate['value'], rate.get('ci95'))} at {ours} against {theirs}"
+            yield f"PPO over {name} by judge {judge}: {value}{AGAINST[significance(rate)]}"
+
+
+def other_policies(report: Row) -> list[str]:
+    """Return the names of the policies that were compared beside base, SFT and PPO."""
+    compared = {pair.removesuffix("_vs_sft") for pair in report.get("win_rate", {})} - {"ppo"}
+    return [name for name, row in report["models"].items() if name in compared and row.get("kl") is not None]
+
+
 def _length_controlled(rate: Row) -> str:
     return f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
 
@@ -196,21 +215,42 @@ def _print_frontier(report: Row) -> None:
     """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
     if reason := report.get("no_frontier"):
         terminal.out(f"no frontier: {reason}")
-    if report.get("frontier"):
+    if has_frontier(report):
         terminal.out()
         legend = "" if report.get("selected_step") is None else " (*: selected)"
         best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
-        terminal.table(*frontier_table(report), title=f"Frontier: snapshots of the PPO run{legend}{best_of_n}")
+        snapshots = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
+        title = snapshots if report.get("frontier") else "Policies by their KL from SFT"
+        terminal.table(*frontier_table(report), title=title)
         for line in selection_lines(report):
             terminal.out(line)
 
 
+def has_frontier(report: Row) -> bool:
+    """Return True if policies were evaluated that have another KL than SFT and PPO."""
+    return bool(report.get("frontier") or report.get("interpolated") or other_policies(report))
+
+
+def ppo_points(report: Row) -> list[tuple[str, Row]]:
+    """Return (update, point) of PPO's policies by step; without snapshots the finished policy only, as `PPO`."""
+    points = [(str(row["step"]), row) for row in report.get("frontier") or ()]
+    ppo, rates = report["models"].get("ppo"), report.get("win_rate", {}).get("ppo_vs_sft")
+    return points or ([("PPO", {**ppo, "win_rate": rates})] if ppo and rates else [])
+
+
+def other_points(report: Row) -> list[tuple[str, Row]]:
+    """Return (name, point) of the policies between SFT and PPO, then of those beside them."""
+    points = [(f"share {row['share']:g}", row) for row in report.get("interpolated", [])]
+    models, rates = report["models"], report.get("win_rate", {})
+    return points + [(name, {**models[name], "win_rate": rates[f"{name}_vs_sft"]}) for name in other_policies(report)]
+
+
 def frontier_table(report: Row) -> Table:
     """Return a row for each policy of the frontier and each best of n; the last columns are of the deciding judge."""
-    names = list(report["frontier"][0]["judges"])
+    names = list(report["models"]["sft"]["judges"])
     judge = report["selected"]["judge"] if "selected" in report else deciding_judge(names)
     others = [name for name in names if name != judge]
-    policies = [(str(row["step"]), row, row["win_rate"]) for row in report["frontier"]]
+    policies = [(name, row, row["win_rate"]) for name, row in ppo_points(report) + other_points(report)]
     policies += [(f"best of {row['n']}", row, row["win_rate_vs_sft"]) for row in report.get("best_of", [])]
     rows = []
     for name, row, rates in policies:

@@ -13,7 +13,7 @@ from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.runs.parents import Parent
 
-PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
+PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))  # and of each policy of `policies` with SFT and PPO
 Section = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ class SnapshotSeries:
 class EvalResponses:
     """One policy's scored responses to all prompts in one mode."""
 
-    model: str  # sft, ppo, base, best_of_N, or ppo_step_NNNNNN for a snapshot
+    model: str  # sft, ppo, base, a name of `policies`, best_of_N, ppo_step_NNNNNN for a snapshot, interpolated_SHARE
     mode: str  # sampled or greedy
     prompts: list[str]
     responses: list[str]
@@ -51,6 +51,7 @@ class EvalResponses:
     scores: dict[str, list[float]]  # judge -> score of each row
     kl: list[float] | None  # nats, summed over the response; None for near-greedy responses
     step: int | None = None  # number of PPO updates, for a policy on the frontier
+    share: float | None = None  # of the way from SFT to PPO, for an interpolation
 
 
 def concat_responses(parts: Sequence[EvalResponses]) -> EvalResponses:
@@ -106,9 +107,9 @@ def build_report(
 ) -> Section:
     """Return the contents of report.json; keys without a value are absent. Warns R10-R12 of the reward model."""
     seed = config.seed
+    keys = {*(key.removeprefix("models.") for key in parents), *config.policies}
     by_mode = {
-        mode: {e.model: e for e in evaluated if e.mode == mode and f"models.{e.model}" in parents}
-        for mode in config.eval.modes
+        mode: {e.model: e for e in evaluated if e.mode == mode and e.model in keys} for mode in config.eval.modes
     }
     sampled = by_mode["sampled"]
     report: Section = {
@@ -119,8 +120,10 @@ def build_report(
     }
     if "greedy" in by_mode:
         report["greedy"] = _policies_section(by_mode["greedy"], seed)
-    if best_of_n := [e for e in evaluated if e.model.startswith("best_of")]:
+    if best_of_n := [e for e in evaluated if e.model in {f"best_of_{n}" for n in config.eval.best_of}]:
         report["best_of"] = [_best_of_section(e, sampled, seed) for e in best_of_n]
+    if shares := [e for e in evaluated if e.share is not None]:
+        report["interpolated"] = [{"share": e.share, **_point(e, sampled["sft"], seed)} for e in shares]
     if series.missing:
         report["no_frontier"] = series.missing
     elif config.eval.frontier:
@@ -134,7 +137,9 @@ def build_report(
 
 
 def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> Section:
-    pairs = [(policy, baseline) for policy, baseline in PAIRS if policy in policies and baseline in policies]
+    named = [name for name in policies if name not in ("base", "sft", "ppo")]
+    pairs = [*PAIRS, *((name, "sft") for name in named), *(("ppo", name) for name in named)]
+    pairs = [(policy, baseline) for policy, baseline in pairs if policy in policies and baseline in policies]
     return {
         "models": {name: _policy_means(evaluated, seed) for name, evaluated in policies.items()},
         "win_rate": {
@@ -202,11 +207,7 @@ def frontier_section(
 ) -> Section:
     """Return {frontier: points by step}, and with `select` those of `select_point`. All respond to the same prompts."""
     by_step = {policy.step: policy for policy in sorted(policies, key=lambda policy: policy.step or 0)}
-    points = []
-    for policy in by_step.values():
-        means = _policy_means(policy, seed)
-        renamed = {"reward" if key == "reward_mean" else key: value for key, value in means.items()}
-        points.append({"step": policy.step, **renamed, "win_rate": win_rates(policy, sft, seed)})
+    points = [{"step": policy.step, **_point(policy, sft, seed)} for policy in by_step.values()]
     for judge in sft.scores:
         scores = {step: policy.scores[judge] for step, policy in by_step.items()}
         best = max(points, key=lambda point: point["judges"][judge]["mean"])["step"]
@@ -220,6 +221,13 @@ def frontier_section(
         return {"frontier": points}
     scores = {step: policy.scores[select.judge] for step, policy in by_step.items()}
     return {"frontier": points, **select_point(points, scores, select, seed)}
+
+
+def _point(policy: EvalResponses, sft: EvalResponses, seed: int) -> Section:
+    """Return the means of a policy that is drawn over KL, and its win rate over SFT."""
+    means = _policy_means(policy, seed)
+    renamed = {"reward" if key == "reward_mean" else key: value for key, value in means.items()}
+    return {**renamed, "win_rate": win_rates(policy, sft, seed)}
 
 
 def select_point(points: list[Section], scores: Mapping[Any, list[float]], select: Select, seed: int) -> Section:

@@ -278,6 +278,15 @@ def load_adapter(model: Any, folder: Path, config: Any, base: Path | str, revisi
     return peft_model
 
 
+def scale_adapters(model: Any, share: float) -> None:
+    """Multiply what the adapters add to the weights of their base by `share`; not exact for DoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scale_layer(share)
+
+
 def remove_adapters(peft_model: Any) -> Any:
     """Return the model inside a peft model without the adapters, as it was before they were added."""
     return peft_model.unload()

@@ -257,7 +257,7 @@ def _answers(stage: Stage, notes: list[str]) -> tuple[Row, ...]:
 def at_step(run: Run, step: str) -> Run:
     """Return the run with the answers, win rates and samples of the policy after `step`: last, selected or a number.
 
-    Without near-greedy answers and comparisons with the last policy, which an evaluation has for the last one only.
+    Without near-greedy answers, comparisons and interpolations, which an evaluation has for the last policy only.
     Raises RLHFError C07 for another word, M10 if no evaluation covers the policy or selects one.
     """
     require_step(step)
@@ -291,7 +291,7 @@ def _report_of(report: Row, point: Row) -> Row:
     others = {pair: rates for pair, rates in report["win_rate"].items() if not pair.startswith("ppo_vs_")}
     best_of = [{key: value for key, value in row.items() if key != "ppo_win_rate"} for row in report.get("best_of", [])]
     return {
-        **{key: value for key, value in report.items() if key != "greedy"},
+        **{key: value for key, value in report.items() if key not in ("greedy", "interpolated")},
         "models": {**report["models"], "ppo": point},
         "win_rate": {"ppo_vs_sft": point["win_rate"], **others},
         "best_of": best_of,

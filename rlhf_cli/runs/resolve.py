@@ -11,6 +11,7 @@ from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
+from rlhf_cli.runs.discover import POLICY_STAGES
 from rlhf_cli.runs.parents import (
     FOREIGN,
     SNAPSHOTS,
@@ -47,8 +48,9 @@ def references(config: Any) -> list[Reference]:
         return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
     models = config.models
     if config.stage == "eval":
-        expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": ("sft", "ppo", "dpo")}
+        expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": POLICY_STAGES}
         result = [Reference(f"models.{name}", getattr(models, name), stages) for name, stages in expected.items()]
+        result += [Reference(f"policies.{name}", path, POLICY_STAGES) for name, path in config.policies.items()]
         judges = {name: value for name, value in config.judges.items() if not FUNCTION.fullmatch(value)}
         result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
         return [reference for reference in result if reference.path]

@@ -1,6 +1,6 @@
 """Schemas of manifest.json and report.json, whose values may be of wrong types. Other keys may hold anything."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -62,6 +62,12 @@ class BestOf(ModelScores):
 
 class FrontierPoint(ModelScores):
     step: int
+    kl: float
+    win_rate: WinRates
+
+
+class Interpolation(ModelScores):
+    share: float
     kl: float
     win_rate: WinRates
 
@@ -160,6 +166,7 @@ class Report(SampledResults):
     greedy: SampledResults | None = None
     best_of: list[BestOf] = []
     frontier: list[FrontierPoint] = []
+    interpolated: list[Interpolation] = []
     selected_step: int | None = None
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
@@ -171,7 +178,9 @@ class Report(SampledResults):
     def _check_consistency(self) -> "Report":
         if self.selected_step is not None and (self.selected is None or self.selected.optimism is None):
             raise ValueError("it names a selected step and not how it was picked")
-        for section, scores in (("models", list(self.models.values())), ("frontier", self.frontier)):
+        policies: dict[str, Sequence[ModelScores]] = {"models": [*self.models.values()], "frontier": self.frontier}
+        policies["interpolated"] = self.interpolated
+        for section, scores in policies.items():
             if any(score.judges.keys() != scores[0].judges.keys() for score in scores):
                 raise ValueError(f"not all {section} have the same judges")
         return self

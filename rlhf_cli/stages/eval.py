@@ -16,7 +16,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation.summary import (
     EvalResponses,
     SamplingParams,
@@ -26,7 +26,7 @@ from rlhf_cli.evaluation.summary import (
     sample_rows,
     select_best_of_n,
 )
-from rlhf_cli.models import devices, forward, load
+from rlhf_cli.models import devices, forward, interpolation, load, lora
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, StopTokenId, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
@@ -55,6 +55,7 @@ def run(config: EvalConfig, options: Options) -> None:
 def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
     options, parents = stage.options, stage.parents
     setup.check_same_tokenization(config, options, parents)
+    check_interpolation(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = setup.load_tokenizer(config, options, sft)
     model_config = load.read_config(sft.model, options.trust_remote_code)
@@ -119,6 +120,14 @@ def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
     return SnapshotSeries(last, {step: path for step, path in valid.items() if step != last})
 
 
+def check_interpolation(config: EvalConfig, options: Options, parents: Mapping[str, Parent]) -> None:
+    """Raise RLHFError C17 if `eval.interpolate` is set and the weights of PPO and SFT do not have the same shapes."""
+    if config.eval.interpolate:
+        with at_location(config.where("eval.interpolate")):
+            models = parents["models.ppo"], parents["models.sft"]
+            interpolation.check_interpolation(*models, options.trust_remote_code)
+
+
 def warn_of_selection_by_reward(config: EvalConfig) -> None:
     """Warn (C18) if a policy is selected by the reward it was trained on."""
     if config.eval.selection and config.eval.selection.judge == "reward":
@@ -147,7 +156,7 @@ def evaluate_policies(
     sampling: SamplingParams,
     series: SnapshotSeries,
 ) -> list[EvalResponses]:
-    """Sample and score each policy in each mode, PPO's snapshots, and best of n of the SFT policy.
+    """Sample and score each policy in each mode, PPO's snapshots and interpolations, and best of n of the SFT policy.
 
     At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
@@ -156,24 +165,40 @@ def evaluate_policies(
     judges = load_judges(loaded, setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts))
     evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, stage.process_group)
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
-    policies = [(name, parents[f"models.{name}"], modes, series.step if name == "ppo" else None) for name in names]
-    snapshots = {step: replace(parents["models.ppo"], model=path) for step, path in series.snapshots.items()}
-    policies += [(f"ppo_{model.model.name}", model, ["sampled"], step) for step, model in snapshots.items()]
+    ppo, ends = parents["models.ppo"], {"ppo": series.step}
+    policies = [EvaluatedPolicy(name, parents[f"models.{name}"], modes, ends.get(name)) for name in names]
+    policies += [EvaluatedPolicy(name, parents[f"policies.{name}"], modes) for name in config.policies]
+    snapshots = {step: replace(ppo, model=path) for step, path in series.snapshots.items()}
+    policies += [EvaluatedPolicy(f"ppo_{model.model.name}", model, step=step) for step, model in snapshots.items()]
+    shares = sorted(set(config.eval.interpolate))
+    policies += [EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share) for share in shares]
     num_draws = max(config.eval.best_of, default=0)
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
-    with Progress("eval", sum(len(modes) for _, _, modes, _ in policies) + num_draws, "round") as bar:
-        for name, parent, modes, step in policies:
-            policy = loaded.sft if name == "sft" else loaded.policy(parent)
-            for mode in modes:
-                evaluated.append(replace(evaluator.evaluate(name, mode, policy, loaded.sft), step=step))
-                bar.advance(note=f"{name} {mode}")
+    with Progress("eval", sum(len(each.modes) for each in policies) + num_draws, "round") as bar:
+        for each in policies:
+            policy = loaded.sft if each.name == "sft" else loaded.policy(each.parent, each.share)
+            for mode in each.modes:
+                responses = evaluator.evaluate(each.name, mode, policy, loaded.sft)
+                evaluated.append(replace(responses, step=each.step, share=each.share))
+                bar.advance(note=f"{each.name} {mode}")
             del policy  # before the next one is loaded
         for draw in range(1, num_draws + 1):
             draws.append(evaluator.evaluate("sft", "sampled", loaded.sft, loaded.sft, draw=draw))
             bar.advance(note=f"best of {draw}")
     return evaluated + [select_best_of_n(draws[:n]) for n in config.eval.best_of]
+
+
+@dataclass(frozen=True)
+class EvaluatedPolicy:
+    """A policy that answers the prompts: its name in the report, and its model."""
+
+    name: str
+    parent: Parent
+    modes: Sequence[str] = ("sampled",)
+    step: int | None = None  # number of PPO updates, for a policy on the frontier
+    share: float | None = None  # of the way from SFT to the model
 
 
 class EvaluatedModels:
@@ -188,11 +213,24 @@ class EvaluatedModels:
         self.sft = self._load(load.load_causal_lm, parent, tokenizer)
         self.base = SharedBaseModels(config, stage.options, parent, self.sft)
 
-    def policy(self, parent: Parent) -> Any:
-        """Return a policy: an adapter on the weights of models.sft, or a model with its own."""
-        if self.base.own_weights_reason(parent, self.tokenizer) is None:
-            return self.base.load_policy(parent).requires_grad_(False).eval()
-        return self._load(load.load_causal_lm, parent, self.tokenizer)
+    def policy(self, parent: Parent, share: float | None = None) -> Any:
+        """Return a policy: an adapter on the weights of models.sft, or a model with its own.
+
+        With a share it is SFT + share * (policy - SFT): of an adapter by its scale, which copies no weights.
+        """
+        is_adapter = self.base.own_weights_reason(parent, self.tokenizer) is None
+        if is_adapter and (share is None or interpolation.scales_exactly(parent)):
+            policy = self.base.load_policy(parent)
+            if share is not None:
+                lora.scale_adapters(policy, share)
+            return policy.requires_grad_(False).eval()
+        if share is None:
+            return self._load(load.load_causal_lm, parent, self.tokenizer)
+        models = [parent, self.stage.parents["models.sft"]] if self.bf16 else [parent]  # the SFT model is rounded then
+        options = self.config, self.stage.options
+        policy, *sft = [setup.load_model(load.load_causal_lm, *options, model, self.tokenizer) for model in models]
+        interpolation.interpolate(policy, sft[0] if sft else self.sft, share)
+        return setup.place_frozen(policy, bf16=self.bf16)
 
     def reward_model(self, parent: Parent, tokenizer: Any) -> Any:
         """Return a reward model, which reads the tokens of `tokenizer`."""
@@ -313,8 +351,9 @@ def track(config: EvalConfig, report: Mapping[str, Any], evaluated: Sequence[Eva
         if not trackers:
             return
         headline = {name: report[name] for name in ("models", "win_rate", "selected_step") if name in report}
-        best_of = {str(entry["n"]): entry for entry in report.get("best_of", [])}
-        trackers.metrics({"step": 0, **flatten_metrics({**headline, "best_of": best_of})})
+        series = {"best_of": "n", "interpolated": "share"}
+        tables = {name: {str(each[key]): each for each in report.get(name, [])} for name, key in series.items()}
+        trackers.metrics({"step": 0, **flatten_metrics({**headline, **tables})})
         sampled = [e for e in evaluated if e.mode == "sampled" and e.model in report["models"]]
         trackers.table(0, "samples", [row for row in sample_rows(sampled) if row["index"] < MAX_TRACKED_PROMPTS])
         for point in report.get("frontier", []):

@@ -227,7 +227,7 @@ class ModelResolver:
         writer = None if (path / "manifest.json").exists() else self._writer(path)
         if isinstance(writer, PPOConfig):
             return writer.models.adapters is not None and writer.models.sft == sft.path
-        if isinstance(writer, RewardConfig | DPOConfig):
+        if isinstance(writer, TRLConfig):
             return writer.model.adapters is not None and writer.model.path == sft.path
         base = runs.open_reference(config, reference, hashed=False).base
         if base is None:

@@ -97,15 +97,16 @@ class ModelUse:
 def models_in_memory(config: Config) -> list[ModelUse]:
     """Return the models a stage keeps in memory at the same time; frozen models are loaded once per folder.
 
-    In an evaluation `models.ppo` stands for itself and models.base, which are loaded one after the other.
+    In an evaluation models.ppo and the policies are loaded one after the other; models.ppo stands for models.base too.
     """
     folders = {reference.key: reference.path for reference in runs.references(config)}
     if isinstance(config, TRLConfig):
         reference = [ModelUse("reference", "model.path")] if isinstance(config, DPOConfig) else []
         return [ModelUse("reward" if isinstance(config, RewardConfig) else "policy", "model.path"), *reference]
     if isinstance(config, EvalConfig):
-        policies = [ModelUse("policy", key) for key in ("models.sft", "models.ppo")]
-        return policies + [ModelUse("judge", key) for key in folders if key not in POLICY_KEYS]
+        policies = [key for key in folders if is_policy_key(key) and key != "models.base"]
+        judges = [ModelUse("judge", key) for key in folders if not is_policy_key(key)]
+        return [ModelUse("policy", key) for key in policies] + judges
     assert isinstance(config, PPOConfig)
     models = [ModelUse("policy", "models.sft"), ModelUse("reference", "models.sft")]
     if config.models.value != "policy_head":
@@ -114,9 +115,14 @@ def models_in_memory(config: Config) -> list[ModelUse]:
     return models + [ModelUse("reward", key) for key in reversed(scorers.values())]
 
 
+def is_policy_key(key: str) -> bool:
+    """Return True for keys of ppo.yaml and eval.yaml that name a model which generates."""
+    return key in POLICY_KEYS or key.startswith("policies.")
+
+
 def is_scorer_key(key: str) -> bool:
     """Return True for keys of ppo.yaml and eval.yaml that name a one-label model: reward, value or judge."""
-    return key not in POLICY_KEYS and not key.endswith(".pipeline")
+    return not is_policy_key(key) and not key.endswith(".pipeline")
 
 
 def adapter_kind(config: Config) -> str | None:
@@ -225,7 +231,8 @@ def evaluation_models(
 ) -> tuple[dict[str, StageModel], dict[str, StageModel]]:
     """Return the policies and the judges of an evaluation by key, as far as `bodies` has them.
 
-    `adapters`: keys of models that are adapters of models.sft's weights.
+    Of the policies other than models.sft only the largest: they are loaded one after the other. `adapters`: keys of
+    models that are adapters of models.sft's weights.
     """
     bf16 = {"bf16": target.computes_in_bf16(config.eval.bf16)}
     whole: dict[str, Any] = {**bf16, "frozen": True}
@@ -238,7 +245,9 @@ def evaluation_models(
         }
         for role in ("policy", "judge")
     )
-    return policies, judges
+    added = {key: evaluation_weights({key: policies[key]}, adapters) for key in policies if key != "models.sft"}
+    largest = max(added, key=added.__getitem__, default=None)
+    return {key: model for key, model in policies.items() if key in ("models.sft", largest)}, judges
 
 
 def evaluation_weights(models: Mapping[str, StageModel], adapters: Collection[str]) -> int:

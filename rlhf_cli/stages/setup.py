@@ -22,7 +22,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware
-from rlhf_cli.stages.plan_models import POLICY_KEYS
+from rlhf_cli.stages.plan_models import is_policy_key
 from rlhf_cli.statistics import wilson
 
 # Padding differently moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
@@ -104,7 +104,7 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
     """
     with at_location(config.where(parent.key)):
         tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
-    if config.stage in ("ppo", "eval") and parent.key in POLICY_KEYS:
+    if config.stage in ("ppo", "eval") and is_policy_key(parent.key):
         set_template_variables(config, tokenizer, parent.stage)
     return tokenizer
 
@@ -167,8 +167,8 @@ def check_same_tokenization(config: Config, options: Options, parents: Mapping[s
     Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy. The
     tokenizers of an evaluation's judges are still loaded, to raise M01 and M08 before anything is written.
     """
-    keys = (*POLICY_KEYS, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
-    must_match = {key: parent for key, parent in parents.items() if key in keys}
+    keys = ("models.value", *(["models.reward"] if config.stage == "ppo" else []))
+    must_match = {key: parent for key, parent in parents.items() if is_policy_key(key) or key in keys}
     tokenizers.check_same_tokenization(
         must_match, config.where, trust_remote_code=options.trust_remote_code,
         template_variables=config.data.chat_template_kwargs,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_run import report, win
+from report_run import report, win, with_policies
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
@@ -62,6 +62,27 @@ def test_policies_and_win_rates_with_intervals(printed: Any, tmp_path: Path) -> 
     ):
         assert row in rows, row
     assert rows[-2] == [f"report: {tmp_path}/report.json"] and rows[-1][0].startswith("result: PPO beats SFT: win rate")
+
+
+def test_policies_beside_and_between_sft_and_ppo(printed: Any) -> None:
+    evaluation = with_policies()
+    rows = cells(printed(evaluation))
+    for row in (
+        ["dpo", "4.00", "21.5", "97%", "0.900 [0.800, 1.000]", "0.400 [0.300, 0.500]"],
+        ["PPO over dpo", "gold", "0.630 [0.570, 0.690]", "0.610", "3", "256"],
+        ["dpo over SFT", "gold", "0.630 [0.570, 0.690]", "0.610", "3", "256"],
+        ["share 0.3", "2.00", "0.300", "0.500 [0.400, 0.600]", "0.630 [0.570, 0.690]", "0.610"],
+        ["dpo", "4.00", "0.900", "0.400 [0.300, 0.500]", "0.630 [0.570, 0.690]", "0.610"],
+        ["PPO over dpo by judge gold: 0.630 [0.570, 0.690] at 12.30 nats against 4.00 nats: PPO is better"],
+    ):
+        assert row in rows, row
+    for value, text in ((0.53, "nats, not distinguishable\n"), (0.4, "nats: PPO is worse\n")):
+        evaluation["win_rate"]["ppo_vs_dpo"] = {"gold": win(value)}
+        assert text in printed(evaluation)
+    del evaluation["frontier"]
+    rows = cells(printed(evaluation))
+    assert ["Policies by their KL from SFT"] in rows
+    assert ["PPO", "12.30", "1.500", "0.600 [0.500, 0.700]", "0.630 [0.570, 0.690]", "0.610"] in rows
 
 
 def test_samples_are_at_the_quartiles_of_the_gain(printed: Any) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -603,6 +604,30 @@ def test_an_evaluation_counts_the_responses_that_ppo_measured(three: Path) -> No
     assert phase(after, "rollout")["flops"] < phase(before, "rollout")["flops"]
     assert [each["total"] for each in after["phases"]] == [each["total"] for each in before["phases"]]  # at the limit
     assert f"with responses of {mean:.0f} tokens as PPO measured" in plan("eval.yaml", "--flops", "1e9").stdout
+
+
+def test_policies_and_interpolations_are_sampled_one_at_a_time(three: Path) -> None:
+    """A policy takes two modes and a share one; in memory is the largest of the policies beside SFT."""
+    sizes = "eval: {n: 9, best_of: [], frontier: false, temperature: 1, response_length: 8, per_device_batch_size: 4}\n"
+    (three / "eval.yaml").write_text(f"models: {{sft: model, ppo: model}}\ndata: {{prompts: prompts.jsonl}}\n{sizes}")
+    shutil.copytree("model", "other")
+
+    def phases(*changes: str) -> list[dict[str, Any]]:
+        return planned("eval.yaml", *(part for change in changes for part in ("-s", change)))["eval"]["phases"]
+
+    base = phases()
+    for one, other in zip(phases("policies={a: model, b: other}", "eval.interpolate=[0.3, 0.5]"), base, strict=True):
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 4 + 2) / 4, rel=0.01)
+        assert one["bytes"] == other["bytes"]
+    body = json.loads(Path("other/config.json").read_text())
+    large = load_causal_lm("model").config.from_dict({**body, "num_hidden_layers": body["num_hidden_layers"] + 4})
+    build.causal_lm_from_config(large, device=torch.device("cpu")).save_pretrained("other")
+    layers = (plan_weights(phases("policies={b: other}")) - plan_weights(base)) / 4
+    assert layers == memory.size_bytes([*load_causal_lm("model").model.layers[0].parameters()])
+
+
+def plan_weights(phases: list[dict[str, Any]]) -> int:
+    return next(each["bytes"]["weights"] for each in phases if each["name"] == "judge")
 
 
 def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:

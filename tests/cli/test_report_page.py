@@ -13,12 +13,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from report_run import CARD, answers, begin, change, configs, metrics, report, write_run
+from report_run import CARD, answers, begin, change, configs, metrics, report, with_policies, write_run
 
 from rlhf_cli.commands.report import charts, compare, page
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.runs.read import read_run
+from rlhf_cli.runs.read import at_step, read_run
 
 VOID = {"meta", "input", "br"}
 # Control characters, direction overrides, zero-width characters.
@@ -214,12 +214,30 @@ def test_win_rates_are_at_their_values() -> None:
 
 def test_the_selected_policy_has_a_ring() -> None:
     evaluation = report()
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:5])
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
     del evaluation["selected_step"]
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:5])
     assert "selected" not in ElementTree.tostring(root, "unicode")
+
+
+def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: Path) -> None:
+    evaluation = with_policies()
+    for frontier in (True, False):
+        shown = {key: row for key, row in evaluation.items() if frontier or key != "frontier"}
+        root = drawn(charts.draw_panel, "gold", shown, charts.SERIES[:5])
+        text = ElementTree.tostring(root, "unicode")
+        assert len(list(group(root, "between-SFT-and-PPO").iter("use"))) == 4, "SFT, two shares and PPO"
+        assert len(list(group(root, "dpo").iter("use"))) == 1
+        assert all(f">{label}<" in text for label in ("0.3", "0.7", "dpo")), "labels beside the points"
+        assert len(list(group(root, "PPO-snapshots" if frontier else "PPO").iter("use"))) == (4 if frontier else 2)
+    text = page.of_run(read_run(write_run(tmp_path / "run", evaluation=evaluation)))
+    assert "PPO over dpo by judge gold: 0.630 [0.570, 0.690] at 12.30 nats against 4.00 nats: PPO is better." in text
+    assert "Share 0.3: 0.5 at 2 nats; share 0.7: 0.6 at 5 nats; dpo: 0.4 at 4 nats." in text
+    assert "SFT + share (PPO - SFT)" in text and text.count("<td>PPO over dpo</td>") == 2
+    at_ten = at_step(read_run(tmp_path / "run"), "10").report
+    assert at_ten is not None and "interpolated" not in at_ten and "ppo_vs_dpo" not in at_ten["win_rate"]
 
 
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:

@@ -114,6 +114,17 @@ def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
     }
 
 
+def with_policies() -> dict[str, Any]:
+    """eval/report.json with a policy `dpo` and two policies between SFT and PPO too."""
+    content = report()
+    rates = content["win_rate"]["ppo_vs_sft"]
+    content["models"]["dpo"] = model(0.9, 0.4, 4.0)
+    content["win_rate"] |= {"dpo_vs_sft": rates, "ppo_vs_dpo": rates}
+    points = [(0.3, 2.0, 0.5), (0.7, 5.0, 0.6)]
+    content["interpolated"] = [{"share": x, "win_rate": rates, **model(x, gold, kl)} for x, kl, gold in points]
+    return content
+
+
 def configs() -> dict[str, dict[str, Any]]:
     return {
         "sft": {"stage": "sft", "run": "..", "seed": 0, "sft": {"learning_rate": 1e-3, "num_train_epochs": 1.0}},

@@ -77,8 +77,10 @@ def evaluation(
     }
     sft = {"judges": {judge: {"mean": 0.0} for judge in shifts}, "response_length_mean": 20.0}
     models = {"sft": sft | {"eos_fraction": rng.binomial(n, ended) / n}, "ppo": {**sft, "kl": 1.0}}
+    models["dpo"] = models["ppo"]  # answers as SFT does
     near_greedy = {"models": {"sft": {"eos_fraction": rng.binomial(n, greedy) / n}}}
-    report = {"n": n, "models": models, "greedy": near_greedy, "win_rate": {"ppo_vs_sft": rates}}
+    report = {"n": n, "models": models, "greedy": near_greedy, "win_rate": {}}
+    report["win_rate"] = dict.fromkeys(("ppo_vs_sft", "dpo_vs_sft", "ppo_vs_dpo"), rates)
     ppo = log("ppo", policy__approxkl_avg=[0.5] * 8) if ill else Stage("ppo", Path("ppo"))
     yield from page(run(ppo, report=report))
 

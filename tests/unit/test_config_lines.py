@@ -120,6 +120,12 @@ select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require:
     ("eval", f"{HEAD['eval']}LINE\n", 3): r"""
 eval: {modes: []} | C06 eval.modes: needs at least 1, got 0
 eval: {modes: [greedy, beam]} | C07 eval.modes.1: "beam" is not one of sampled, greedy
+policies: {best_of_4: m} | C17 policies.best_of_4: the report uses this name | rename the policy
+policies: {ppo: m} | C17 policies.ppo: the report uses this name | rename the policy
+policies: {a_vs_b: m} | C17 policies.a_vs_b: the report uses this name | rename the policy
+policies: {a b: m} | S03 policies.a b: not a valid name | ...
+eval: {interpolate: [0.5, 1.0]} | C06 eval.interpolate.1: must be < 1, got 1.0
+eval: {interpolate: [0]} | C06 eval.interpolate.0: must be > 0, got 0
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
 eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
 eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"

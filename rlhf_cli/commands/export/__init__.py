@@ -4,6 +4,7 @@ Adapters are merged into their base in full precision. The written folder is loa
 with the run's model before it is moved into place.
 """
 
+import os
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,10 +22,10 @@ from rlhf_cli.commands.export.card import Card, Prompt
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.models import hub, load, lora, memory, save, tokenizers
+from rlhf_cli.models import hub, interpolation, load, lora, memory, save, tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent, verify_parents
 from rlhf_cli.runs.resolve import LAST, ResolvedModel
 from rlhf_cli.stages import hardware
 
@@ -54,31 +55,37 @@ def run(
     dtype: str | None = None,
     repository: Repository | None = None,
     show_prompt: bool = False,
+    interpolate: float | None = None,
 ) -> None:
     """Export a model, push it if there is a repository, and print what was done.
 
-    The folder contains no local paths and no pickles; without `out` it is a temporary folder in the run. Its card shows
-    a text of the run's data, a held-out prompt, only with `show_prompt`.
-    Raises RLHFError as `runs.resolve_model` does; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03
-    if memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
-    loaded; C05, C17 and E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
+    With `interpolate`, a share, the model is SFT + share * (PPO - SFT) in the weights. The folder contains no local
+    paths and no pickles; without `out` it is a temporary folder in the run. Its card shows a text of the run's data, a
+    held-out prompt, only with `show_prompt`.
+    Raises RLHFError as `runs.resolve_model` does; C06 and C11 for `interpolate`, M01 and M10 if PPO's SFT model is
+    missing or was changed; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03 if memory or disk do
+    not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be loaded; C05, C17 and
+    E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
     """
     resolved = list[ResolvedModel]()
     collect_errors(
         partial(_check_dtype, dtype),
+        partial(_check_share, interpolate),
         *([partial(runs.require_empty, out.resolve())] if out else []),
         lambda: resolved.append(runs.resolve_model(folder, stage, step)),
         *([partial(hub.require_access, repository.name, public=repository.public)] if repository else []),
     )
     (chosen,) = resolved
+    between = Interpolation(interpolate, _sft_of(chosen.model)) if interpolate else None
     run_folder = chosen.model.path.resolve().parent
     example = held_out_prompt(run_folder) if show_prompt else None
     with nullcontext(out.resolve()) if out else runs.scratch_folder(run_folder) as target:
         name = repository.name.partition("/")[2] if repository else f"{run_folder.name}-{chosen.model.stage}"
         card = partial(Card, chosen, name=name, address=repository.name if repository else HERE, example=example)
-        _write(chosen, target, options, dtype, card, f": {shown(out)}" if out else "")
+        card = partial(card, share=interpolate)
+        _write(chosen, target, options, dtype, card, f": {shown(out)}" if out else "", between)
         if repository:
-            _push(chosen, target, repository)
+            _push(chosen, target, repository, between)
 
 
 def held_out_prompt(run_folder: Path) -> Prompt:
@@ -102,17 +109,67 @@ def _check_dtype(dtype: str | None) -> None:
         raise RLHFError("C07", text, hint=did_you_mean(dtype, DTYPES))
 
 
+def _check_share(share: float | None) -> None:
+    if share is not None and not 0 < share < 1:
+        text = f"--interpolate {share:g}: not between 0 (the SFT model) and 1 (the PPO policy)"
+        raise RLHFError("C06", text, hint="for example --interpolate 0.5")
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """SFT + share * (PPO - SFT), and the SFT model that PPO started from."""
+
+    share: float
+    sft: Parent
+
+    def __str__(self) -> str:
+        return f" at share {self.share:g} from its SFT model"
+
+    def apply(self, model: Any, policy: Parent, trust_remote_code: bool) -> Any:
+        """Return the interpolated model of the policy's loaded model; of adapters without a copy of the weights."""
+        if interpolation.scales_exactly(policy):
+            lora.scale_adapters(model, self.share)
+            return model
+        model = lora.merge_and_unload(model)
+        sft = load.load_causal_lm(self.sft.model, trust_remote_code=trust_remote_code)
+        interpolation.interpolate(model, sft, self.share)
+        return model
+
+
+def _sft_of(ppo: Parent) -> Parent:
+    """Return the SFT model that PPO started from. Raises RLHFError C11 for another stage, M01 or M10 if it changed."""
+    if ppo.stage != "ppo":
+        text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
+        raise RLHFError("C11", text, hint="omit --interpolate")
+    entry = ppo.manifest["parents"]["models.sft"]
+    path = entry["path"] if is_hub_id(entry["path"]) else os.path.abspath(ppo.path / entry["path"])
+    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.get("revision"))
+    verify_parents({sft.key: sft})
+    if sft.sha256 != entry["sha256"]:
+        text = f"--interpolate: {shown(sft.path)} is no longer the model that PPO was trained with"
+        raise RLHFError("M10", text, hint="run PPO again, or restore the old SFT model")
+    return sft
+
+
 def _write(
-    chosen: ResolvedModel, target: Path, options: Options, dtype: str | None, card: "partial[Card]", place: str
+    chosen: ResolvedModel,
+    target: Path,
+    options: Options,
+    dtype: str | None,
+    card: "partial[Card]",
+    place: str,
+    between: Interpolation | None,
 ) -> None:
     """Write the folder, compare it with the run's model, and print the result."""
     source, trust = chosen.model.model, options.trust_remote_code
     with Progress("export", 4, "part") as bar:
         export_dtype = DTYPES[dtype] if dtype else load.read_config(source, trust).dtype or torch.float32
         dtype_name = str(export_dtype).removeprefix("torch.")
-        _check_room(chosen.model, target, export_dtype)
+        copies = 2 if between and not interpolation.scales_exactly(chosen.model) else 1
+        _check_room(chosen.model, target, export_dtype, copies)
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=trust)
         model = load.load_unmerged(source, trust_remote_code=trust).eval()
+        model = between.apply(model, chosen.model, trust) if between else model
         bar.advance(note="loaded")
         stored = _stored_rows(chosen.model, tokenizer)
         rows = _with_random_rows(stored, lora.unwrap(model).config)
@@ -129,16 +186,17 @@ def _write(
             difference = verify_export(scratch, rows, expected, export_dtype, tokenizer, trust)
             bar.advance(note="loaded again")
     merged = " with its adapters merged" if chosen.model.base else ""
-    equal = f"equals the run's model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
+    whose = "interpolated" if between else "run's"
+    equal = f"equals the {whose} model to {difference:.1e} of the largest logit" if difference else "is bit-identical"
     on = f"{len(stored)} stored rows and {len(rows) - len(stored)} rows of random tokens"
-    terminal.out(f"export   {chosen}{merged}, {parameters:,} parameters in {dtype_name}{place}")
+    terminal.out(f"export   {chosen}{between or ''}{merged}, {parameters:,} parameters in {dtype_name}{place}")
     terminal.out(f"export   loaded again with transformers, its output {equal}, on {on}")
 
 
-def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
+def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) -> None:
     """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
     count = hardware.count_parameters(model)
-    needed, available = count * memory.WEIGHT_BYTES, system.total_memory()
+    needed, available = copies * count * memory.WEIGHT_BYTES, system.total_memory()
     if needed > available:
         limit = f"{system.format_bytes(available)} are available"
         text = f"{count:,} parameters need at least {system.format_bytes(needed)} of memory, {limit}"
@@ -219,12 +277,12 @@ def _mismatch(text: str) -> RLHFError:
     return RLHFError("M12", f"loaded again, the exported folder is not the run's model: {text}", hint=hint)
 
 
-def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> None:
+def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: Interpolation | None) -> None:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
     at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
     run_name = chosen.model.path.resolve().parent.name
-    message = f"{chosen.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
+    message = f"{chosen.model.stage} of run {run_name}{at}{between or ''}, exported by rlhf-cli {__version__}"
     push = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
     visibility = "private" if push.private else "public"
     commit = f"commit {push.commit[:12]}" if push.changed else f"unchanged since commit {push.commit[:12]}"

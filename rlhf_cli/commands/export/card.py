@@ -81,7 +81,8 @@ class Card:
     """The facts of a model card: the model, the stages that produced it, and the evaluation of this model.
 
     `name` is the model's name at its destination, `address` the argument of from_pretrained(), `example` a held-out
-    prompt that may be shown. `stages` are those that produced the model, its own first, if they have not changed since.
+    prompt that may be shown, `share` that of a model between SFT and PPO. `stages` are those that produced the model,
+    its own first, if they have not changed since.
     """
 
     chosen: ResolvedModel
@@ -91,8 +92,13 @@ class Card:
     name: str
     address: str
     example: Prompt | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
+        points = (self.chosen.report or {}).get("interpolated", ()) if self.chosen.last else ()
+        self.point = next((point for point in points if point["share"] == self.share), None)
+        if self.share is not None:  # the evaluation is of other policies, except for its point
+            self.chosen = replace(self.chosen, report=None)
         chosen, own = self.chosen, read_stage(self.chosen.model.stage, self.chosen.model.path)
         self.updates = max((row["step"] for row in own.metrics), default=0)
         if not chosen.last:  # without later updates
@@ -167,6 +173,11 @@ class Card:
         name, split = split_name(path) if isinstance(path, str) else ("", None)
         return (name if hub_dataset(name) else PurePosixPath(name).name) + (f"[{split}]" if split else "")
 
+    @property
+    def is_result(self) -> bool:
+        """Return True if the model is the result of its stage, neither a snapshot nor an interpolation."""
+        return self.chosen.last and self.share is None
+
     # Training
 
     def stage_rows(self) -> Iterator[list[str]]:
@@ -174,7 +185,7 @@ class Card:
             parents, (_, _, steps, duration, _, device) = stage.table("parents").items(), tables.stage_row(stage)
             started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
             seed = str((stage.manifest or {}).get("seed", ""))
-            model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.chosen.last else " at its end")
+            model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.is_result else " at its end")
             label = self.label(sha256_of(stage), stage.name)
             yield [label, started or "fresh weights", steps, duration, text(device), seed, model]
 
@@ -242,8 +253,21 @@ class Card:
             return "this model"
         return self.parent(entry) if entry and (name != "ppo" or self.stage.name == "ppo") else ""
 
+    def _interpolation(self) -> str:
+        """Return what an interpolated model is, and its KL and scores if the evaluation measured this share."""
+        if self.share is None:
+            return ""
+        is_what = f"Its weights are SFT + {self.share:g} (PPO - SFT), between the SFT model and this policy"
+        if self.point is None:
+            return f"{is_what}. Its KL from the SFT model is unknown."
+        scores = [f"{name} {with_interval(each['mean'], each['ci95'])}" for name, each in self.point["judges"].items()]
+        kl = with_interval(self.point["kl"], self.point["kl_ci95"])
+        return (
+            f"{is_what}. On held-out prompts its KL from the SFT model is {kl} nats; mean scores: {', '.join(scores)}."
+        )
+
     def metric_rows(self) -> list[list[str]]:
-        metrics = self.stage.table("metrics") if self.chosen.last else {}
+        metrics = self.stage.table("metrics") if self.is_result else {}
         return [
             [code(name), str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95"))]
             for name, value in metrics.items()
@@ -337,7 +361,7 @@ class Card:
             "model_label": render.model_label, "card_rows": reward_card.card_rows,
             "card": self, "kind": self.stage.name, "version": __version__, "own_judge": OWN_JUDGE,
             "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,
-            "libraries": LIBRARIES, "versions": tables.versions(self.stages),
+            "interpolation": self._interpolation(), "libraries": LIBRARIES, "versions": tables.versions(self.stages),
         }  # fmt: skip
         return f"{ModelCard.from_template(self.metadata(), template_path=str(TEMPLATE), **variables)}\n"
 

@@ -50,7 +50,7 @@ def show_evaluation(config: EvalConfig) -> None:
     if not distributed.is_main_process():
         return
     report = read_report(config.folder)
-    if "frontier" in report:
+    if render.has_frontier(report):
         from rlhf_cli.commands.report.charts import draw_frontier
 
         draw_frontier(report, config.folder / "frontier.svg")

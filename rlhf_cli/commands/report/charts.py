@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from markupsafe import Markup, escape
 
 from rlhf_cli.commands.report.rules import Band
 from rlhf_cli.commands.report.tables import number, visible
+from rlhf_cli.evaluation.render import other_points, ppo_points
 from rlhf_cli.files import write_text
 
 # Placeholder colors, replaced by the page's own, which follow light and dark mode.
@@ -197,41 +199,42 @@ def draw_calibration(bins: Sequence[Mapping[str, float]], axis: Any) -> None:
     axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
 
 
-PAPER = ("#1f5fa8", "#d1660a", "black")  # colors of PPO, of SFT's best of n, of the ring in a separate file
+# Colors in a separate file: PPO, SFT's best of n, the ring, policies between SFT and PPO, other policies.
+PAPER = ("#1f5fa8", "#d1660a", "black", "#2e7d4f", "#8a4fa3")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
 def draw_panel(
     judge: str, report: Mapping[str, Any], colors: Sequence[str], axis: Any, *, legend: bool = False
 ) -> None:
-    """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, and SFT's best of n.
+    """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, SFT's best of n, and others.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
     KL, the true quality rises and falls.
     """
     import numpy as np
 
-    ppo_color, best_of_n_color, ring_color = colors
-    start = (0.0, report["models"]["sft"])
-    snapshots = [start, *((max(0.0, row["kl"]), row) for row in report["frontier"])]  # estimates may be below 0
+    ppo_color, best_of_n_color, ring_color, between_color, other_color = colors
+    start, ppo = (0.0, report["models"]["sft"]), ppo_points(report)
+    snapshots = [start, *((max(0.0, row["kl"]), row) for _, row in ppo)]  # estimates may be below 0
     best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
-    for points, style, color, label in (
-        (best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)"),
-        (snapshots, "o-", ppo_color, "PPO snapshots"),
-    ):
-        scores = [row["judges"][judge] for _, row in points]
-        means = [score["mean"] for score in scores]
-        errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
-        style_options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
-        kl = [kl for kl, _ in points]
-        (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=label, **style_options)
-        mark(dots, label)
+    draw = partial(_draw_points, judge, axis)
+    draw(best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)")
+    others = [(name, (max(0.0, row["kl"]), row)) for name, row in other_points(report)]
+    shares, named = ([each for each in others if ("share" in each[1][1]) == between] for between in (True, False))
+    if shares:
+        last = (max(0.0, report["models"]["ppo"]["kl"]), report["models"]["ppo"])
+        names = ["", *(name.removeprefix("share ") for name, _ in shares), ""]
+        draw([start, *(point for _, point in shares), last], "D:", between_color, "between SFT and PPO", names)
+    for name, point in named:
+        draw([point], "^", other_color, name, [name])
+    draw(snapshots, "o-", ppo_color, "PPO snapshots" if report.get("frontier") else "PPO")
     for kl, row in snapshots[1:]:
-        if row["step"] == report.get("selected_step"):
+        if "step" in row and row["step"] == report.get("selected_step"):
             label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
             (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
             mark(ring, label)
-    end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
+    end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n + [point for _, point in others]) or 1.0)
     root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
     axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
     axis.set_xlim(-end / 800, end)
@@ -240,6 +243,21 @@ def draw_panel(
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(*_legend(axis), loc="best")
+
+
+def _draw_points(
+    judge: str, axis: Any, points: Sequence[tuple[float, Mapping[str, Any]]], style: str, color: str, label: str,
+    names: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Draw a judge's means with intervals over KL, each with its name."""
+    scores = [row["judges"][judge] for _, row in points]
+    means, kl = [score["mean"] for score in scores], [kl for kl, _ in points]
+    errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
+    options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
+    (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=visible(label), **options)
+    mark(dots, label)
+    for x, y, name in zip(kl, means, names, strict=False):
+        axis.annotate(visible(name), (x, y), (4, 4), textcoords="offset points", color=color, fontsize=8)
 
 
 def _legend(axis: Any) -> list[list[Any]]:

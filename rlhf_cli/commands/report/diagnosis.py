@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
-from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence
+from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence, worth_sentences
 from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
@@ -294,6 +294,7 @@ def sentences(run: Run) -> Iterator[str]:
             equal, interval = rate.get("length_controlled"), rate.get("length_controlled_ci95")
             controlled = f"; length-controlled win rate {with_interval(equal, interval)}" if is_number(equal) else ""
             yield f"PPO's answers have {number(ours)} tokens on average, SFT's {number(theirs)}{controlled}."
+    yield from (f"{sentence}." for sentence in worth_sentences(report))
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
             undecided = ", undecided" if significance(rate) == "undecided" else ""

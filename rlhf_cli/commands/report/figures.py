@@ -8,7 +8,7 @@ from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
 from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
+from rlhf_cli.evaluation.render import has_frontier, other_points, ppo_points, response_pairs, win_rate_rows
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
 
@@ -77,18 +77,28 @@ def report_card(card: Mapping[str, Any]) -> list[Figure]:
 
 
 def frontiers(report: Mapping[str, Any]) -> list[Figure]:
-    """Return a panel for each judge, if PPO's snapshots were evaluated."""
-    found, points = [], report.get("frontier") or []
-    for index, judge in enumerate(at(report, "models.sft.judges") if points else ()):
-        best, end = max(points, key=lambda point: point["judges"][judge]["mean"]), points[-1]
-        sentence = f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} "
-        sentence += f"nats; at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
-        tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
-        if end is not best and tied is not None:
-            sentence += ", within noise of it" if tied else ", worse by more than noise"
-        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK), legend=True)
-        found.append(figure(f"frontier-{index}", f"By {judge}", f"{sentence}.", draw, (4.8, 3.2)))
+    """Return a panel for each judge, if there is a policy with another KL than SFT and PPO."""
+    found, points = [], (report.get("frontier") or []) if report else []
+    for index, judge in enumerate(at(report, "models.sft.judges") if report and has_frontier(report) else ()):
+        course = [_course(judge, points)] if points else []
+        others = other_points(report) if points else [*ppo_points(report), *other_points(report)]
+        means = [(name, number(row["judges"][judge]["mean"]), number(row["kl"])) for name, row in others]
+        listed = ["; ".join(f"{name}: {mean} at {kl} nats" for name, mean, kl in means)] if means else []
+        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK, *SERIES[2:4]), legend=True)
+        sentence = " ".join(f"{part[:1].upper()}{part[1:]}." for part in course + listed)
+        found.append(figure(f"frontier-{index}", f"By {judge}", sentence, draw, (4.8, 3.2)))
     return found
+
+
+def _course(judge: str, points: Sequence[Mapping[str, Any]]) -> str:
+    """Return the highest and the last score of PPO's snapshots as text."""
+    best, end = max(points, key=lambda point: point["judges"][judge]["mean"]), points[-1]
+    sentence = f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} "
+    sentence += f"nats; at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
+    tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
+    if end is not best and tied is not None:
+        sentence += ", within noise of it" if tied else ", worse by more than noise"
+    return sentence
 
 
 def wins(report: Mapping[str, Any]) -> Figure | None:

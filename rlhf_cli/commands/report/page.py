@@ -143,11 +143,11 @@ def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _evaluation(run: Run) -> dict[str, Any]:
     report, pairs = run.report or {}, render.response_pairs(run.answers)
     missing = "The evaluation has no frontier." if report else "The evaluation is not finished."
-    samples = tables.sample_groups(pairs)
+    samples, frontiers = tables.sample_groups(pairs), figures.frontiers(report)
     return {
         "report": report,
-        "frontiers": figures.frontiers(report),
-        "frontier": render.frontier_table(report) if report.get("frontier") else (),
+        "frontiers": frontiers,
+        "frontier": render.frontier_table(report) if frontiers else (),
         "selection": list(render.selection_lines(report)),
         "no_frontier": report.get("no_frontier") or missing,
         "wins": figures.wins(report),
