@@ -1,15 +1,16 @@
 """Learning curves of our PPO and TRL 1.12's on the reference workload, compared at equal KL.
 
-    python -m benchmarks.learning --shared ../shared --out runs/bench-learning
+    python -m benchmarks.learning --shared ../shared --recipe default --out runs/bench-learning
 
 60 updates of 64 episodes with the 5.3 M-parameter models of the developers' shared folder, learning rate 1e-4
-(constant), temperature 1, up to 64 tokens, 4 epochs; all other keys are our defaults or set by --set. About 11 CPU
-minutes per seed; an interrupted run resumes. TRL's curves are read from a file. To record another one, in a separate
-environment (see the head of trl_ppo.py):
+(constant), temperature 1, up to 64 tokens, 4 epochs; all other keys are those of the recipe, our defaults, or set by
+--set. About 11 CPU minutes per seed; an interrupted run resumes. The saved policies are evaluated on held-out prompts:
+OUT/heldout.jsonl has a line for each, of all recipes. TRL's curves are read from a file. To record another one, in a
+separate environment (see the head of trl_ppo.py):
 
     python ../shared/bench/trl_ppo.py --lr 1e-4 --updates 60 --seed S --save > line.json
 
-and add `"seed": S` to the line. Writes OUT/learning.json, learning.md (the tables) and learning.svg.
+and add `"seed": S` to the line. Writes OUT/RECIPE/learning.json, learning.md (the tables) and learning.svg.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import yaml
 from pydantic import ValidationError
 from transformers.utils import logging
 
-from benchmarks.learning import curves, judge, report, train
+from benchmarks.learning import curves, heldout, judge, report, train
 from rlhf_cli.config.ppo_options import PPOSettings
 
 REQUIRED = ("models/reviews-sft", "models/reviews-rm", "data/rt-polarity/pos.txt", "bench/judge.py")
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="the developers' shared folder")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-learning"))
+    parser.add_argument("--recipe", choices=train.RECIPES, default="default")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of `ppo:`; repeatable")
     parser.add_argument("--trl", type=Path, help="TRL's curves (default: SHARED/bench/trl_curves.jsonl)")
@@ -48,9 +50,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ppo_settings(sets: list[str]) -> PPOSettings:
+def ppo_settings(recipe: str, sets: list[str]) -> PPOSettings:
     values = {key: yaml.safe_load(value) for key, value in (text.split("=", 1) for text in sets)}
-    return PPOSettings(**train.WORKLOAD | values)
+    return PPOSettings(**train.WORKLOAD | train.RECIPES[recipe] | values)
 
 
 def fail(text: str) -> int:
@@ -73,19 +75,20 @@ def main() -> int:
         if not path.exists():
             return fail(f"{path} is missing: pass --shared FOLDER, the developers' shared folder")
     try:
-        settings, trl = ppo_settings(args.set), curves.recorded(trl_curves)
+        settings, trl = ppo_settings(args.recipe, args.set), curves.recorded(trl_curves)
     except (ValidationError, ValueError) as error:
         return fail(str(error))
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    args.out.mkdir(parents=True, exist_ok=True)
-    file, dumped = args.out / "settings.json", settings.model_dump(mode="json")
+    out = args.out / args.recipe
+    out.mkdir(parents=True, exist_ok=True)
+    file, dumped = out / "settings.json", settings.model_dump(mode="json")
     if file.exists() and json.loads(file.read_text(encoding="utf-8")) != dumped:
-        return fail(f"{args.out} contains a run with other settings: pass another --out")
+        return fail(f"{out} contains a run with other settings: pass another --out")
     file.write_text(json.dumps(dumped, indent=1), encoding="utf-8")
 
-    folders = {seed: args.out / f"seed-{seed}" for seed in args.seeds}
+    folders = {seed: out / f"seed-{seed}" for seed in args.seeds}
     for seed, folder in folders.items():
         train.run(args.shared, folder, settings, seed, progress)
     ns = [n for n in BEST_OF if n <= args.samples]
@@ -97,10 +100,11 @@ def main() -> int:
         points[seed] = judge.evaluate_run(args.shared, folder, ours[seed], report.LIMIT)
     result = report.compare(ours, trl)
     result |= {"settings": dumped, "best_of": best_of, "judged": report.summarize_judge(points)}
-    text = report.markdown(result)
-    (args.out / "learning.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    (args.out / "learning.md").write_text(text, encoding="utf-8")
-    report.draw(ours, trl, best_of, points, args.out / "learning.svg")
+    held_out = heldout.evaluate_runs(args.shared, args.out, args.recipe, folders, settings, progress)
+    text = report.markdown(result) + "\n" + "\n".join(heldout.table(held_out)) + "\n"
+    (out / "learning.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    (out / "learning.md").write_text(text, encoding="utf-8")
+    report.draw(ours, trl, best_of, points, out / "learning.svg")
     progress("")
     print(text, end="")
     return 0

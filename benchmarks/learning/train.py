@@ -38,6 +38,10 @@ WORKLOAD = {
 }
 
 
+# Recipe -> keys of `ppo:` beyond WORKLOAD. TRL's recorded runs have its default, kl_coef 0.05, which is ours, too.
+RECIPES: dict[str, dict[str, Any]] = {"default": {}, "trl": {"kl_coef": 0.05}, "frontier": {}}
+
+
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
     """Write a folder atomically: after an interruption it is missing or still the previous one."""
     temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")

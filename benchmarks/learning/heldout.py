@@ -1,0 +1,133 @@
+"""Saved policies on held-out prompts: score, KL to SFT and a judge's win rate, a line each in OUT/heldout.jsonl.
+
+The score is the reward model's, less 1 where an answer does not end; the KL is that of the policy's own answers, in
+nats a response. The judge, TF-IDF and logistic regression on the film reviews, compares with SFT's answer to the same
+prompt from the same seed. An episode is an answer that the reward model scored in training.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.learning import curves, train
+from benchmarks.speed.workload import Reference, prompts, sentences
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.stages.eval import sequence_kl
+
+SAMPLES, ROWS = 8, 64  # answers to each held-out prompt; rows of a batch
+TARGETS = {0.72: 1.0, 1.72: 3.0, 2.43: 5.0}  # score -> KL, in nats, at which a recipe should have reached it
+LIMIT = {0.72: 0.3, 1.72: 1.0, 2.43: 1.7}  # KL that SFT tilted by exp(score / beta) needs for it
+TRL = {0.72: 5, 1.72: 10, 2.43: 15}  # KL that TRL 1.12's PPO paid for it in training, mean of three seeds
+EPISODES = (3840, 7680)
+WIN_RATE, MAX_KL = 0.90, 10.0  # the judge's goal, and the KL within which it counts
+
+Line = dict[str, Any]
+
+
+class Evaluator:
+    """Samples answers of a policy to the held-out prompts, and scores them."""
+
+    def __init__(self, shared: Path) -> None:
+        self.reference, self.settings = Reference.shared(shared), PPOSettings(**train.WORKLOAD)
+        self.sft = train.load_policy(shared).eval()
+        self.reward = ModelReward(train.load_scorer(shared).eval(), ROWS)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.reference.sft)
+        rows = [row for row in prompts(self.reference)[: train.HELD_OUT] for _ in range(SAMPLES)]
+        seeds = tuple(derive_seed(0, "held out", row) for row in range(len(rows)))
+        length = self.settings.max_response_length
+        self.prompts = replace(Prompts.from_lists(rows), seeds=seeds, response_length=length)
+
+    @cached_property
+    def judge(self) -> Callable[[list[str]], Sequence[float]]:
+        """The probability that a text is positive, by TF-IDF and logistic regression on all film reviews."""
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+
+        positive, negative = sentences(self.reference.positive), sentences(self.reference.negative)
+        words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
+        model = make_pipeline(words, LogisticRegression(C=4, max_iter=1000))
+        model.fit(positive + negative, [1] * len(positive) + [0] * len(negative))
+        return lambda texts: model.predict_proba(texts)[:, 1].tolist()
+
+    @torch.no_grad()
+    def evaluate(self, policy: Any) -> tuple[Line, list[str]]:
+        """Return {score, kl, n} of a policy, and the texts of prompts and answers."""
+        rollout = HFEngine(policy, train.STOP, train.PAD, batch_size=ROWS).generate(self.prompts)
+        scores = self.reward(rollout) - (self.settings.missing_eos_penalty or 0.0) * ~rollout.ended
+        kl = sequence_kl(policy, self.sft, rollout, self.settings.temperature, max_rows=ROWS)
+        texts = ["".join(pair) for pair in zip(*rollout.texts(self.tokenizer), strict=True)]
+        return {"score": float(scores.mean()), "kl": mean(kl), "n": len(rollout)}, texts
+
+    @cached_property
+    def sft_scores(self) -> Sequence[float]:
+        """The judge's scores of SFT's answers."""
+        return self.judge(self.evaluate(self.sft)[1])
+
+    def line(self, folder: Path) -> Line:
+        """Return {score, kl, n, judge} of a saved policy."""
+        result, texts = self.evaluate(AutoModelForCausalLM.from_pretrained(folder).eval())
+        wins = [0.5 + 0.5 * ((a > b) - (a < b)) for a, b in zip(self.judge(texts), self.sft_scores, strict=True)]
+        return result | {"judge": mean(wins)}
+
+
+evaluator = cache(Evaluator)
+
+
+def evaluate_runs(
+    shared: Path, out: Path, recipe: str, folders: Mapping[int, Path], settings: PPOSettings, progress: Callable
+) -> list[Line]:
+    """Evaluate the saved policies of each seed that OUT/heldout.jsonl does not have yet; return all its lines."""
+    path = out / "heldout.jsonl"
+    lines = curves.read_lines(path)
+    known = {(line["recipe"], line["seed"], line["episodes"]) for line in lines}
+    for seed, folder in folders.items():
+        for place in sorted(each for each in (folder / "points").iterdir() if each.name.isdigit()):
+            key = {"recipe": recipe, "seed": seed, "episodes": int(place.name) * settings.episodes_per_update}
+            if tuple(key.values()) in known:
+                continue
+            progress(f"held out: {recipe}, seed {seed}, {key['episodes']} episodes")
+            lines.append(
+                key | {name: round(value, 4) for name, value in evaluator(shared).line(place / "policy").items()}
+            )
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    return lines
+
+
+def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None:
+    """Return the lowest KL of a policy of at most `episodes` episodes with that score; None without one."""
+    return min((line["kl"] for line in lines if line["score"] >= score and line["episodes"] <= episodes), default=None)
+
+
+def table(lines: Sequence[Line]) -> list[str]:
+    """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit."""
+    columns = [f"{score:g}, {episodes} episodes" for score in TARGETS for episodes in EPISODES]
+    rows = [f"| held out: KL for score | {' | '.join(columns)} | best judge within {MAX_KL:g} nats |"]
+    rows.append("|---" * (len(columns) + 2) + "|")
+    for (recipe, seed), group in groupby(sorted(lines, key=_run), key=_run):
+        points = list(group)
+        found = [cheapest(points, score, episodes) for score in TARGETS for episodes in EPISODES]
+        judge = max((line["judge"] for line in points if line["kl"] <= MAX_KL), default=None)
+        cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]
+        rows.append(f"| {recipe}, seed {seed} | {' | '.join(cells)} |")
+    for name, known, judge in (("TRL 1.12, training", TRL, ""), ("goal", TARGETS, WIN_RATE), ("limit", LIMIT, "")):
+        cells = [f"{known[score]:g}" for score in TARGETS for _ in EPISODES]
+        rows.append(f"| {name} | {' | '.join(cells)} | {judge} |")
+    return rows
+
+
+def _run(line: Line) -> tuple[str, int]:
+    return line["recipe"], line["seed"]
