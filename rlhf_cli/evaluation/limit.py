@@ -17,7 +17,8 @@ from rlhf_cli.evaluation.summary import EvalResponses, Section
 # Mean effective sample size at the end of the curve. The bias of the log of a mean weight is about 1 / (2 x this); it
 # puts the curve below the limit, and overheads are understated: by 5 % at 10 for normal scores (docs/evaluation.md).
 MIN_EFFECTIVE = 10.0
-POINTS, STEPS = 16, 8  # points in the report, and values of 1 / beta from one to the next
+POINTS, STEPS = 16, 8  # points in the report after SFT's, and values of 1 / beta from one to the next
+END, BEYOND = POINTS * STEPS, 32  # index of the last point, and further values that only resampled curves need
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
 Policies = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> score and KL of each prompt
 
@@ -39,16 +40,18 @@ def tilt(scores: Any, inverse_beta: float) -> Tilted:
     import numpy as np
 
     logits = inverse_beta * (scores - scores.max(axis=1, keepdims=True))
-    log_weights = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    weights = np.exp(log_weights)
-    kl = np.maximum((weights * log_weights).sum(axis=1) + math.log(scores.shape[1]), 0.0)
+    weights = np.exp(logits)
+    log_mean = np.log(weights.mean(axis=1))  # exactly 0 for an infinite beta
+    weights /= weights.sum(axis=1, keepdims=True)
+    kl = np.maximum((weights * logits).sum(axis=1) - log_mean, 0.0)
     return Tilted(kl, (weights * scores).sum(axis=1), 1 / (weights**2).sum(axis=1))
 
 
 def limit_curve(scores: Any) -> tuple[Any, Tilted]:
     """Return values of 1 / beta (M,) from 0 in equal steps, and SFT tilted by each.
 
-    The last is the highest with a mean effective sample size of `min_effective`, or that nearly reaches the highest KL.
+    Number END is the highest with a mean effective sample size of `min_effective`, or that nearly reaches the highest
+    KL.
     """
     import numpy as np
 
@@ -60,7 +63,7 @@ def limit_curve(scores: Any) -> tuple[Any, Tilted]:
         tilted = tilt(scores, middle)
         inside = tilted.effective.mean() >= bound and tilted.kl.mean() <= most
         low, high = (middle, high) if inside else (low, middle)
-    inverse_betas = np.linspace(0.0, low, POINTS * STEPS + 1)
+    inverse_betas = low / END * np.arange(END + BEYOND + 1)
     each = [tilt(scores, inverse_beta) for inverse_beta in inverse_betas]
     columns = (np.stack([getattr(one, name) for one in each], axis=1) for name in ("kl", "score", "effective"))
     return inverse_betas, Tilted(*columns)
@@ -89,6 +92,8 @@ def needed_kl(kl: Any, score: Any, target: float) -> float:
     """
     import numpy as np
 
+    if target <= score[0]:
+        return 0.0
     return math.inf if target > score[-1] else float(np.interp(target, score, np.sqrt(kl)) ** 2)
 
 
@@ -137,12 +142,12 @@ def limit_section(scores: Any, policies: Policies, selections: Sequence[int], se
     prompts, samples = scores.shape
     inverse_betas, tilted = limit_curve(scores)
     shares = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, statistics.RESAMPLES) / prompts
-    kl, score, effective = (table.mean(axis=0) for table in (tilted.kl, tilted.score, tilted.effective))
+    kl, score, effective = (table.mean(axis=0)[: END + 1] for table in (tilted.kl, tilted.score, tilted.effective))
     curves = [*zip(shares @ tilted.kl, shares @ tilted.score, strict=True)]
     kl_bounds = _interval(np.array([curve[0] for curve in curves]))
     score_bounds = _interval(np.array([np.interp(kl, *curve) for curve in curves]))
     points = []
-    for m in range(0, len(kl) if inverse_betas[-1] > 0 else 1, STEPS):
+    for m in range(0, len(kl) if inverse_betas[END] > 0 else 1, STEPS):
         beta = {"beta": float(1 / inverse_betas[m])} if m else {}
         point = {"kl": kl[m], "kl_ci95": kl_bounds[m], "score": score[m], "score_ci95": score_bounds[m]}
         points.append({**beta, **_plain(point), "effective_samples": float(effective[m])})
@@ -153,34 +158,40 @@ def limit_section(scores: Any, policies: Policies, selections: Sequence[int], se
         best_of.append({"n": n, "kl": statistics.best_of_n_kl(n), **_plain(mean)})
     found = {}
     for name, (own_scores, own_kl) in policies.items():
-        resampled = [shares @ np.asarray(rows) for rows in (own_scores, own_kl)]
-        needs = [needed_kl(*curve, target) for curve, target in zip(curves, resampled[0], strict=True)]
-        means = {"kl": np.mean(own_kl), "kl_ci95": _interval(resampled[1])}
-        means |= {"score": np.mean(own_scores), "score_ci95": _interval(resampled[0])}
-        row = _plain(means)
-        found[name] = row | _overhead(row, needed_kl(kl, score, row["score"]), _interval(np.array(needs)), points, best_of)
+        resampled = shares @ np.asarray(own_scores)
+        row = {"kl": np.mean(own_kl), "kl_ci95": _interval(shares @ np.asarray(own_kl))}
+        row = _plain(row | {"score": np.mean(own_scores), "score_ci95": _interval(resampled)})
+        needs = [needed_kl(*curve, target) for curve, target in zip(curves, resampled, strict=True)]
+        needed = needed_kl(kl, score, row["score"])
+        if math.isfinite(needed):
+            found[name] = row | _overhead(row["kl"], needed, _interval(np.array(needs)))
+        else:
+            found[name] = row | _beyond(row, points, best_of)
     return {"min_effective_samples": min_effective(samples), "points": points, "best_of": best_of, "policies": found}
 
 
-def _overhead(row: Section, needed: float, bounds: Any, points: list[Section], best_of: list[Section]) -> Section:
-    """Return {needed_kl, needed_kl_ci95, overhead} of a policy, or the reason why there is no overhead.
+def _overhead(paid: float, needed: float, bounds: Any) -> Section:
+    """Return {needed_kl, needed_kl_ci95}, and the overhead or the reason why there is none."""
+    low, high = (float(bound) if math.isfinite(bound) else None for bound in bounds)
+    section: Section = {"needed_kl": needed, "needed_kl_ci95": [low, high]}
+    if low == 0:
+        return section | {"no_overhead": "its score is not above SFT's by more than noise"}
+    return section | {"overhead": paid / needed}
 
-    Beyond the curve, best of n bounds the needed KL: mixtures of two of them lie on the line between them or above.
+
+def _beyond(row: Section, points: list[Section], best_of: list[Section]) -> Section:
+    """Return bounds of the needed KL of a policy whose score is above the end of the curve.
+
+    Best of n gives the upper one: a mixture of two of them has at most the KL on the line between them.
     """
     import numpy as np
 
-    if not math.isfinite(needed):
-        section: Section = {"no_overhead": "its score is above the end of the curve", "needed_kl_at_least": points[-1]["kl"]}
-        line = [points[0], *best_of]
-        if row["score"] <= line[-1]["score"]:
-            at_most = float(np.interp(row["score"], [each["score"] for each in line], [each["kl"] for each in line]))
-            section |= {"needed_kl_at_most": at_most, "overhead_at_least": row["kl"] / at_most}
-        return section
-    low, high = (float(bound) if math.isfinite(bound) else None for bound in bounds)
-    section = {"needed_kl": needed, "needed_kl_ci95": [low, high]}
-    if low == 0:
-        return section | {"no_overhead": "its score is not above SFT's by more than noise"}
-    return section | {"overhead": row["kl"] / needed}
+    section: Section = {"no_overhead": "its score is above the end of the curve"}
+    section["needed_kl_at_least"], line = points[-1]["kl"], [points[0], *best_of]
+    if row["score"] <= line[-1]["score"]:
+        at_most = float(np.interp(row["score"], [each["score"] for each in line], [each["kl"] for each in line]))
+        section |= {"needed_kl_at_most": at_most, "overhead_at_least": row["kl"] / at_most}
+    return section
 
 
 def _interval(resampled: Any) -> Any:
