@@ -72,6 +72,11 @@ def print_report(eval_folder: Path) -> None:
         terminal.out()
         terminal.table(columns, rates)
     _print_frontier(report)
+    if report.get("limit"):
+        terminal.out()
+        terminal.table(*limit_table(report), title=f"KL overhead: {limit_score(report)}")
+        for line in limit_lines(report):
+            terminal.out(line)
     if (eval_folder / "samples.jsonl").is_file():
         _print_samples([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
     if "reward_model" in report:
@@ -238,6 +243,44 @@ def selection_lines(report: Row) -> Iterator[str]:
             tied = ", ".join(map(str, selected["within_noise"]))
             yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
             yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
+
+
+# Limit
+
+
+def limit_score(report: Row) -> str:
+    """Return the score of the limit as text."""
+    penalty = report["limit"].get("missing_eos_penalty")
+    return "score by the reward model" + (f", less {penalty:g} for an answer that does not end" if penalty else "")
+
+
+def limit_table(report: Row) -> Table:
+    """Return a row for each policy: the KL that it pays, the KL that the limit needs for its score, and their ratio."""
+    best_of_n = {f"best_of_{row['n']}": f"SFT, best of {row['n']}" for row in report.get("best_of", [])}
+    rows = []
+    for name, row in report["limit"]["policies"].items():
+        label = f"PPO, update {row['step']}" if "step" in row and name != "ppo" else model_label(name)
+        paid = _kl({"kl_bound": row["kl"]} if name in best_of_n else row)
+        score = with_interval(row["score"], row["score_ci95"])
+        rows.append([best_of_n.get(name, label), paid, score, *_overhead(row)])
+    return ["policy", "KL", "score", "KL needed", "overhead"], rows
+
+
+def _overhead(row: Row) -> tuple[str, str]:
+    """Return the needed KL and the overhead of a policy as text."""
+    if "needed_kl_at_most" in row and "overhead_at_least" in row:
+        return f"at most {row['needed_kl_at_most']:.2f}", f"at least {row['overhead_at_least']:.1f}"
+    overhead = f"{row['overhead']:.1f}" if "overhead" in row else f"none, {row.get('no_overhead')}"
+    return f"{row['needed_kl']:.2f}" if "needed_kl" in row else "unknown", overhead
+
+
+def limit_lines(report: Row) -> Iterator[str]:
+    """Yield the overhead of PPO as text; of a snapshot if the report is that of `--step`."""
+    policies, step = at(report, "limit.policies") or {}, at(report, "models.ppo.step")
+    for name, row in policies.items():
+        if (name == "ppo") if step is None else (row.get("step") == step):
+            needed, overhead = _overhead(row)
+            yield f"PPO pays {row['kl']:z.2f} nats for a score that {needed} nats could buy: overhead {overhead}"
 
 
 # Sample responses

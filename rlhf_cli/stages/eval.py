@@ -157,7 +157,7 @@ def evaluate_policies(
 ) -> tuple[list[EvalResponses], list[EvalResponses]]:
     """Sample and score each policy in each mode, PPO's snapshots, and best of n of the SFT policy.
 
-    Returns their responses, and the SFT policy's draws for best of n and the limit without their texts.
+    Returns their responses, and the SFT policy's draws for best of n and the limit, the latter without texts.
     At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
     parents, modes = stage.parents, config.eval.modes

@@ -214,11 +214,11 @@ def test_win_rates_are_at_their_values() -> None:
 
 def test_the_selected_policy_has_a_ring() -> None:
     evaluation = report()
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:4])
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
     del evaluation["selected_step"]
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:3])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:4])
     assert "selected" not in ElementTree.tostring(root, "unicode")
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -197,7 +197,8 @@ def draw_calibration(bins: Sequence[Mapping[str, float]], axis: Any) -> None:
     axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
 
 
-PAPER = ("#1f5fa8", "#d1660a", "black")  # colors of PPO, of SFT's best of n, of the ring in a separate file
+# Colors in a separate file: PPO, SFT's best of n, the ring, the limit.
+PAPER = ("#1f5fa8", "#d1660a", "black", "#2b8a57")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
@@ -207,31 +208,31 @@ def draw_panel(
     """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, and SFT's best of n.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
-    KL, the true quality rises and falls.
+    KL, the true quality rises and falls. The panel of the reward has the limit with its band, and the limit's score.
     """
     import numpy as np
 
-    ppo_color, best_of_n_color, ring_color = colors
-    start = (0.0, report["models"]["sft"])
-    snapshots = [start, *((max(0.0, row["kl"]), row) for row in report["frontier"])]  # estimates may be below 0
-    best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
+    ppo_color, best_of_n_color, ring_color, limit_color = colors
+    snapshots, best_of_n, limit = _panel_points(judge, report)
     for points, style, color, label in (
         (best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)"),
         (snapshots, "o-", ppo_color, "PPO snapshots"),
     ):
-        scores = [row["judges"][judge] for _, row in points]
-        means = [score["mean"] for score in scores]
-        errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
+        errors = [[abs(point.interval[side] - point.mean) for point in points] for side in (0, 1)]
         style_options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
-        kl = [kl for kl, _ in points]
-        (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=label, **style_options)
+        (dots, _, _) = axis.errorbar(*_columns(points), yerr=errors, fmt=style, label=label, **style_options)
         mark(dots, label)
-    for kl, row in snapshots[1:]:
-        if row["step"] == report.get("selected_step"):
-            label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
-            (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
+    if limit:
+        bounds = zip(*(point.interval for point in limit), strict=True)
+        axis.fill_between(_columns(limit)[0], *bounds, color=limit_color, alpha=0.25, linewidth=0)
+        (line,) = axis.plot(*_columns(limit), color=limit_color, label="limit")
+        mark(line, "limit")
+    for point in snapshots[1:]:
+        if point.step == report.get("selected_step"):
+            label = f"selected: update {point.step}"
+            (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=ring_color, label=label)
             mark(ring, label)
-    end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n) or 1.0)
+    end = 1.07 * (max(point.kl for point in snapshots + best_of_n) or 1.0)
     root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
     axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
     axis.set_xlim(-end / 800, end)
@@ -240,6 +241,34 @@ def draw_panel(
     axis.grid(alpha=0.3)
     if legend:
         axis.legend(*_legend(axis), loc="best")
+
+
+class _Point(NamedTuple):
+    kl: float
+    mean: float
+    interval: Sequence[float]
+    step: int | None = None
+
+
+def _columns(points: Sequence[_Point]) -> list[list[float]]:
+    return [[point.kl for point in points], [point.mean for point in points]]
+
+
+def _panel_points(judge: str, report: Mapping[str, Any]) -> list[list[_Point]]:
+    """Return PPO's snapshots and SFT's best of n, each from SFT on, and the limit; all by its score if there is one."""
+    limit = report.get("limit") if judge == "reward" else None
+    sft, frontier, best_of_n = report["models"]["sft"], report["frontier"], report.get("best_of", [])
+    if limit:
+        sft, best_of_n = limit["points"][0], limit["best_of"]
+        frontier = sorted((row for row in limit["policies"].values() if "step" in row), key=lambda row: row["step"])
+
+    def point(row: Mapping[str, Any]) -> _Point:
+        kl = max(0.0, row.get("kl_bound", row.get("kl", 0.0)))  # estimates may be below 0
+        score = row["judges"][judge] if not limit else {"mean": row["score"], "ci95": row["score_ci95"]}
+        return _Point(kl, score["mean"], score["ci95"], row.get("step"))
+
+    series = [sft, *frontier], [sft, *best_of_n], limit["points"] if limit else []
+    return [[point(row) for row in rows] for rows in series]
 
 
 def _legend(axis: Any) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
 from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation.render import response_pairs, win_rate_rows
+from rlhf_cli.evaluation.render import limit_score, response_pairs, win_rate_rows
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
 
@@ -83,7 +83,9 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
         tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
         if end is not best and tied is not None:
             sentence += ", within noise of it" if tied else ", worse by more than noise"
-        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK), legend=True)
+        if judge == "reward" and at(report, "limit.missing_eos_penalty"):
+            sentence += f". The picture shows the {limit_score(report)}"
+        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK, SERIES[2]), legend=True)
         found.append(figure(f"frontier-{index}", f"By {judge}", f"{sentence}.", draw, (4.8, 3.2)))
     return found
 
