@@ -280,7 +280,10 @@ def limit_lines(report: Row) -> Iterator[str]:
     for name, row in policies.items():
         if (name == "ppo") if step is None else (row.get("step") == step):
             needed, overhead = _overhead(row)
-            yield f"PPO pays {row['kl']:z.2f} nats for a score that {needed} nats could buy: overhead {overhead}"
+            bought = f" for a score that {needed} nats could buy: overhead {overhead}"
+            if overhead.startswith("none"):
+                bought = f"; it has no KL overhead, since {row.get('no_overhead')}"
+            yield f"PPO pays {row['kl']:z.2f} nats{bought}"
 
 
 # Sample responses
