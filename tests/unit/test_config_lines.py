@@ -120,6 +120,7 @@ select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require:
     ("eval", f"{HEAD['eval']}LINE\n", 3): r"""
 eval: {modes: []} | C06 eval.modes: needs at least 1, got 0
 eval: {modes: [greedy, beam]} | C07 eval.modes.1: "beam" is not one of sampled, greedy
+eval: {limit: {samples: 3}} | C06 eval.limit.samples: must be >= 4, got 3
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
 eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
 eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"
