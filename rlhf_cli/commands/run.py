@@ -31,6 +31,7 @@ from rlhf_cli.errors import (
     shown,
 )
 from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.runs.discover import STAGES, configs_in
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.read import read_report
@@ -101,7 +102,7 @@ def run(
                 if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
                     report.write_beside(config.folder)
                 render.print_report(config.folder)
-                render.check_requirements(read_report(config.folder), config.eval.require, where=config.where)
+                check_requirements(read_report(config.folder), config.eval.require, where=config.where)
             except RLHFError:
                 show_summary(folder, configs, routed, met=False)
                 raise

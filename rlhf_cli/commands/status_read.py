@@ -15,7 +15,8 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, shown, translate_read_errors
-from rlhf_cli.evaluation.render import check_requirements, deciding_judge
+from rlhf_cli.evaluation.render import deciding_judge
+from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs import read
 from rlhf_cli.runs.checkpoints import newest_step

@@ -43,12 +43,19 @@ class Select(Section):
     kl_max: float | None = Field(None, gt=0)
 
 
+class Limit(Section):
+    """Estimate of the highest reward at each KL from SFT."""
+
+    samples: int = Field(64, ge=4)
+
+
 class EvalSettings(Section):
     """Options of the comparison."""
 
     n: int = Field(512, gt=0)
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     best_of: list[Annotated[int, Field(ge=2)]] = Field(default=[2, 4, 8])
+    limit: Limit | None = None
     frontier: bool = True
     interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
     select: Name | Select | None = None
@@ -57,6 +64,11 @@ class EvalSettings(Section):
     per_device_batch_size: int = Field(64, gt=0)
     bf16: bool | None = None
     require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(default_factory=dict)
+
+    @property
+    def draws(self) -> int:
+        """Return the number of SFT answers to each prompt, beside those that are compared with PPO's."""
+        return max([*self.best_of, self.limit.samples if self.limit else 0])
 
     @property
     def selection(self) -> Select | None:
@@ -99,9 +111,11 @@ class EvalConfig(Config):
         if "reward" in self.judges and self.models.reward is not None:
             text = "judges.reward: the name reward is reserved for models.reward"
             raise invalid(text, "rename the judge, or set models.reward: null", "judges.reward")
-        if self.eval.best_of and self.models.reward is None and "reward" not in self.judges:
-            text = "eval.best_of needs a reward, but models.reward is null"
-            raise invalid(text, "add a judge named `reward`, or set eval.best_of: []", "eval.best_of")
+        no_reward = self.models.reward is None and "reward" not in self.judges
+        for key, value, off in (("best_of", self.eval.best_of, "[]"), ("limit", self.eval.limit, "null")):
+            if value and no_reward:
+                text = f"eval.{key} needs a reward, but models.reward is null"
+                raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
         judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
         references = [("eval.require", key, _judge_of(key)) for key in self.eval.require]
         if self.eval.selection:

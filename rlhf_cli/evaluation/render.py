@@ -1,15 +1,13 @@
 """Result of an evaluation as text: tables, sample responses and a summary. Torch-free: `rlhf run` prints it."""
 
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli import terminal
-from rlhf_cli.config.eval import COMPARISON
-from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.jsonl import at, is_number, read_jsonl
 from rlhf_cli.runs.read import read_report
@@ -17,7 +15,6 @@ from rlhf_cli.runs.status import REPORT
 from rlhf_cli.statistics import with_interval
 
 QUANTILES = (0.25, 0.5, 0.75)
-OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 MODEL_LABELS = {"sft": "SFT", "ppo": "PPO"}
 # Responses that a reward is the mean of.
 LAST_UPDATE = "in the last update"  # sampled
@@ -37,32 +34,6 @@ Row = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]  # columns and rows
 
 
-def check_requirements(report: Row, require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
-    """Compare a report with `eval.require`: {dotted key: comparison, such as ">= 0.6"}.
-
-    `where` gives the location of a config key. Raises R06 with a problem per requirement that fails or has no number in
-    the report, and if `eval.select` found no policy within its bound.
-    """
-    problems = []
-    if "selected" in report and "selected_step" not in report:
-        nearest = min(point["kl"] for point in report["frontier"])
-        text = f"eval.select selects no policy: {report['selected']['rule']}; the lowest KL is {nearest:.4g} nats"
-        hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
-        problems.append(Problem("R06", text, where("eval.select"), hint))
-    location = where("eval.require")
-    for key, condition in require.items():
-        match = COMPARISON.fullmatch(condition.strip())
-        assert match, "the config checks the form of a requirement"
-        value = at(report, key)
-        if not is_number(value):
-            hint = f"report.json has the keys {', '.join(report)}"
-            problems.append(Problem("R06", f"{key} is not a number in report.json", location, hint))
-        elif not OPERATORS[match[1]](value, float(match[2])):
-            problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
-    if problems:
-        raise RLHFError.from_problems(problems)
-
-
 def print_report(eval_folder: Path) -> None:
     """Print an eval folder: policies, win rates, frontier, sample responses, reward model, warnings and a summary."""
     report = read_report(eval_folder)
@@ -73,6 +44,11 @@ def print_report(eval_folder: Path) -> None:
         terminal.out()
         terminal.table(columns, rates)
     _print_frontier(report)
+    if report.get("limit"):
+        terminal.out()
+        terminal.table(*limit_table(report), title=f"KL overhead: {limit_score(report)}")
+        for line in limit_lines(report):
+            terminal.out(line)
     if (eval_folder / "samples.jsonl").is_file():
         _print_samples([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
     if "reward_model" in report:
@@ -113,7 +89,8 @@ def format_reward(metrics: Row, responses: str) -> str:
 
 def model_label(model: str) -> str:
     """Return the display name of a policy in the report."""
-    return MODEL_LABELS.get(model, model)
+    share = model.removeprefix("interpolated_")  # no other policy has such a name
+    return MODEL_LABELS.get(model, model) if share == model else f"share {share}"
 
 
 def policies_table(report: Row) -> Table:
@@ -227,8 +204,9 @@ def _print_frontier(report: Row) -> None:
 
 
 def has_frontier(report: Row) -> bool:
-    """Return True if policies were evaluated that have another KL than SFT and PPO."""
-    return bool(report.get("frontier") or report.get("interpolated") or other_policies(report))
+    """Return True if there is a limit, or a policy with another KL than SFT and PPO."""
+    keys = ("frontier", "interpolated", "limit")
+    return any(report.get(key) for key in keys) or bool(other_policies(report))
 
 
 def ppo_points(report: Row) -> list[tuple[str, Row]]:
@@ -278,6 +256,47 @@ def selection_lines(report: Row) -> Iterator[str]:
             tied = ", ".join(map(str, selected["within_noise"]))
             yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
             yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
+
+
+# Limit
+
+
+def limit_score(report: Row) -> str:
+    """Return the score of the limit as text."""
+    penalty = report["limit"].get("missing_eos_penalty")
+    return "score by the reward model" + (f", less {penalty:g} for an answer that does not end" if penalty else "")
+
+
+def limit_table(report: Row) -> Table:
+    """Return a row for each policy: the KL that it pays, the KL that the limit needs for its score, and their ratio."""
+    best_of_n = {f"best_of_{row['n']}": f"SFT, best of {row['n']}" for row in report.get("best_of", [])}
+    rows = []
+    for name, row in report["limit"]["policies"].items():
+        label = f"PPO, update {row['step']}" if "step" in row and name != "ppo" else model_label(name)
+        paid = _kl({"kl_bound": row["kl"]} if name in best_of_n else row)
+        score = with_interval(row["score"], row["score_ci95"])
+        rows.append([best_of_n.get(name, label), paid, score, *_overhead(row)])
+    return ["policy", "KL", "score", "KL needed", "overhead"], rows
+
+
+def _overhead(row: Row) -> tuple[str, str]:
+    """Return the needed KL and the overhead of a policy as text."""
+    if "needed_kl_at_most" in row and "overhead_at_least" in row:
+        return f"at most {row['needed_kl_at_most']:.2f}", f"at least {row['overhead_at_least']:.1f}"
+    overhead = f"{row['overhead']:.1f}" if "overhead" in row else f"none, {row.get('no_overhead')}"
+    return f"{row['needed_kl']:.2f}" if "needed_kl" in row else "unknown", overhead
+
+
+def limit_lines(report: Row) -> Iterator[str]:
+    """Yield the overhead of PPO as text; of a snapshot if the report is that of `--step`."""
+    policies, step = at(report, "limit.policies") or {}, at(report, "models.ppo.step")
+    for name, row in policies.items():
+        if (name == "ppo") if step is None else (row.get("step") == step):
+            needed, overhead = _overhead(row)
+            bought = f" for a score that {needed} nats could buy: overhead {overhead}"
+            if overhead.startswith("none"):
+                bought = f"; it has no KL overhead, since {row.get('no_overhead')}"
+            yield f"PPO pays {row['kl']:z.2f} nats{bought}"
 
 
 # Sample responses

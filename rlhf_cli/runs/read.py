@@ -188,9 +188,9 @@ def read_run(folder: Path) -> Run:
             if other in stages and not stages[other].there:
                 parent = read_stage(other, (stages[name].folder / path).resolve())
                 stages[other] = replace(parent, elsewhere=path) if parent.there else stages[other]
-    for name, stage in stages.items():
+    for key, stage in stages.items():
         problem = stage.problem and _without_path(stage.problem, stage.folder)
-        stages[name] = replace(stage, problem=problem, outdated=changed_parents(stage))
+        stages[key] = replace(stage, problem=problem, outdated=changed_parents(stage))
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
     notes += [f"{stage.name} was made from {change}" for stage in stages.values() for change in stage.outdated]
     report = _report(stages["eval"], notes)

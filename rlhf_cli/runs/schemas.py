@@ -86,6 +86,30 @@ class SampledResults(StrictModel):
     win_rate: dict[str, WinRates] = {}
 
 
+class LimitPoint(StrictModel):
+    """A point of the limit, a best of n, or a policy, which has an overhead, a bound of it, or the reason for none."""
+
+    kl: float
+    score: float
+    score_ci95: Bounds
+    kl_ci95: Interval = None
+    step: int | None = None
+    needed_kl: float | None = None
+    needed_kl_at_most: float | None = None
+    overhead: float | None = None
+    overhead_at_least: float | None = None
+    no_overhead: str = ""
+
+
+class Limit(StrictModel):
+    samples: Count
+    min_effective_samples: float
+    missing_eos_penalty: float = 0.0
+    points: Annotated[list[LimitPoint], Field(min_length=1)]
+    best_of: list[LimitPoint]
+    policies: dict[str, LimitPoint]
+
+
 class Histogram(StrictModel):
     """Histogram of the margins between chosen and rejected."""
 
@@ -170,6 +194,7 @@ class Report(SampledResults):
     selected_step: int | None = None
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
+    limit: Limit | None = None
     reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None
     warnings: list[str] = []

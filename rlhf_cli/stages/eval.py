@@ -17,6 +17,7 @@ from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, shown
+from rlhf_cli.evaluation.limit import build_limit
 from rlhf_cli.evaluation.summary import (
     EvalResponses,
     SamplingParams,
@@ -68,11 +69,13 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
     prompts = usable[: config.eval.n]
     warn_of_selection_by_reward(config)
     series = find_snapshots(config, ppo)
-    evaluated = evaluate_policies(config, stage, tokenizer, prompts, sampling, series)
+    evaluated, draws = evaluate_policies(config, stage, tokenizer, prompts, sampling, series)
     runs.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
         report = build_report(config, evaluated, len(prompts), sampling, parents, series)
+        if config.eval.limit:
+            report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)), config.seed)
         jsonl.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated))
         runs.write_json(config.folder / "report.json", report)
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
@@ -104,6 +107,11 @@ def sampling_params(
         text, hint = "does not record how its policy was sampled", "set eval.temperature and eval.response_length"
         raise RLHFError("C17", f"{shown(path)} {text}", where=config.where("models.ppo"), hint=hint)
     return SamplingParams(temperature, length, stop_token_id)
+
+
+def missing_eos_penalty(settings: PPOSettings | None) -> float:
+    """Return PPO's penalty of an answer that does not end; 0 for an external policy."""
+    return settings.missing_eos_penalty or 0.0 if settings and settings.stop_token != "none" else 0.0
 
 
 def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
@@ -155,9 +163,10 @@ def evaluate_policies(
     prompts: list[data.Prompt],
     sampling: SamplingParams,
     series: SnapshotSeries,
-) -> list[EvalResponses]:
+) -> tuple[list[EvalResponses], list[EvalResponses]]:
     """Sample and score each policy in each mode, PPO's snapshots and interpolations, and best of n of the SFT policy.
 
+    Returns their responses, and the SFT policy's draws for best of n and the limit, the latter without texts.
     At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
     """
     parents, modes = stage.parents, config.eval.modes
@@ -172,7 +181,10 @@ def evaluate_policies(
     policies += [EvaluatedPolicy(f"ppo_{model.model.name}", model, step=step) for step, model in snapshots.items()]
     shares = sorted(set(config.eval.interpolate))
     policies += [EvaluatedPolicy(f"interpolated_{share:g}", ppo, share=share) for share in shares]
-    num_draws = max(config.eval.best_of, default=0)
+    for_best_of, num_draws = max(config.eval.best_of, default=0), config.eval.draws
+    if config.eval.limit:
+        more = f"{(num_draws - for_best_of) * len(prompts):,} more than the evaluation draws without it"
+        terminal.say(f"eval     limit: {num_draws} SFT answers to each of {len(prompts)} prompts, {more}")
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
@@ -185,9 +197,13 @@ def evaluate_policies(
                 bar.advance(note=f"{each.name} {mode}")
             del policy  # before the next one is loaded
         for draw in range(1, num_draws + 1):
+            if draw == for_best_of + 1:  # the limit needs no other judge
+                evaluator = replace(evaluator, judges={"reward": judges["reward"]})
             draws.append(evaluator.evaluate("sft", "sampled", loaded.sft, loaded.sft, draw=draw))
-            bar.advance(note=f"best of {draw}")
-    return evaluated + [select_best_of_n(draws[:n]) for n in config.eval.best_of]
+            if draw > for_best_of:
+                draws[-1] = replace(draws[-1], prompts=[], responses=[])
+            bar.advance(note=f"best of {draw}" if draw <= for_best_of else f"limit {draw}")
+    return evaluated + [select_best_of_n(draws[:n]) for n in config.eval.best_of], draws
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def overhead_bytes(stage: str, peak: int, target: Target, process: int) -> dict[
 def _num_sampled(config: EvalConfig, chain: ModelResolver, prompts: int, target: Target) -> int:
     """Return the responses that each process samples in an evaluation."""
     settings, policies = config.eval, 2 + bool(config.models.base) + len(config.policies)
-    rounds = policies * len(settings.modes) + max(settings.best_of, default=0) + len(settings.interpolate)
+    rounds = policies * len(settings.modes) + settings.draws + len(settings.interpolate)
     if settings.frontier and (trainer := chain.trainer(config)):
         rounds += max(0, trainer.output.snapshots - 1)  # beside PPO's last policy; its best one may be evaluated too
     return -(-prompts // target.processes) * rounds

@@ -10,6 +10,7 @@ from report_run import report, win, with_policies
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.requirements import check_requirements
 
 REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}
 REPORT["models"]["ppo"]["kl_ci95"] = [12.0, 12.5]
@@ -153,7 +154,7 @@ GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.63
 def unmet(**require: str) -> list[str]:
     """The problems of requirements, each on GOLD unless its key has dots."""
     try:
-        render.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
+        check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
     except RLHFError as error:
         assert error.exit_code == 1 and str(error).startswith("error[R06]: eval.yaml:9: ")
         return [problem.text for problem in error.problems]

@@ -630,6 +630,17 @@ def plan_weights(phases: list[dict[str, Any]]) -> int:
     return next(each["bytes"]["weights"] for each in phases if each["name"] == "judge")
 
 
+def test_the_draws_of_the_limit_are_counted_once(three: Path) -> None:
+    """Two policies in two modes, and the draws of the limit, among which are those of best of n."""
+    text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, frontier: false, best_of: []}\n"
+    (three / "eval.yaml").write_text(text)
+    without = planned("eval.yaml")["eval"]["phases"]
+    for rounds, best_of in ((16, 4), (20, 16)):
+        sets = ("-s", "eval.limit.samples=12", "-s", f"eval.best_of=[{best_of}]")
+        for one, other in zip(planned("eval.yaml", *sets)["eval"]["phases"], without, strict=True):
+            assert one["flops"] / other["flops"] == pytest.approx(rounds / 4, rel=0.01)
+
+
 def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:
     new = (
         "model: {new: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 3, num_attention_heads: 2, "

@@ -13,7 +13,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from report_run import CARD, answers, begin, change, configs, metrics, report, with_policies, write_run
+from matplotlib.figure import Figure as Canvas
+from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
 
 from rlhf_cli.commands.report import charts, compare, page
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
@@ -214,11 +215,11 @@ def test_win_rates_are_at_their_values() -> None:
 
 def test_the_selected_policy_has_a_ring() -> None:
     evaluation = report()
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:5])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES)
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
     del evaluation["selected_step"]
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:5])
+    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES)
     assert "selected" not in ElementTree.tostring(root, "unicode")
 
 
@@ -226,7 +227,7 @@ def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: P
     evaluation = with_policies()
     for frontier in (True, False):
         shown = {key: row for key, row in evaluation.items() if frontier or key != "frontier"}
-        root = drawn(charts.draw_panel, "gold", shown, charts.SERIES[:5])
+        root = drawn(charts.draw_panel, "gold", shown, charts.SERIES)
         text = ElementTree.tostring(root, "unicode")
         assert len(list(group(root, "between-SFT-and-PPO").iter("use"))) == 4, "SFT, two shares and PPO"
         assert len(list(group(root, "dpo").iter("use"))) == 1
@@ -238,6 +239,40 @@ def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: P
     assert "SFT + share (PPO - SFT)" in text and text.count("<td>PPO over dpo</td>") == 2
     at_ten = at_step(read_run(tmp_path / "run"), "10").report
     assert at_ten is not None and "interpolated" not in at_ten and "ppo_vs_dpo" not in at_ten["win_rate"]
+
+
+def plotted(judge: str, evaluation: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """The points of a panel by the label of their series."""
+    axis = Canvas().subplots()
+    charts.draw_panel(judge, evaluation, charts.PAPER, axis)
+    lines = {each.get_label(): each[0] for each in axis.containers} | {
+        line.get_label(): line for line in axis.get_lines() if not str(line.get_label()).startswith("_")
+    }
+    return {str(label): [*map(tuple, line.get_xydata().tolist())] for label, line in lines.items()}
+
+
+@pytest.mark.parametrize("frontier", [True, False])
+@pytest.mark.parametrize("policies", [True, False])
+def test_the_panel_of_the_reward_has_the_scores_of_the_limit(tmp_path: Path, *, frontier: bool, policies: bool) -> None:
+    """They are 1 below the judge's means; the other panels have no limit, and its absence changes no other point."""
+    evaluation = with_limit(with_policies() if policies else report())
+    if not frontier:
+        for key in ("frontier", "selected_step", "selected"):
+            del evaluation[key]
+    own = plotted("reward", {key: row for key, row in evaluation.items() if key != "limit"})
+    shown = plotted("reward", evaluation)
+    assert shown.pop("limit") == [(0.0, -1.0), (1.0, 0.5)]
+    assert shown == {
+        label: [(pytest.approx(kl), pytest.approx(mean - 1)) for kl, mean in each] for label, each in own.items()
+    }
+    ppo = {"PPO snapshots", "selected: update 10"} if frontier else {"PPO"}
+    others = {"between SFT and PPO", "dpo"} if policies else set()
+    assert shown.keys() == {"SFT and its best of n (KL bound)"} | ppo | others
+    assert plotted("gold", evaluation).keys() == shown.keys()
+    html = page.of_run(read_run(write_run(tmp_path / "run", evaluation=evaluation)))
+    assert html.count('series-limit"') == 1 and "The picture shows the score by the reward model, less 1 for" in html
+    charts.draw_frontier(evaluation, tmp_path / "frontier.svg")
+    assert 'series-limit"' in (tmp_path / "frontier.svg").read_text()
 
 
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:

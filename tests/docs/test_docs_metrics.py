@@ -72,7 +72,10 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     known = keys("PPO metrics")
     assert [key for key in logged(run_folder / "ppo/metrics.jsonl") if described(key, known) is None] == []
     agree(logged(run_folder / "ppo/samples.jsonl"), keys("samples.jsonl"))
-    assert rlhf("eval", "-c", run_folder / "eval.yaml", "-s", "eval.select=short").exit_code == 0
+    policies = f"policies={{NAME: {run_folder / 'sft_model'}}}"
+    changes = ("eval.select=short", "eval.limit={}", "eval.interpolate=[0.5]", policies)
+    options = [part for change in changes for part in ("-s", change)]
+    assert rlhf("eval", "-c", run_folder / "eval.yaml", *options).exit_code == 0
     report = json.loads((run_folder / "eval/report.json").read_text())
     for name in keys("report.json") - {"reward_model", "no_frontier"}:  # of a reward stage; of a PPO without snapshots
         found = report

@@ -125,6 +125,23 @@ def with_policies() -> dict[str, Any]:
     return content
 
 
+def with_limit(content: dict[str, Any]) -> dict[str, Any]:
+    """eval/report.json with a limit too, whose scores are 1 below the means by `reward`."""
+
+    def row(point: dict[str, Any], **keys: Any) -> dict[str, Any]:
+        mean = point["judges"]["reward"]["mean"] - 1
+        kl = point.get("kl_bound", point["kl"])
+        return {"kl": kl, "score": mean, "score_ci95": [mean - 0.1, mean + 0.1], "no_overhead": "none", **keys}
+
+    models, points = content["models"], [row(content["models"]["sft"]), {"kl": 1.0, "score": 0.5, "score_ci95": [0, 1]}]
+    policies = {name: row(models[name]) for name in models if name != "sft"}
+    policies |= {f"ppo_step_{each['step']:06d}": row(each, step=each["step"]) for each in content["frontier"]}
+    policies |= {f"interpolated_{each['share']}": row(each) for each in content.get("interpolated", [])}
+    best_of = [row(each, n=each["n"]) for each in content["best_of"]]
+    sizes = {"samples": 64, "min_effective_samples": 10.0, "missing_eos_penalty": 1.0}
+    return {**content, "limit": {**sizes, "points": points, "best_of": best_of, "policies": policies}}
+
+
 def configs() -> dict[str, dict[str, Any]]:
     return {
         "sft": {"stage": "sft", "run": "..", "seed": 0, "sft": {"learning_rate": 1e-3, "num_train_epochs": 1.0}},

@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_cli import statistics
 from rlhf_cli.commands.report import compare, diagnosis, figures
 from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
-from rlhf_cli.evaluation import reward_model, summary
+from rlhf_cli.evaluation import limit, render, reward_model, summary
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.runs.discover import STAGES
 from rlhf_cli.runs.read import Run, Stage
@@ -100,6 +100,13 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     report = {"n": n, "models": {"sft": points[0]}, "frontier": points, **selection}
     yield from page(run(report=report))
     yield from (figure.sentence for figure in figures.frontiers(report))
+
+
+def limited(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
+    """PPO's scores have SFT's distribution plus a gain."""
+    n = int(rng.choice((32, 64)))
+    policies = {"ppo": (rng.normal(gain, 1.0, n).tolist(), [1.0] * n)}
+    yield from render.limit_lines({"limit": limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8], 0)})
 
 
 def rewarded(

@@ -189,6 +189,8 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     assert report["best_of"][1]["reward_mean"] >= report["models"]["sft"]["reward_mean"]
     write(run_folder, "eval", {**no_reward, "judges": {}})
     fails(evaluate(run_folder), "C17", "eval.best_of")
+    write(run_folder, "eval", {**no_reward, "judges": {}, "eval": {"best_of": [], "limit": {}}})
+    fails(evaluate(run_folder), "C17", "eval.limit needs a reward, but models.reward is null")
 
 
 def test_another_reward_function_or_judge_makes_a_result_stale(run_folder):

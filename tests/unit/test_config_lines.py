@@ -126,6 +126,7 @@ policies: {a_vs_b: m} | C17 policies.a_vs_b: the report uses this name | rename 
 policies: {a b: m} | S03 policies.a b: not a valid name | ...
 eval: {interpolate: [0.5, 1.0]} | C06 eval.interpolate.1: must be < 1, got 1.0
 eval: {interpolate: [0]} | C06 eval.interpolate.0: must be > 0, got 0
+eval: {limit: {samples: 3}} | C06 eval.limit.samples: must be >= 4, got 3
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
 eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
 eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
 from rlhf_cli.commands.report.rules import Band
 from rlhf_cli.commands.report.tables import number, visible
-from rlhf_cli.evaluation.render import other_points, ppo_points
+from rlhf_cli.evaluation.render import other_policies, ppo_points
 from rlhf_cli.files import write_text
 
 # Placeholder colors, replaced by the page's own, which follow light and dark mode.
@@ -199,8 +199,8 @@ def draw_calibration(bins: Sequence[Mapping[str, float]], axis: Any) -> None:
     axis.set(xlim=(0.48, 1.02), ylim=(-0.05, 1.05), xlabel="confidence of the scores", ylabel="accuracy")
 
 
-# Colors in a separate file: PPO, SFT's best of n, the ring, policies between SFT and PPO, other policies.
-PAPER = ("#1f5fa8", "#d1660a", "black", "#2e7d4f", "#8a4fa3")
+# Colors in a separate file: PPO, SFT's best of n, the ring, policies between SFT and PPO, other policies, the limit.
+PAPER = ("#1f5fa8", "#d1660a", "black", "#2e7d4f", "#8a4fa3", "#b8155c")
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
@@ -210,31 +210,30 @@ def draw_panel(
     """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, SFT's best of n, and others.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
-    KL, the true quality rises and falls.
+    KL, the true quality rises and falls. The panel of the reward has the limit with its band, and the limit's score.
     """
     import numpy as np
 
-    ppo_color, best_of_n_color, ring_color, between_color, other_color = colors
-    start, ppo = (0.0, report["models"]["sft"]), ppo_points(report)
-    snapshots = [start, *((max(0.0, row["kl"]), row) for _, row in ppo)]  # estimates may be below 0
-    best_of_n = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
-    draw = partial(_draw_points, judge, axis)
+    ppo_color, best_of_n_color, ring_color, between_color, other_color, limit_color = colors
+    snapshots, best_of_n, between, others, limit = _panel_points(judge, report)
+    draw = partial(_draw_points, axis)
     draw(best_of_n, "s--", best_of_n_color, "SFT and its best of n (KL bound)")
-    others = [(name, (max(0.0, row["kl"]), row)) for name, row in other_points(report)]
-    shares, named = ([each for each in others if ("share" in each[1][1]) == between] for between in (True, False))
-    if shares:
-        last = (max(0.0, report["models"]["ppo"]["kl"]), report["models"]["ppo"])
-        names = ["", *(name.removeprefix("share ") for name, _ in shares), ""]
-        draw([start, *(point for _, point in shares), last], "D:", between_color, "between SFT and PPO", names)
-    for name, point in named:
-        draw([point], "^", other_color, name, [name])
+    if between:
+        draw(between, "D:", between_color, "between SFT and PPO")
+    for point in others:
+        draw([point], "^", other_color, point.label)
     draw(snapshots, "o-", ppo_color, "PPO snapshots" if report.get("frontier") else "PPO")
-    for kl, row in snapshots[1:]:
-        if "step" in row and row["step"] == report.get("selected_step"):
-            label, y = f"selected: update {row['step']}", row["judges"][judge]["mean"]
-            (ring,) = axis.plot(kl, y, "o", ms=13, fillstyle="none", color=ring_color, label=label)
+    if limit:
+        bounds = zip(*(point.interval for point in limit), strict=True)
+        axis.fill_between(_columns(limit)[0], *bounds, color=limit_color, alpha=0.25, linewidth=0)
+        (line,) = axis.plot(*_columns(limit), color=limit_color, label="limit")
+        mark(line, "limit")
+    for point in snapshots[1:]:
+        if point.step is not None and point.step == report.get("selected_step"):
+            label = f"selected: update {point.step}"
+            (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=ring_color, label=label)
             mark(ring, label)
-    end = 1.07 * (max(kl for kl, _ in snapshots + best_of_n + [point for _, point in others]) or 1.0)
+    end = 1.07 * (max(point.kl for point in snapshots + best_of_n + between + others + limit) or 1.0)
     root = lambda values: np.sign(values) * np.sqrt(np.abs(values))  # noqa: E731  continued to the left of 0
     axis.set_xscale("function", functions=(root, lambda values: np.sign(values) * np.square(values)))
     axis.set_xlim(-end / 800, end)
@@ -245,19 +244,58 @@ def draw_panel(
         axis.legend(*_legend(axis), loc="best")
 
 
-def _draw_points(
-    judge: str, axis: Any, points: Sequence[tuple[float, Mapping[str, Any]]], style: str, color: str, label: str,
-    names: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Draw a judge's means with intervals over KL, each with its name."""
-    scores = [row["judges"][judge] for _, row in points]
-    means, kl = [score["mean"] for score in scores], [kl for kl, _ in points]
-    errors = [[abs(score["ci95"][side] - score["mean"]) for score in scores] for side in (0, 1)]
+class _Point(NamedTuple):
+    kl: float
+    mean: float
+    interval: Sequence[float]
+    label: str  # beside it
+    step: int | None
+
+
+def _panel_points(judge: str, report: Mapping[str, Any]) -> list[list[_Point]]:
+    """Return points of PPO, of SFT's best of n, between SFT and PPO, all from SFT on; of others; and of the limit.
+
+    In the panel of the reward all are by the limit's score if there is one.
+    """
+    models, limit = report["models"], report.get("limit") if judge == "reward" else None
+    best_of_n, curve, scored = report.get("best_of", []), [], dict[str | int, Any]()
+    if limit:
+        best_of_n, curve = limit["best_of"], limit["points"]
+        scored = {"sft": curve[0], **limit["policies"]}
+        scored |= {row["step"]: row for row in limit["policies"].values() if "step" in row}
+
+    def point(row: Mapping[str, Any], name: str = "", label: str = "") -> _Point:
+        kl = max(0.0, row.get("kl_bound", row.get("kl", 0.0)))  # estimates may be below 0
+        row = scored[row.get("step", name)] if limit and name else row
+        score = {"mean": row["score"], "ci95": row["score_ci95"]} if limit else row["judges"][judge]
+        return _Point(kl, score["mean"], score["ci95"], label, row.get("step"))
+
+    start = point(models["sft"], "sft")
+    shares = [(row, f"{row['share']:g}") for row in report.get("interpolated", [])]
+    between = [point(row, f"interpolated_{share}", share) for row, share in shares]
+    return [
+        [start, *(point(row, "ppo") for _, row in ppo_points(report))],
+        [start, *map(point, best_of_n)],
+        [start, *between, point(models["ppo"], "ppo")] if between else [],
+        [point(models[name], name, name) for name in other_policies(report)],
+        [*map(point, curve)],
+    ]
+
+
+def _columns(points: Sequence[_Point]) -> list[list[float]]:
+    return [[point.kl for point in points], [point.mean for point in points]]
+
+
+def _draw_points(axis: Any, points: Sequence[_Point], style: str, color: str, label: str) -> None:
+    """Draw means with intervals over KL, each with its label."""
+    errors = [[abs(point.interval[side] - point.mean) for point in points] for side in (0, 1)]
     options: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4, "color": color}
-    (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, label=visible(label), **options)
+    (dots, _, _) = axis.errorbar(*_columns(points), yerr=errors, fmt=style, label=visible(label), **options)
     mark(dots, label)
-    for x, y, name in zip(kl, means, names, strict=False):
-        axis.annotate(visible(name), (x, y), (4, 4), textcoords="offset points", color=color, fontsize=8)
+    for point in points:
+        if point.label:
+            place = (point.kl, point.mean), (4, 4)
+            axis.annotate(visible(point.label), *place, textcoords="offset points", color=color, fontsize=8)
 
 
 def _legend(axis: Any) -> list[list[Any]]:
@@ -282,8 +320,8 @@ def draw_frontier(report: Mapping[str, Any], path: Path) -> None:
         axes = canvas.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):
             draw_panel(judge, report, PAPER, axis)
-        handles, labels = _legend(axes[0])
-        columns = len(labels) if len(judges) > 1 else 1
+        handles, labels = max(map(_legend, axes), key=lambda entries: len(entries[1]))  # with the limit, if any
+        columns = min(len(labels), 2 * len(judges)) if len(judges) > 1 else 1
         canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
     write_text(path, _render((0.8 + 4.4 * len(judges), 4.0), draw, ["Date"]))

@@ -9,7 +9,14 @@ from typing import Any, Literal
 from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
-from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance, summary_sentence, worth_sentences
+from rlhf_cli.evaluation.render import (
+    OWN_REWARD,
+    deciding_judge,
+    limit_lines,
+    significance,
+    summary_sentence,
+    worth_sentences,
+)
 from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
@@ -300,6 +307,7 @@ def sentences(run: Run) -> Iterator[str]:
             undecided = ", undecided" if significance(rate) == "undecided" else ""
             baseline = f"SFT's best of {row['n']} by the reward model, which needs no training"
             yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
+    yield from (f"{line}." for line in limit_lines(report))
     step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
     if point := next((each for each in points if each["step"] == step), None):
         last = max(each["step"] for each in points)

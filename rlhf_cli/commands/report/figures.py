@@ -8,7 +8,14 @@ from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
 from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation.render import has_frontier, other_points, ppo_points, response_pairs, win_rate_rows
+from rlhf_cli.evaluation.render import (
+    has_frontier,
+    limit_score,
+    other_points,
+    ppo_points,
+    response_pairs,
+    win_rate_rows,
+)
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
 
@@ -20,6 +27,8 @@ TRAINING = {
         ("loss", "Loss", ""), ("rewards/accuracies", "Pair accuracy", "share"), ("rewards/margins", "Margin", "nats"),
     ),
 }  # fmt: skip
+
+COLORS = (SERIES[0], SERIES[1], INK, SERIES[2], SERIES[3], SERIES[5])  # of a frontier, as charts.PAPER
 
 
 def training(stage: Stage) -> list[Figure]:
@@ -77,15 +86,17 @@ def report_card(card: Mapping[str, Any]) -> list[Figure]:
 
 
 def frontiers(report: Mapping[str, Any]) -> list[Figure]:
-    """Return a panel for each judge, if there is a policy with another KL than SFT and PPO."""
+    """Return a panel for each judge, if there is more to draw than SFT and PPO."""
     found, points = [], (report.get("frontier") or []) if report else []
     for index, judge in enumerate(at(report, "models.sft.judges") if report and has_frontier(report) else ()):
-        course = [_course(judge, points)] if points else []
+        parts = [_course(judge, points)] if points else []
         others = other_points(report) if points else [*ppo_points(report), *other_points(report)]
         means = [(name, number(row["judges"][judge]["mean"]), number(row["kl"])) for name, row in others]
-        listed = ["; ".join(f"{name}: {mean} at {kl} nats" for name, mean, kl in means)] if means else []
-        draw = partial(charts.draw_panel, judge, report, (SERIES[0], SERIES[1], INK, *SERIES[2:4]), legend=True)
-        sentence = " ".join(f"{part[:1].upper()}{part[1:]}." for part in course + listed)
+        parts += ["; ".join(f"{name}: {mean} at {kl} nats" for name, mean, kl in means)] if means else []
+        if judge == "reward" and at(report, "limit.missing_eos_penalty"):
+            parts.append(f"the picture shows the {limit_score(report)}")
+        draw = partial(charts.draw_panel, judge, report, COLORS, legend=True)
+        sentence = " ".join(f"{part[:1].upper()}{part[1:]}." for part in parts)
         found.append(figure(f"frontier-{index}", f"By {judge}", sentence, draw, (4.8, 3.2)))
     return found
 
