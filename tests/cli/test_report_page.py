@@ -17,6 +17,7 @@ from report_run import CARD, answers, begin, change, configs, metrics, report, w
 
 from rlhf_cli.commands.report import charts, compare, page
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
+from rlhf_cli.evaluation.render import limit_lines
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import read_run
 
@@ -220,6 +221,29 @@ def test_the_selected_policy_has_a_ring() -> None:
     del evaluation["selected_step"]
     root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:4])
     assert "selected" not in ElementTree.tostring(root, "unicode")
+
+
+def test_the_panel_of_the_reward_has_the_limit_and_its_scores() -> None:
+    """Two of three snapshots and two best of n are in the limit; a step selects the policy of the sentence."""
+    rows = [
+        {"kl": kl, "score": score, "score_ci95": [score, score]} for kl, score in ((0.0, -1.0), (0.5, 0.0), (2.0, 1.0))
+    ]
+    policies = {
+        name: {**rows[index], "step": 5 * index, "no_overhead": "x"} for index, name in ((2, "ppo"), (1, "other"))
+    }
+    evaluation = report() | {"limit": {"samples": 4, "points": rows, "best_of": rows[1:], "policies": policies}}
+    root = drawn(charts.draw_panel, "reward", evaluation, charts.SERIES[:4])
+    (line,) = group(root, "limit").iter("path")
+    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", line.get("d", ""))]
+    for name in ("PPO-snapshots", "SFT-and-its-best-of-n-KL-bound-"):
+        dots = [(float(use.get("x", "")), float(use.get("y", ""))) for use in group(root, name).iter("use")]
+        assert dots == [pytest.approx(corner, abs=0.01) for corner in corners], "SFT, then by KL"
+    assert "series-limit" not in ElementTree.tostring(
+        drawn(charts.draw_panel, "gold", evaluation, charts.SERIES[:4]), "unicode"
+    )
+    assert next(limit_lines(evaluation)).startswith("PPO pays 2.00 nats")
+    evaluation["models"]["ppo"]["step"] = 5
+    assert [line[:18] for line in limit_lines(evaluation)] == ["PPO pays 0.50 nats"]
 
 
 def test_bars_and_histograms_have_the_heights_of_their_counts() -> None:
