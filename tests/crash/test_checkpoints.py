@@ -172,7 +172,9 @@ def test_ppo_needs_the_reward_model_only_if_something_reads_it(value: str, rewar
 
 def test_judges_that_are_functions_are_not_parents() -> None:
     models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
-    config = SimpleNamespace(stage="eval", models=models, policies={}, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"})
+    config = SimpleNamespace(
+        stage="eval", models=models, policies={}, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"}
+    )
     keys = [reference.key for reference in runs.references(config)]
     assert keys == ["models.sft", "models.ppo", "models.reward", "judges.other"]
     models.base = "/b"
