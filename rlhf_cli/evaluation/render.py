@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import shown
+from rlhf_cli.evaluation.agreement import disagreement
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.jsonl import at, is_number, read_jsonl
 from rlhf_cli.runs.read import read_report
@@ -161,7 +162,12 @@ def win_rate_table(report: Row) -> Table:
 
 
 def worth_sentences(report: Row) -> Iterator[str]:
-    """Yield what PPO was worth against each policy beside it, by the deciding judge, with the KL of both."""
+    """Yield what PPO was worth against each policy beside it, with the KL of both, and a `disagreement`.
+
+    Of the judges the deciding one is taken.
+    """
+    if rates := report.get("win_rate", {}).get("ppo_vs_sft"):
+        yield from disagreement(judge := deciding_judge(rates), rates[judge])
     for name in other_policies(report):
         if rates := report["win_rate"].get(f"ppo_vs_{name}"):
             rate = rates[judge := deciding_judge(rates)]

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_cli import runs, statistics, terminal
 from rlhf_cli.config.eval import EvalConfig, Select
 from rlhf_cli.errors import shown
+from rlhf_cli.evaluation.agreement import agreement
 from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.runs.parents import Parent
@@ -183,7 +184,8 @@ def _mean(values: Sequence[float], seed: int) -> Section:
 def win_rates(policy: EvalResponses, baseline: EvalResponses, seed: int) -> Section:
     """Return per judge the fraction of prompts on which `policy` scores above `baseline`; a tie counts 0.5.
 
-    Each with its length-controlled win rate and the mean difference of the scores.
+    Each with its length-controlled win rate, the mean difference of the scores, and its agreement with the reward
+    model's preferences.
     """
     extra_lengths = [a - b for a, b in zip(policy.lengths, baseline.lengths, strict=True)]
     rates = {}
@@ -196,6 +198,8 @@ def win_rates(policy: EvalResponses, baseline: EvalResponses, seed: int) -> Sect
             "length_controlled_ci95": list(interval),
             **statistics.paired_difference(scores, other, seed=seed),
         }
+        if judge != "reward" and "reward" in policy.scores:
+            rates[judge] |= agreement((scores, other), (policy.scores["reward"], baseline.scores["reward"]))
     return rates
 
 

@@ -37,6 +37,8 @@ class WinRate(StrictModel):
     length_controlled_ci95: Interval = None
     difference: float | None = None
     difference_ci95: Interval = None
+    agrees_with_reward: Share | None = None
+    agrees_with_reward_ci95: Interval = None
 
 
 WinRates = dict[str, WinRate]

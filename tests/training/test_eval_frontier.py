@@ -9,8 +9,9 @@ import pytest
 from ppo_folder import EVAL, PPO, evaluate, lines, must_succeed, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli import jsonl, runs
+from rlhf_cli import jsonl, runs, statistics
 from rlhf_cli.commands.report import charts
+from rlhf_cli.evaluation.agreement import disagreement
 from rlhf_cli.evaluation.summary import EvalResponses, win_rates
 from rlhf_cli.models import tokenizers
 
@@ -201,6 +202,23 @@ def test_the_figure_is_deterministic(run: Path, tmp_path: Path) -> None:
     assert f"<!-- selected: update {report['selected_step']} -->".encode() in drawn
     for end, ticks in ((0.3, [0, 0.1, 0.2]), (40.0, [0, 0.2, 1, 5, 10, 20, 30, 40]), (0.05, [0])):
         assert charts.ticks(end) == ticks
+
+
+def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer() -> None:
+    """Of eight pairs the judge ties in one, the reward model in another; of the six others they agree in four."""
+
+    def responses(gold: list[int], reward: list[int]) -> EvalResponses:
+        scores = {"gold": [float(score) for score in gold], "reward": [float(score) for score in reward]}
+        return EvalResponses("m", "sampled", ["p"] * 8, ["r"] * 8, [True] * 8, [5] * 8, scores, None)
+
+    baseline = responses([0] * 8, [0] * 8)
+    rates = win_rates(responses([1, 1, 1, -1, 1, -1, 0, 1], [2, 3, 1, -2, -1, 5, 1, 0]), baseline, seed=0)
+    assert rates["gold"]["agrees_with_reward"] == 4 / 6 and "agrees_with_reward" not in rates["reward"]
+    assert rates["gold"]["agrees_with_reward_ci95"] == list(statistics.wilson(4, 6))
+    (sentence,) = disagreement("gold", rates["gold"])
+    assert "judge gold prefer the same of PPO's and SFT's answers on 0.667 [0.300, 0.903] of the prompts" in sentence
+    assert not [*disagreement("gold", {**rates["gold"], "agrees_with_reward_ci95": [0.51, 0.9]})]
+    assert not [*disagreement("reward", rates["reward"])]
 
 
 def test_lengths_control_the_win_rate() -> None:
