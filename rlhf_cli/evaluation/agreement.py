@@ -7,7 +7,7 @@ from rlhf_cli import statistics
 from rlhf_cli.statistics import with_interval
 
 Scores = Sequence[float]  # one per prompt
-CHANCE = 0.5
+LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
 
 
 def agreement(judge: tuple[Scores, Scores], reward: tuple[Scores, Scores]) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def agreement(judge: tuple[Scores, Scores], reward: tuple[Scores, Scores]) -> di
 
 
 def disagreement(judge: str, rate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence if the interval of a judge's agreement does not exclude chance."""
+    """Yield a sentence if all of the interval of a judge's agreement is below LOW."""
     share, interval = rate.get("agrees_with_reward"), rate.get("agrees_with_reward_ci95")
-    if share is not None and interval and interval[0] <= CHANCE:
+    if share is not None and interval and interval[1] < LOW:
         yield (
             f"The reward model and judge {judge} prefer the same of PPO's and SFT's answers on "
-            f"{with_interval(share, interval)} of the prompts, not more than by chance: more training on this reward "
+            f"{with_interval(share, interval)} of the prompts, fewer than two of three: more training on this reward "
             "may not please this judge"
         )
