@@ -39,7 +39,19 @@ WORKLOAD = {
 
 
 # Recipe -> keys of `ppo:` beyond WORKLOAD. TRL's recorded runs have its default, kl_coef 0.05, which is ours, too.
-RECIPES: dict[str, dict[str, Any]] = {"default": {}, "trl": {"kl_coef": 0.05}, "frontier": {}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "trl": {"kl_coef": 0.05},
+    "frontier": {  # exact gradient of a high KL penalty; advantages over few tokens, by a fast value model
+        "total_episodes": 2 * EPISODES,
+        "kl_in": "loss",
+        "kl_estimator": "full",
+        "kl_coef": 0.5,
+        "lam": 0.5,
+        "value_learning_rate": 5e-4,
+        "cliprange_value": 1.0,
+    },
+}
 
 
 def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:

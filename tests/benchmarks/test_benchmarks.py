@@ -136,6 +136,12 @@ def test_learning(shared, tmp_path, monkeypatch):
     assert abs(line["kl"]) < 1 and 0 <= line["judge"] <= 1 and "| default, seed 0 |" in text
 
 
+def test_the_recipes_differ_as_they_say():
+    default, trl, frontier = (learning.ppo_settings(name, []) for name in ("default", "trl", "frontier"))
+    assert default == trl and (frontier.kl_in, frontier.num_updates()) == ("loss", 2 * default.num_updates())
+    assert learning.ppo_settings("frontier", ["kl_coef=0.3"]).kl_coef == 0.3
+
+
 def test_the_cheapest_policy_of_a_recipe():
     lines = [
         {"recipe": "a", "seed": 0, "episodes": episodes, "score": score, "kl": kl, "judge": judge}
