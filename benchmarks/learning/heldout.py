@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning import curves, train
 from benchmarks.speed.workload import Reference, prompts, sentences
+from rlhf_cli import statistics
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.eval import sequence_kl
@@ -66,7 +68,7 @@ class Evaluator:
     def evaluate(self, policy: Any) -> tuple[Line, list[str]]:
         """Return {score, kl, n} of a policy, and the texts of prompts and answers."""
         rollout = HFEngine(policy, train.STOP, train.PAD, batch_size=ROWS).generate(self.prompts)
-        scores = self.reward(rollout) - (self.settings.missing_eos_penalty or 0.0) * ~rollout.ended
+        scores = apply_penalties(self.reward(rollout), rollout, self.prompts.response_length, self.settings)
         kl = sequence_kl(policy, self.sft, rollout, self.settings.temperature, max_rows=ROWS)
         texts = ["".join(pair) for pair in zip(*rollout.texts(self.tokenizer), strict=True)]
         return {"score": float(scores.mean()), "kl": mean(kl), "n": len(rollout)}, texts
@@ -79,8 +81,7 @@ class Evaluator:
     def line(self, folder: Path) -> Line:
         """Return {score, kl, n, judge} of a saved policy."""
         result, texts = self.evaluate(AutoModelForCausalLM.from_pretrained(folder).eval())
-        wins = [0.5 + 0.5 * ((a > b) - (a < b)) for a, b in zip(self.judge(texts), self.sft_scores, strict=True)]
-        return result | {"judge": mean(wins)}
+        return result | {"judge": statistics.win_rate(self.judge(texts), self.sft_scores)["value"]}
 
 
 evaluator = cache(Evaluator)

@@ -19,6 +19,7 @@ from benchmarks.speed.workload import Reference, prompts
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.save import load_tree, save_tree
+from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
@@ -131,7 +132,7 @@ def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, progress: C
     for sample in range(samples):
         progress(f"best of n: sample {sample + 1} of {samples}")
         rollout = ppo.generate(Prompts.from_lists(rows), purpose=f"best of n {sample}")
-        scores = ppo.rewards["reward"](rollout) - (settings.missing_eos_penalty or 0.0) * ~rollout.ended
+        scores = apply_penalties(ppo.rewards["reward"](rollout), rollout, ppo.response_limit, settings)
         scores_by_sample.append(scores.tolist())
     by_prompt = list(zip(*scores_by_sample, strict=True))
     best_of = [{"n": n, "score": sum(curves.best_of(row, n) for row in by_prompt) / len(by_prompt)} for n in ns]
