@@ -71,11 +71,9 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
+    note = CARD[config.reward.normalize]
     with ExitStack() as trackers:
-        steps, log = trl_common.train(trainer, config, rows, trackers)
-        card = trl_common.model_card(config, stage.parents, len(rows), steps, CARD[config.reward.normalize])
-        trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
-        base = trl_common.trained_base(trainer, config)
+        steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before a model is loaded again
         # Everything measured describes the saved files.

@@ -77,12 +77,9 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
+    note = f"Loss on {'answers only' if config.sft.completion_only_loss else 'whole rows'}."
     with ExitStack() as trackers:
-        steps, log = trl_common.train(trainer, config, rows, trackers)
-        loss = "answers only" if config.sft.completion_only_loss else "whole rows"
-        card = trl_common.model_card(config, stage.parents, len(rows), steps, f"Loss on {loss}.")
-        trl_common.save_trained_model(trainer, config, tokenizer, stop_id, card)
-        base = trl_common.trained_base(trainer, config)
+        steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before the model is loaded again
         metrics: dict[str, float] = {}

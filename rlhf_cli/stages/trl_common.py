@@ -191,12 +191,17 @@ def train(
     return steps, log
 
 
-def save_trained_model(trainer: Any, config: TRLConfig, tokenizer: Any, stop_token_id: int, card: str) -> None:
-    """Save the trained model to RUN/STAGE/model, with the model card `card`."""
-    save.set_special_token_ids(trainer.model, tokenizer, stop_token_id)
-    build.disable_router_logits(trainer.model)
-    write = partial(save.save_model, trainer.model, tokenizer, config.folder / "model", card)
-    trainer.process_group.gather_results(write)
+def train_and_save(
+    trainer: Any, config: TRLConfig, stage: setup.StageRun, rows: Sequence[Mapping[str, Sequence[int]]], tokenizer: Any,
+    stop_token_id: int, note: str, trackers: ExitStack,
+) -> tuple[int, MetricsLog, Any]:  # fmt: skip
+    """Do as `train`, and save to RUN/STAGE/model with a card that has `note`. Return steps, log and `trained_base`."""
+    steps, log = train(trainer, config, rows, trackers)
+    card, model = model_card(config, stage.parents, len(rows), steps, note), trainer.model
+    save.set_special_token_ids(model, tokenizer, stop_token_id)
+    build.disable_router_logits(model)
+    trainer.process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", card))
+    return steps, log, trained_base(trainer, config)
 
 
 def trained_base(trainer: Any, config: TRLConfig) -> Any:
