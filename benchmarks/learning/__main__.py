@@ -10,7 +10,7 @@ separate environment (see the head of trl_ppo.py):
 
     python ../shared/bench/trl_ppo.py --lr 1e-4 --updates 60 --seed S --save > line.json
 
-and add `"seed": S` to the line. Writes OUT/RECIPE/learning.json, learning.md (the tables) and learning.svg.
+and add `"seed": S` to the line. Writes OUT/learning.svg, and learning.json and learning.md (the tables) to OUT/RECIPE.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import yaml
 from pydantic import ValidationError
 from transformers.utils import logging
 
-from benchmarks.learning import curves, heldout, judge, report, train
+from benchmarks.learning import curves, heldout, report, train
 from rlhf_cli.config.ppo_options import PPOSettings
 
-REQUIRED = ("models/reviews-sft", "models/reviews-rm", "data/rt-polarity/pos.txt", "bench/judge.py")
+REQUIRED = ("models/reviews-sft", "models/reviews-rm", "data/rt-polarity/pos.txt")
 BEST_OF = [1, 2, 4, 8, 16, 32, 64]
 
 
@@ -45,7 +45,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of `ppo:`; repeatable")
     parser.add_argument("--trl", type=Path, help="TRL's curves (default: SHARED/bench/trl_curves.jsonl)")
     parser.add_argument("--samples", type=int, default=64, help="SFT responses per prompt for best of n")
-    parser.add_argument("--no-judge", action="store_true", help="skip the judge")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -94,17 +93,12 @@ def main() -> int:
     ns = [n for n in BEST_OF if n <= args.samples]
     best_of = train.best_of_n(args.shared, args.out / "best_of_n.json", ns, args.samples, progress)
     ours = {seed: curves.ours(curves.read_lines(folder / "curve.jsonl")) for seed, folder in folders.items()}
-    points = {}
-    for seed, folder in {} if args.no_judge else folders.items():
-        progress(f"judge: seed {seed}")
-        points[seed] = judge.evaluate_run(args.shared, folder, ours[seed], report.LIMIT)
-    result = report.compare(ours, trl)
-    result |= {"settings": dumped, "best_of": best_of, "judged": report.summarize_judge(points)}
+    result = report.compare(ours, trl) | {"settings": dumped, "best_of": best_of}
     held_out = heldout.evaluate_runs(args.shared, args.out, args.recipe, folders, settings, progress)
     text = report.markdown(result) + "\n" + "\n".join(heldout.table(held_out)) + "\n"
     (out / "learning.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (out / "learning.md").write_text(text, encoding="utf-8")
-    report.draw(ours, trl, best_of, points, out / "learning.svg")
+    report.draw(held_out, trl, best_of, args.out / "learning.svg")
     progress("")
     print(text, end="")
     return 0

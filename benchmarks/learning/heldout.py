@@ -2,7 +2,8 @@
 
 The score is the reward model's, less 1 where an answer does not end; the KL is that of the policy's own answers, in
 nats a response. The judge, TF-IDF and logistic regression on the film reviews, compares with SFT's answer to the same
-prompt from the same seed. An episode is an answer that the reward model scored in training.
+prompt from the same seed. An episode is an answer that the reward model scored in training. Lines with a `share` are
+of policies between SFT (0) and the policy after these episodes (1), by interpolation.
 """
 
 import json
@@ -22,6 +23,7 @@ from benchmarks.speed.workload import Reference, prompts, sentences
 from rlhf_cli import statistics
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
@@ -33,6 +35,7 @@ TARGETS = {0.72: 1.0, 1.72: 3.0, 2.43: 5.0}  # score -> KL, in nats, at which a 
 LIMIT = {0.72: 0.3, 1.72: 1.0, 2.43: 1.7}  # KL that SFT tilted by exp(score / beta) needs for it
 TRL = {0.72: 5, 1.72: 10, 2.43: 15}  # KL that TRL 1.12's PPO paid for it in training, mean of three seeds
 EPISODES = (3840, 7680)
+SHARES = tuple(percent / 100 for percent in range(20, 95, 5))
 WIN_RATE, MAX_KL = 0.90, 10.0  # the judge's goal, and the KL within which it counts
 
 Line = dict[str, Any]
@@ -78,9 +81,12 @@ class Evaluator:
         """The judge's scores of SFT's answers."""
         return self.judge(self.evaluate(self.sft)[1])
 
-    def line(self, folder: Path) -> Line:
-        """Return {score, kl, n, judge} of a saved policy."""
-        result, texts = self.evaluate(AutoModelForCausalLM.from_pretrained(folder).eval())
+    def line(self, folder: Path, share: float = 1.0) -> Line:
+        """Return {score, kl, n, judge} of SFT + share * (a saved policy - SFT)."""
+        policy = AutoModelForCausalLM.from_pretrained(folder).eval()
+        if share != 1:
+            interpolation.interpolate(policy, self.sft, share)
+        result, texts = self.evaluate(policy)
         return result | {"judge": statistics.win_rate(self.judge(texts), self.sft_scores)["value"]}
 
 
@@ -90,22 +96,33 @@ evaluator = cache(Evaluator)
 def evaluate_runs(
     shared: Path, out: Path, recipe: str, folders: Mapping[int, Path], settings: PPOSettings, progress: Callable
 ) -> list[Line]:
-    """Evaluate the saved policies of each seed that OUT/heldout.jsonl does not have yet; return all its lines."""
+    """Evaluate the saved policies of each seed that OUT/heldout.jsonl does not have yet; return all its lines.
+
+    The last policies within EPISODES are interpolated towards SFT, too.
+    """
     path = out / "heldout.jsonl"
     lines = curves.read_lines(path)
-    known = {(line["recipe"], line["seed"], line["episodes"]) for line in lines}
+    known = {_key(line) for line in lines}
     for seed, folder in folders.items():
-        for place in sorted(each for each in (folder / "points").iterdir() if each.name.isdigit()):
-            key = {"recipe": recipe, "seed": seed, "episodes": int(place.name) * settings.episodes_per_update}
-            if tuple(key.values()) in known:
-                continue
-            progress(f"held out: {recipe}, seed {seed}, {key['episodes']} episodes")
-            lines.append(
-                key | {name: round(value, 4) for name, value in evaluator(shared).line(place / "policy").items()}
+        places = sorted(each for each in (folder / "points").iterdir() if each.name.isdigit())
+        episodes = {place: int(place.name) * settings.episodes_per_update for place in places}
+        ends = {max((p for p in places if episodes[p] <= most), default=None) for most in EPISODES}
+        for place, share in ((p, share) for p in places for share in (1.0, *(SHARES if p in ends else ()))):
+            key = {"recipe": recipe, "seed": seed, "episodes": episodes[place]} | (
+                {"share": share} if share < 1 else {}
             )
+            if _key(key) in known:
+                continue
+            progress(f"held out: {recipe}, seed {seed}, {key['episodes']} episodes, share {share:g}")
+            result = evaluator(shared).line(place / "policy", share)
+            lines.append(key | {name: round(value, 4) for name, value in result.items()})
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
     return lines
+
+
+def _key(line: Line) -> tuple[Any, ...]:
+    return line["recipe"], line["seed"], line["episodes"], line.get("share", 1.0)
 
 
 def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None:
@@ -114,16 +131,21 @@ def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit."""
+    """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit.
+
+    A recipe has two rows a seed: the policies of training alone, and with those between them and SFT.
+    """
     columns = [f"{score:g}, {episodes} episodes" for score in TARGETS for episodes in EPISODES]
     rows = [f"| held out: KL for score | {' | '.join(columns)} | best judge within {MAX_KL:g} nats |"]
     rows.append("|---" * (len(columns) + 2) + "|")
     for (recipe, seed), group in groupby(sorted(lines, key=_run), key=_run):
         points = list(group)
-        found = [cheapest(points, score, episodes) for score in TARGETS for episodes in EPISODES]
-        judge = max((line["judge"] for line in points if line["kl"] <= MAX_KL), default=None)
-        cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]
-        rows.append(f"| {recipe}, seed {seed} | {' | '.join(cells)} |")
+        trained = [line for line in points if "share" not in line]
+        for name, chosen in (("", trained), (", interpolated", points)):
+            found = [cheapest(chosen, score, episodes) for score in TARGETS for episodes in EPISODES]
+            judge = max((line["judge"] for line in chosen if line["kl"] <= MAX_KL), default=None)
+            cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]
+            rows.append(f"| {recipe}, seed {seed}{name} | {' | '.join(cells)} |")
     for name, known, judge in (("TRL 1.12, training", TRL, ""), ("goal", TARGETS, WIN_RATE), ("limit", LIMIT, "")):
         cells = [f"{known[score]:g}" for score in TARGETS for _ in EPISODES]
         rows.append(f"| {name} | {' | '.join(cells)} | {judge} |")

@@ -1,15 +1,16 @@
 """The comparison as plain data, as Markdown, and as a figure."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.curves import WINDOW, Curve, moving_means, paired, score_at
-from benchmarks.learning.judge import Points, best_within
 
-KLS, LIMIT = (5, 10, 15), 12  # KLs of the score comparison, KL limit of the judge's comparison
+KLS, MAX_KL = (5, 10, 15), 16  # KLs of the score comparison, end of the figure's axis
 SYSTEMS = {"rlhf": "rlhf", "trl": "TRL 1.12"}
-OURS, TRL, BEST = "#1f5fa8", "#d1660a", "#444444"
+COLORS = ("#1f5fa8", "#2a8c4a", "#8a3fa0", "#b08000")  # of the recipes
+TRL, BEST = "#d1660a", "#444444"
 
 
 def summarize(curve: Curve) -> dict[str, Any]:
@@ -37,27 +38,13 @@ def compare(ours: dict[int, Curve], trl: dict[int, Curve]) -> dict[str, Any]:
     return {"window": WINDOW, "curves": curves, "ours_minus_trl": differences}
 
 
-def summarize_judge(points: dict[int, Points]) -> dict[str, Any]:
-    """Return for each seed the final policy, and the policy with the highest reward within the KL limit."""
-    summary = {}
-    for seed, judged in points.items():
-        if judged:
-            last, best = max(judged), best_within(judged, LIMIT)
-            summary[str(seed)] = {
-                "points": judged,
-                "final": {"update": int(last)} | judged[last],
-                "within": None if best is None else {"update": int(best)} | judged[best],
-            }
-    return summary
-
-
 def kl_bound(n: int) -> float:
     """Return the upper bound of the KL of best of n from its source."""
     return math.log(n) - (n - 1) / n
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the tables of a comparison with `best_of` and `judged`."""
+    """Return the tables of a comparison with `best_of`."""
     return "\n\n".join(["\n".join(lines) for lines in _tables(result)]) + "\n"
 
 
@@ -83,22 +70,11 @@ def _tables(result: dict[str, Any]) -> list[list[str]]:
         notes.append("\\* never at that KL: the end (or start) of the curve is used instead.")
     best_of = ["| SFT, best of n | score | KL, at most |", "|---|---|---|"]
     best_of += [f"| {best['n']} | {best['score']:.2f} | {kl_bound(best['n']):.2f} |" for best in result["best_of"]]
-    judged = ["| judge | updates | win rate over SFT | P(positive) | reward | KL | length |", f"|{'---|' * 7}"]
-    for seed, policies in result["judged"].items():
-        for what, point in (("end", policies["final"]), (f"KL <= {LIMIT}", policies["within"])):
-            if point is None:
-                judged.append(f"| seed {seed}, {what} | none | | | | | |")
-                continue
-            win = f"{point['win']:.3f} [{point['low']:.3f}, {point['high']:.3f}]"
-            rest = f"{point['positive']:.3f} | {point['reward']:.2f} | {point['kl']:.1f} | {point['length']:.1f}"
-            judged.append(f"| seed {seed}, {what} | {point['update']} | {win} | {rest} |")
-    return [lines for lines in (scores, notes, best_of, judged if result["judged"] else []) if lines]
+    return [lines for lines in (scores, notes, best_of) if lines]
 
 
-def draw(
-    ours: dict[int, Curve], trl: dict[int, Curve], best_of: list[dict], judged: dict[int, Points], path: Path
-) -> None:
-    """Draw the score over the KL of each system, and the judge's win rate over the KL."""
+def draw(lines: Sequence[dict[str, Any]], trl: dict[int, Curve], best_of: list[dict], path: Path) -> None:
+    """Draw score and judge's win rate over the KL of the held-out `lines` of each recipe."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -106,41 +82,32 @@ def draw(
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
-    _draw_scores(left, ours, trl, best_of)
-    _draw_win_rates(right, judged)
+    for axis, key in ((left, "score"), (right, "judge")):
+        for color, recipe in zip(COLORS, sorted({line["recipe"] for line in lines}), strict=False):
+            _draw_recipe(axis, [line for line in lines if line["recipe"] == recipe], key, color)
+        axis.set(xlabel="KL from SFT, nats per response", xlim=(0, MAX_KL))
+    for number, (_, curve) in enumerate(sorted(trl.items())):
+        scores, kls = zip(*moving_means(curve), strict=True)
+        left.plot(kls, scores, color=TRL, linewidth=1, label=None if number else "TRL 1.12, training")
+    bounds = [kl_bound(row["n"]) for row in best_of]
+    left.plot(bounds, [row["score"] for row in best_of], "s", color=BEST, markersize=4, label="SFT, best of n")
+    left.set(ylabel="score (reward model minus the EOS penalty)")
+    right.set(ylabel="judge's win rate over SFT")
     for axis in (left, right):
         axis.legend(fontsize=8, frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
-def _draw_scores(axis: Any, ours: dict[int, Curve], trl: dict[int, Curve], best_of: list[dict]) -> None:
-    for curves, color, label in ((ours, OURS, "rlhf"), (trl, TRL, "TRL 1.12")):
-        for number, (seed, curve) in enumerate(sorted(curves.items())):
-            points = moving_means(curve)
-            kl, scores = [k for _, k in points], [score for score, _ in points]
-            style = ("-", "--", ":", "-.")[number % 4]
-            axis.plot(kl, scores, style, color=color, linewidth=1.4, label=f"{label}, seed {seed}")
-            axis.plot(kl[-1], scores[-1], "o", color=color, markersize=4)
-    bounds = [kl_bound(row["n"]) for row in best_of]
-    axis.plot(bounds, [row["score"] for row in best_of], "s", color=BEST, markersize=4, label="SFT, best of n")
-    for row, bound in zip(best_of, bounds, strict=True):
-        if row["n"] in (1, 4, 32):
-            axis.annotate(f"n={row['n']}", (bound, row["score"]), (6, -3), textcoords="offset points", fontsize=8)
-    for kl in KLS:
-        axis.axvline(kl, color="#cccccc", linewidth=0.8, zorder=0)
-    axis.set(xlabel="KL from SFT, nats per response", ylabel="score (reward model minus the EOS penalty)")
-    axis.set_title("Training: means over 5 updates, dot = end", fontsize=10)
-
-
-def _draw_win_rates(axis: Any, judged: dict[int, Points]) -> None:
-    for number, (seed, points) in enumerate(sorted(judged.items())):
-        rows = [points[name] for name in sorted(points)]
-        kl, wins = [row["kl"] for row in rows], [row["win"] for row in rows]
-        errors = [[row["win"] - row["low"] for row in rows], [row["high"] - row["win"] for row in rows]]
-        style = {"fmt": "os^d"[number % 4], "color": OURS, "markersize": 4, "linewidth": 1}
-        axis.errorbar(kl, wins, errors, label=f"rlhf, seed {seed}", **style)
-    axis.axhline(0.92, color="#cccccc", linewidth=0.8, zorder=0)
-    axis.axvline(LIMIT, color="#cccccc", linewidth=0.8, zorder=0)
-    axis.set(xlabel="KL from SFT, nats per response", ylabel="win rate over SFT", xlim=(0, None), ylim=(0.45, 1))
-    axis.set_title("Judge, on the evaluated policies (goal: 0.92 at 12)", fontsize=10)
+def _draw_recipe(axis: Any, lines: Sequence[dict[str, Any]], key: str, color: str) -> None:
+    """Draw the saved policies of each seed, and dashed those between the last one and SFT."""
+    for number, seed in enumerate(sorted({line["seed"] for line in lines})):
+        of_seed = [line for line in lines if line["seed"] == seed]
+        last = max(line["episodes"] for line in of_seed)
+        trained = [line for line in of_seed if "share" not in line]
+        between = [line for line in of_seed if "share" in line and line["episodes"] == last]
+        recipe, label = lines[0]["recipe"], not number
+        for points, style, name in ((trained, "o-", recipe), (between, "--", f"{recipe}, interpolated")):
+            points = sorted(points, key=lambda line: line.get("share", line["episodes"]))
+            kls, values = [line["kl"] for line in points], [line[key] for line in points]
+            axis.plot(kls, values, style, color=color, markersize=3, linewidth=1.2, label=name if label else None)
