@@ -34,7 +34,7 @@ PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each s
 
 @dataclass(frozen=True)
 class PPOComponents:
-    """A loaded PPO run. `policy` and `value` are as they are saved: with adapters, the peft models."""
+    """A loaded PPO run. `policy` and `value` (None: no value model) are as they are saved: with adapters, peft models."""
 
     tokenizer: Any
     stop_token_id: StopTokenId
