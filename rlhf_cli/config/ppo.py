@@ -162,7 +162,7 @@ class PPOConfig(TrainingConfig):
             raise invalid(f"{key} has no effect without {missing}", f"set {missing}: {example}", key)
         if self.ppo.needs_value_model == (self.models.value == "none"):
             estimator, value = self.ppo.advantage, self.models.value
-            text, hint = f"ppo.advantage {estimator} has no use for a value model", "remove models.value, or set it to none"
+            text, hint = f"models.value {value} has no effect with ppo.advantage {estimator}", "remove it, or set none"
             if value == "none":
                 text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
                 hint = "remove models.value, or set ppo.advantage: rloo"

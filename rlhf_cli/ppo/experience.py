@@ -140,8 +140,8 @@ def estimate_advantages(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return advantages by ppo.advantage, normalised by ppo.advantage_norm, and returns, from rewards; (B, R) each.
 
-    Without `values` there are no returns, and advantages only if num_samples_per_prompt adjacent rows each are responses
-    to one prompt.
+    Without `values` there are no returns, and advantages only for num_samples_per_prompt adjacent responses to each
+    prompt.
     """
     mask, returns, samples = rollout.response_mask, None, settings.num_samples_per_prompt
     if values is not None:

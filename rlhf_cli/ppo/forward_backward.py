@@ -158,7 +158,7 @@ class ModelRunner:
         return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
 
     def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """Return logprobs, ref_logprobs, kl and, if there is a value model, values of the response tokens, (N,) each."""
+        """Return logprobs, ref_logprobs, kl and any values of the response tokens, (N,) each."""
         values = {}
         with self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)

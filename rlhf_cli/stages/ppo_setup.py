@@ -34,7 +34,7 @@ PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each s
 
 @dataclass(frozen=True)
 class PPOComponents:
-    """A loaded PPO run. `policy` and `value` (None: no value model) are as they are saved: with adapters, peft models."""
+    """A loaded PPO run. `policy` and `value` are as they are saved: with adapters, the peft models."""
 
     tokenizer: Any
     stop_token_id: StopTokenId
@@ -44,7 +44,7 @@ class PPOComponents:
     ref_engine: HFEngine
     num_updates: int
     policy: Any
-    value: Any
+    value: Any  # None without a value model
     base: SharedBaseModels | None
 
 

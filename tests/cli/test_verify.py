@@ -132,7 +132,7 @@ shared layers: {num_shared_layers: 1}
 shared layers and a head: {num_shared_layers: 1, head: true, vf_coef: 1.0}
 samples of a prompt: {num_samples_per_prompt: 2, num_mini_batches: 4}
 leave one out: {advantage: rloo, num_samples_per_prompt: 2, num_mini_batches: 2, entropy_coef: 0.1, ptx_coef: 1.0}
-group relative: {advantage: grpo, num_samples_per_prompt: 4, kl_in: loss, kl_estimator: k2, gradient_checkpointing: true}
+group relative: {advantage: grpo, num_samples_per_prompt: 4, kl_in: loss, kl_estimator: full}
 group relative, as they are: {advantage: grpo, num_samples_per_prompt: 2, advantage_norm: none, num_shared_layers: 1}
 adamw: {adam_beta1: 0.5, adam_beta2: 0.9, adam_epsilon: 0.001, weight_decay: 0.3, max_grad_norm: 0.05, steps: 2}
 small micro-batches: {micro_batch_tokens: 10, gradient_checkpointing: true}
