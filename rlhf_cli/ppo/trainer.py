@@ -85,13 +85,12 @@ class PPOTrainer:
     ):
         assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "pass ptx rows if and only if ptx_coef is set"
-        needs_value = settings.needs_value_model
-        assert needs_value == (value is not None), f"advantage {settings.advantage}: value must be a model or None"
+        assert (value is None) != settings.needs_value_model, "pass a value model if and only if the advantage needs it"
         settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
         for key in ("temperature", "bf16"):
             sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
             assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
-        self.trained_models: dict[str, Any] = {"policy": policy} | ({"value": value} if needs_value else {})
+        self.trained_models: dict[str, Any] = {"policy": policy} | ({} if value is None else {"value": value})
         for model in self.trained_models.values():
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
@@ -112,8 +111,7 @@ class PPOTrainer:
             if shards:
                 sharding.broadcast_weights(ref, CPU)
             sharding.offload_to_cpu(ref)
-        backbones = self.model_runner.trained_backbones
-        self.parallel = ReplicatedModels(process_group)
+        self.parallel, backbones = ReplicatedModels(process_group), self.model_runner.trained_backbones
         if shards:
             frozen, hybrid = [] if settings.offload else [ref], settings.fsdp == "hybrid"
             self.parallel = ShardedModels(process_group, backbones, frozen, hybrid=hybrid)

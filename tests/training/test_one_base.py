@@ -215,7 +215,7 @@ def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_pat
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["metrics"] == straight["metrics"]
     assert (folders[1] / "ppo/value").exists() is (value != "none")
     if value == "none":
-        ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1], "--step", "3"))
+        ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1]))
         run(folders[1], "eval")
 
 

@@ -53,12 +53,9 @@ def test_a_key_of_the_value_model_needs_one(key, value):
     settings(**{key: value}, lr_scheduler_type="linear")
 
 
-def test_advantages_of_groups_need_responses_to_compare():
+def test_groups_need_two_responses_and_leave_a_recipe_only_what_has_an_effect():
     with pytest.raises(ValidationError, match="compares the responses to a prompt, and num_samples_per_prompt is 1"):
         settings(advantage="grpo")
-
-
-def test_recipe_reasoning_leaves_the_value_models_keys_alone_where_there_is_none():
     plain, chosen = (settings(recipe=name, **GROUPS).model_dump() for name in ("classic", "reasoning"))
     changed = {key for key in chosen if chosen[key] != plain[key]}
     assert changed == {"recipe", *RECIPES["reasoning"]} - OF_VALUES.keys()
