@@ -65,8 +65,9 @@ def is_path(value: str, path_field: PathField) -> bool:
 
 def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     for name, key in fields_of(model).items():
-        if key.path_field and isinstance(key.field.default, str) and name not in tree:
-            tree[name] = key.field.default
+        default = key.field.default
+        if key.path_field and isinstance(default, str) and default not in key.path_field.keywords and name not in tree:
+            tree[name] = default
         elif key.section and key.is_section:
             # A section whose keys are all commented out is null.
             section = tree[name] = {} if tree.get(name) is None else tree[name]

@@ -10,7 +10,7 @@ from rlhf_cli.config.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 
-VALUE_KEYWORDS = ("reward", "policy_head")
+VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
 # Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
@@ -132,6 +132,15 @@ class PPOConfig(TrainingConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_in_value(cls, keys: Any) -> Any:
+        """Fill in models.value: none if ppo.advantage needs no value model."""
+        settings, models = keys.get("ppo"), keys.get("models") or {}
+        if not isinstance(settings, dict) or not isinstance(models, dict) or settings.get("advantage", "gae") == "gae":
+            return keys
+        return {**keys, "models": {"value": "none", **models}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_in_reward(cls, keys: Any) -> Any:
         """Fill in the reward model if there are no sources, or if `reward` has no kind."""
         models = keys.get("models") if isinstance(keys, dict) else None
@@ -151,6 +160,13 @@ class PPOConfig(TrainingConfig):
             if self.data.ptx_data:
                 key, missing, example = missing, key, "e.g. 27.8, as in InstructGPT"
             raise invalid(f"{key} has no effect without {missing}", f"set {missing}: {example}", key)
+        if self.ppo.needs_value_model == (self.models.value == "none"):
+            estimator, value = self.ppo.advantage, self.models.value
+            text, hint = f"models.value {value} has no effect with ppo.advantage {estimator}", "remove it, or set none"
+            if value == "none":
+                text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
+                hint = "remove models.value, or set ppo.advantage: rloo"
+            raise invalid(text, hint, "models.value")
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"

@@ -35,6 +35,7 @@ class ObjectiveSettings(Section):
 
     # Rewards and advantages
     whiten_rewards: bool = False
+    advantage: Literal["gae", "rloo", "grpo"] = "gae"
     advantage_norm: Literal["batch", "none"] = "batch"
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
@@ -52,6 +53,11 @@ class ObjectiveSettings(Section):
     early_stopping: bool = False
     target_kl: float = Field(1.0, gt=0)
     ratio_threshold: float | None = Field(10.0, gt=1)
+
+    @property
+    def needs_value_model(self) -> bool:
+        """True if the advantages are those of a value model, not of the other responses to a prompt."""
+        return self.advantage == "gae"
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:

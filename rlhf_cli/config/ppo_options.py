@@ -129,6 +129,10 @@ BELONGS_TO = {
     "target_kl": "early_stopping",
     "use_score_norm": "use_score_scaling",
 }
+# Keys without effect if there is no value model.
+VALUE_KEYS = (
+    "gamma", "lam", "cliprange_value", "vf_coef", "value_learning_rate", "value_warmup_steps", "value_only_updates",
+)  # fmt: skip
 
 
 class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
@@ -152,6 +156,8 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         defaults = {key: value for key, (value, _) in RECIPES[recipe].items()}
         if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
             defaults.pop("warmup_ratio", None)
+        for key in VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ():
+            defaults.pop(key, None)
         return {**defaults, **keys}
 
     @model_validator(mode="after")
@@ -161,6 +167,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         for key, switch in BELONGS_TO.items():
             if getattr(self, key) != type(self).model_fields[key].default and not getattr(self, switch):
                 raise invalid(f"{key} has no effect without {switch}", f"add {switch}: true", key)
+        self._check_group_advantage()
         acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
         if self.kl_coef == 0 and "raise_kl_coef" in acting:
             text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
@@ -172,6 +179,16 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
             raise invalid(text, f"at least {episodes // 5 + 1}", "horizon", code="C06")
         return self
+
+    def _check_group_advantage(self) -> None:
+        if self.needs_value_model:
+            return
+        if self.num_samples_per_prompt == 1:
+            text = f"advantage {self.advantage} compares the responses to a prompt, and num_samples_per_prompt is 1"
+            raise invalid(text, "set num_samples_per_prompt: 4, or another number of at least 2", "advantage")
+        for key in VALUE_KEYS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise invalid(f"{key} has no effect with advantage {self.advantage}", "remove it", key)
 
     def across(self, processes: int) -> Self:
         """Return the settings of the global batch over `processes` processes.

@@ -160,6 +160,11 @@ class Rollout:
         tensors = {name: getattr(self, name) for name in ("ids", "mask", "response_mask", "ended", "logprobs")}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
+    def has_groups(self, size: int) -> bool:
+        """Return True if the rows are groups of `size` adjacent responses, each group to one prompt."""
+        prompts = torch.where(self.mask, self.ids, -1)[:, : self.prompt_width]
+        return len(self) % size == 0 and torch.equal(prompts, prompts[::size].repeat_interleave(size, 0))
+
     @property
     def prompt_width(self) -> int:
         return self.ids.shape[1] - self.response_mask.shape[1]

@@ -18,7 +18,9 @@ from rlhf_cli.config.ppo_algorithm import RolloutCorrection
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
+from rlhf_cli.rewards.function import RewardSource
 
 MinibatchRows = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
 Stats = dict[str, float]  # metrics by name
@@ -83,7 +85,17 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
     return scores
 
 
-def to_cpu(scores: Any) -> Any:
+def call_source(source: RewardSource, rollout: Rollout, process_group: ProcessGroup) -> Any:
+    """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
+    if process_group.world_size == 1:
+        return source(rollout)
+    if not getattr(source, "splits_rows", False):
+        return process_group.run_on_main(lambda: _to_cpu(source(rollout)))
+    parts: list[Any] = process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
+    return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
+
+
+def _to_cpu(scores: Any) -> Any:
     """Return the scores of a source on the CPU, if they are tensors."""
     return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
 
@@ -123,6 +135,24 @@ def unscaled_scores(result: ScoreResult, settings: PPOSettings) -> Tensor:
 # Experience
 
 
+def estimate_advantages(
+    rollout: Rollout, rewards: Tensor, values: Tensor | None, settings: PPOSettings
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return advantages by ppo.advantage, normalised by ppo.advantage_norm, and returns, from rewards; (B, R) each.
+
+    Without `values` there are no returns, and advantages only for num_samples_per_prompt adjacent responses to each
+    prompt.
+    """
+    mask, returns, samples = rollout.response_mask, None, settings.num_samples_per_prompt
+    if values is not None:
+        advantages, returns = losses.gae(rewards, values, mask, settings.gamma, settings.lam)
+    elif rollout.has_groups(samples):
+        advantages = losses.group_advantages(rewards, mask, samples, settings.advantage)
+    else:
+        return None, None
+    return losses.masked_whiten(advantages, mask) if settings.advantage_norm == "batch" else advantages, returns
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Training targets of the N response tokens of a micro-batch, each (N,)."""
@@ -130,9 +160,9 @@ class TokenBatch:
     ids: Tensor  # int64
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor
     advantages: Tensor
-    returns: Tensor
+    values: Tensor | None = None  # if there is a value model
+    returns: Tensor | None = None  # if there is a value model
     weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
@@ -151,11 +181,11 @@ class Experience:
     kl_coef: float  # used in this update
     logprobs: Tensor  # (B, R) float32: of the policy, at the sampling temperature
     ref_logprobs: Tensor  # (B, R) float32
-    values: Tensor  # (B, R) float32: before each response token
     kl: Tensor  # (B, R) float32: by ppo.kl_estimator, nats
     rewards: Tensor  # (B, R) float32: final score, minus the KL penalty if ppo.kl_in is reward
-    advantages: Tensor  # (B, R) float32
-    returns: Tensor  # (B, R) float32
+    advantages: Tensor | None  # (B, R) float32; None if ppo.advantage lacks its groups of responses to a prompt
+    values: Tensor | None = None  # (B, R) float32: before each response token, if there is a value model
+    returns: Tensor | None = None  # (B, R) float32: its targets
     weights: Tensor | None = None  # (B, R) float32: of the surrogate loss, by ppo.rollout_correction
     capped: Tensor | None = None  # bool: weights bounded by its cap, of the response tokens (T,) or of the rows (B,)
 
@@ -193,10 +223,10 @@ class Experience:
 
     def token_batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
-        names = ["logprobs", "ref_logprobs", "values", "advantages", "returns"]
-        names += [] if self.weights is None else ["weights"]
+        names = [field.name for field in fields(TokenBatch)][1:]
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         index = micro_batch.response_index
-        return TokenBatch(micro_batch.response_ids, **{name: getattr(self, name)[index] for name in names})
+        return TokenBatch(micro_batch.response_ids, **{name: tensor[index] for name, tensor in tensors.items()})
 
     @property
     def forward_tokens(self) -> int:
@@ -235,13 +265,17 @@ class Experience:
         if self.weights is not None and self.capped is not None:
             mean = float(self.weights[self.mask].mean())
             metrics |= {"rollout/correction_mean": mean, "rollout/correction_capped": float(self.capped.float().mean())}
+        explained = {}
+        if self.values is not None and self.returns is not None:
+            variance = losses.explained_variance(self.values, self.returns, self.mask)
+            explained["val/explained_variance"] = float(variance)
         return metrics | {
             "objective/kl_coef": self.kl_coef,
             "objective/response_length": float(rollout.response_lengths.float().mean()),
             "objective/eos_fraction": float(rollout.ended.float().mean()),
             "objective/repetition": float(rollout.repetition.mean()),
             "val/num_eos_tokens": int(rollout.ended.sum()),
-            "val/explained_variance": float(losses.explained_variance(self.values, self.returns, self.mask)),
+            **explained,
             "tokens/real": int(rollout.mask.sum()),
             "tokens/padded": self.forward_tokens,
         }
@@ -253,6 +287,6 @@ class Experience:
             **{f"score/{name}": raw for name, raw in self.score_result.raw.items()},
             "kl_k1": self.log_ratio.sum(1),
             "response_length": self.rollout.response_lengths,
-            "advantages": self.advantages[self.mask],
+            **({} if self.advantages is None else {"advantages": self.advantages[self.mask]}),
         }
         return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}

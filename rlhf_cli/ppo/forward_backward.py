@@ -79,6 +79,7 @@ def policy_loss_and_metrics(
 
 def value_loss_and_metrics(tokens: TokenBatch, values: Tensor, settings: PPOSettings) -> tuple[Tensor, TokenMetrics]:
     """Return the loss (N,), with gradient, and the metrics of the value model's `values` (N,)."""
+    assert tokens.values is not None and tokens.returns is not None
     loss, clipped = losses.value_loss(values, tokens.values, tokens.returns, settings.cliprange_value)
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipped.float()}
 
@@ -128,7 +129,7 @@ def mean_over_steps(steps: list[Stats]) -> Stats:
     stats = {name: sum(step[name] for step in counted) / len(counted) for name in names}
     stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted) / len(counted)
     if not taken:
-        stats |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}
+        stats |= {"policy/grad_norm": 0.0} | ({"value/grad_norm": 0.0} if "loss/value_avg" in stats else {})
     stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}
 
@@ -136,8 +137,8 @@ def mean_over_steps(steps: list[Stats]) -> Stats:
 class ModelRunner:
     """Runs the policy, reference and value models on micro-batches.
 
-    `policy` and `ref` are causal models, `value` a one-label sequence classifier or a `forward.ValueHead` on the
-    policy. settings.packing enables packing if all models support it: `packed`. Of the processes `loading` only the
+    `policy` and `ref` are causal models, `value` a one-label sequence classifier, a `forward.ValueHead` on the policy,
+    or None. settings.packing enables packing if all models support it: `packed`. Of the processes `loading` only the
     main one has weights yet.
     """
 
@@ -146,8 +147,10 @@ class ModelRunner:
     ):
         self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
         self.has_value_head = isinstance(value, forward.ValueHead)
-        backbones = [policy, ref] if self.has_value_head else [policy, ref, value]
-        self.packed = settings.packing and packing.enable(backbones, loading)
+        self.has_value_model = value is not None and not self.has_value_head  # with layers of its own
+        self.trained_backbones = [policy, value] if self.has_value_model else [policy]
+        self.outputs = ("logprobs", "ref_logprobs", "kl", *(["values"] if value is not None else []))  # of `forward`
+        self.packed = settings.packing and packing.enable([*self.trained_backbones, ref], loading)
 
     @property
     def exact_kl_in_loss(self) -> bool:
@@ -155,14 +158,16 @@ class ModelRunner:
         return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
 
     def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """Return logprobs, ref_logprobs, kl and values of the response tokens, (N,) each."""
+        """Return logprobs, ref_logprobs, kl and any values of the response tokens, (N,) each."""
+        values = {}
         with self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
-            values = forward.response_values(self.value, micro_batch, hidden)
+            if self.value is not None:
+                values["values"] = forward.response_values(self.value, micro_batch, hidden)
             ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
         ids = micro_batch.response_ids
         chunks = [self._forward_chunk(ids, hidden, ref_hidden, part) for part in self.logit_chunks(len(hidden))]
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | {"values": values}
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | values
 
     def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor, part: slice) -> dict[str, Tensor]:
         temperature, estimator = self.settings.temperature, self.settings.kl_estimator
@@ -185,7 +190,9 @@ class ModelRunner:
         Logits and their gradients are computed in chunks of tokens. The backbone's backward pass runs once, on the
         accumulated gradient of the hidden states. Without `train_policy` the policy gets no gradient.
         """
-        if not self.has_value_head:  # before the policy's activations take their memory
+        value_loss: Tensor | float = 0.0
+        metrics: TokenMetrics = {}
+        if self.has_value_model:  # before the policy's activations take their memory
             value_loss, metrics = self._backward_value(tokens, micro_batch, None, scale)
         with torch.set_grad_enabled(train_policy), self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
@@ -247,7 +254,7 @@ class ModelRunner:
         """Context manager that adds gradients of embeddings and heads in place, unless logits_at_a_time is `all`."""
         if self.settings.logits_at_a_time == "all":
             return nullcontext()
-        return forward.in_place_embedding_gradients(self.policy, *([] if self.has_value_head else [self.value]))
+        return forward.in_place_embedding_gradients(*self.trained_backbones)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=bool(self.settings.bf16))

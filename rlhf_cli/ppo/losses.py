@@ -152,6 +152,42 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(mask, advantages + values, 0)
 
 
+def rloo(returns: Tensor) -> Tensor:
+    """Return each response's return minus the mean of the others to the same prompt, (prompts, k) -> (prompts, k).
+
+    REINFORCE leave-one-out (Kool et al. 2019; for language models Ahmadian et al. 2024, arXiv 2402.14740):
+
+        A_i = R_i - sum_{j != i} R_j / (k - 1) = sum_j (R_i - R_j) / (k - 1)
+
+    The differences of equal returns are exactly 0.
+    """
+    return (returns[:, :, None] - returns[:, None, :]).sum(2) / (returns.shape[1] - 1)
+
+
+def grpo(returns: Tensor) -> Tensor:
+    """Return (R_i - mean) / (std + 1e-4) over the k responses to a prompt, (prompts, k) -> (prompts, k).
+
+    Outcome supervision of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The standard deviation is unbiased,
+    and its 1e-4 that of TRL 1.16, trl/trainer/grpo_trainer.py. Equal returns give exactly 0.
+    """
+    centred = (returns[:, :, None] - returns[:, None, :]).mean(2)
+    return centred / (returns.std(1, keepdim=True) + 1e-4)
+
+
+# Advantages without a value model, from the returns of k > 1 responses to each prompt, (prompts, k) -> (prompts, k).
+GROUP_ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"rloo": rloo, "grpo": grpo}
+
+
+def group_advantages(rewards: Tensor, mask: Tensor, samples: int, estimator: str) -> Tensor:
+    """Return advantages (B, R) of rewards (B, R): each row's, at all its tokens in the mask, and 0 outside.
+
+    Rows are groups of `samples` adjacent responses to a prompt; a response's return is the sum of its token rewards.
+    `estimator` is a key of GROUP_ADVANTAGES.
+    """
+    returns = torch.where(mask, rewards, 0).sum(1).view(-1, samples)
+    return torch.where(mask, GROUP_ADVANTAGES[estimator](returns).flatten()[:, None], 0)
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

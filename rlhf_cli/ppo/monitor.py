@@ -33,6 +33,7 @@ class NonFiniteError(RLHFError):
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
         super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
         self.row = row
+        self.args = step, name, row  # by which the processes of a group exchange it
 
 
 def check_finite(tensors: Mapping[str, Tensor], step: int) -> None:

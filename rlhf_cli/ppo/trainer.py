@@ -28,8 +28,9 @@ from rlhf_cli.ppo.experience import (
     Stats,
     apply_penalties,
     as_row_scores,
+    call_source,
+    estimate_advantages,
     normalize_scores,
-    to_cpu,
     weighted_sum,
 )
 from rlhf_cli.ppo.forward_backward import (
@@ -44,7 +45,7 @@ from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.function import RewardSource
 
-FORWARD_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
+LEARNING_RATES = {"policy": "lr", "value": "value/lr"}  # metric of each trained model
 CPU = torch.device("cpu")
 
 
@@ -52,9 +53,9 @@ class PPOTrainer:
     """Trains a policy and a value model by PPO, against a frozen reference and reward sources.
 
     `policy` and `ref` are causal models. `value` is a one-label sequence classifier with the policy's tokenizer, or a
-    `forward.ValueHead` on the policy. `rewards` are named sources; their scores are added with `weights` (default 1),
-    after clipping to +-`clips`. `ptx` are rows (prompt ids, completion ids) for ptx_coef. `num_updates` is the length
-    of the learning-rate schedule, by default that of total_episodes.
+    `forward.ValueHead` on the policy; None if the advantage is rloo or grpo. `rewards` are named sources; their scores
+    are added with `weights` (default 1), after clipping to +-`clips`. `ptx` are rows (prompt ids, completion ids) for
+    ptx_coef. `num_updates` is the length of the learning-rate schedule, by default that of total_episodes.
 
     Dropout is disabled in all models and `ref` is frozen. Policy and value train the parameters that require gradients,
     or all if none does; checkpoints leave out the others, such as the base weights of adapters. Each rank of
@@ -84,11 +85,12 @@ class PPOTrainer:
     ):
         assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "pass ptx rows if and only if ptx_coef is set"
+        assert (value is None) != settings.needs_value_model, "pass a value model if and only if the advantage needs it"
         settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
         for key in ("temperature", "bf16"):
             sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
             assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
-        self.trained_models: dict[str, Any] = {"policy": policy, "value": value}
+        self.trained_models: dict[str, Any] = {"policy": policy} | ({} if value is None else {"value": value})
         for model in self.trained_models.values():
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
@@ -96,7 +98,7 @@ class PPOTrainer:
         self._frozen_names = {name: _find_frozen_names(model) for name, model in self.trained_models.items()}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.reward_weights, self.reward_clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
-        for model in (policy, ref, value):
+        for model in (*self.trained_models.values(), ref):
             forward.disable_dropout(model)
         if settings.num_shared_layers:
             sharding.share_layers(policy, ref, settings.num_shared_layers)
@@ -109,8 +111,7 @@ class PPOTrainer:
             if shards:
                 sharding.broadcast_weights(ref, CPU)
             sharding.offload_to_cpu(ref)
-        backbones = [policy] if self.model_runner.has_value_head else [policy, value]
-        self.parallel = ReplicatedModels(process_group)
+        self.parallel, backbones = ReplicatedModels(process_group), self.model_runner.trained_backbones
         if shards:
             frozen, hybrid = [] if settings.offload else [ref], settings.fsdp == "hybrid"
             self.parallel = ShardedModels(process_group, backbones, frozen, hybrid=hybrid)
@@ -201,10 +202,8 @@ class PPOTrainer:
         token_rewards = losses.compute_token_rewards(score_result.final, penalty, mask)
         if settings.whiten_rewards:
             token_rewards = losses.masked_whiten(token_rewards, mask, shift_mean=False)
-        advantages, returns = losses.gae(token_rewards, outputs["values"], mask, settings.gamma, settings.lam)
-        if settings.advantage_norm == "batch":
-            advantages = losses.masked_whiten(advantages, mask)
-        tensors = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
+        advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), settings)
+        tensors: dict[str, Any] = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
         experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
         monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1)
         return experience.corrected(settings.rollout_correction)
@@ -215,7 +214,7 @@ class PPOTrainer:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
         results: dict[str, Any] = {"given": given}
         if given is None:
-            results = {name: self._call_source(source, rollout) for name, source in self.rewards.items()}
+            results = {name: call_source(each, rollout, self.process_group) for name, each in self.rewards.items()}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
         raw = {name: as_row_scores(name, scores, rollout) for name, scores in results.items()}
         members = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
@@ -226,15 +225,6 @@ class PPOTrainer:
         if given is None:
             final = apply_penalties(final, rollout, self.response_limit, self.settings)
         return ScoreResult(raw, ensembles, summed, moments, final)
-
-    def _call_source(self, source: RewardSource, rollout: Rollout) -> Any:
-        """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
-        if self.process_group.world_size == 1:
-            return source(rollout)
-        if not getattr(source, "splits_rows", False):
-            return self.process_group.run_on_main(lambda: to_cpu(source(rollout)))
-        parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: to_cpu(source(rollout.rows(part))))
-        return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
@@ -255,9 +245,9 @@ class PPOTrainer:
         return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
 
     def _forward(self, rollout: Rollout, minibatches: tuple[MinibatchRows, ...]) -> dict[str, Tensor]:
-        """Return FORWARD_OUTPUTS, (B, R) each and 0 outside the response mask, from the update's own micro-batches."""
+        """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in FORWARD_OUTPUTS}
+        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in self.model_runner.outputs}
         with self.parallel.minibatch_context(), forward.float32_logits(self.policy, self.ref):
             assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
@@ -273,10 +263,14 @@ class PPOTrainer:
     def update(self, experience: Experience) -> Stats:
         """Train num_ppo_epochs epochs on the experience, one optimizer step per minibatch; return the metrics.
 
-        Raises RLHFError R01 for a loss, gradient or weight that is not finite, for the first two before the step.
+        Raises RLHFError R01 for a loss, gradient or weight that is not finite, for the first two before the step;
+        ValueError for an experience without advantages.
         """
         settings = self.settings
-        learning_rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
+        if experience.advantages is None:
+            text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
+            raise ValueError(f"advantage {settings.advantage} needs {text}")
+        learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
         step_stats: list[Stats] = []
         self.engine_has_weights = False
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
@@ -316,7 +310,7 @@ class PPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         with (
             self.parallel.minibatch_context(),
-            forward.gradient_checkpointing(self.policy, self.value),
+            forward.gradient_checkpointing(*self.trained_models.values()),
             self.model_runner.accumulate_in_place(),
         ):
             results = []
@@ -373,7 +367,8 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on, except frozen weights and settings."""
-        states = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
+        names = (*self.trained_models, "optimizer", "scheduler")
+        states = {name: getattr(self, name).state_dict() for name in names}
         for name, frozen in self._frozen_names.items():
             states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
         numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}

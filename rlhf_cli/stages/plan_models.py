@@ -109,7 +109,7 @@ def models_in_memory(config: Config) -> list[ModelUse]:
         return [ModelUse("policy", key) for key in policies] + judges
     assert isinstance(config, PPOConfig)
     models = [ModelUse("policy", "models.sft"), ModelUse("reference", "models.sft")]
-    if config.models.value != "policy_head":
+    if config.models.value not in ("policy_head", "none"):
         models.append(ModelUse("value", "models.reward" if config.models.value == "reward" else "models.value"))
     scorers = {path: key for key, path in reversed(folders.items()) if is_scorer_key(key) and key != "models.value"}
     return models + [ModelUse("reward", key) for key in reversed(scorers.values())]
@@ -220,7 +220,8 @@ def ppo_plan(
     paths = {reference.key: reference.path for reference in runs.references(config)}
     if mode != "full" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
-    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing)
+    has_value = settings.needs_value_model
+    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing, has_value=has_value)
     sharded_over = target.per_machine if settings.fsdp == "hybrid" and target.per_machine else target.processes
     here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": sharded_over}
     return models, PPOPlan(ppo_models, settings, lengths, **here, engine=config.models.engine_name)

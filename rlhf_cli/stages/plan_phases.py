@@ -218,7 +218,7 @@ def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fi
 
 @dataclass
 class PPOModels:
-    """Models of a PPO run. Without `value` the policy has a value head.
+    """Models of a PPO run. Without `value` the policy has a value head, if the run `has_value`.
 
     `sharing`: names of value and reward models that add only their adapters to the weights of other models.
     """
@@ -228,6 +228,7 @@ class PPOModels:
     rewards: dict[str, StageModel]
     mode: str
     sharing: Collection[str] = ()
+    has_value: bool = True
 
     @property
     def learning(self) -> list[StageModel]:
@@ -235,7 +236,7 @@ class PPOModels:
 
     @property
     def trained(self) -> list[Tensor]:
-        head = [] if self.value else [self.value_head]
+        head = [] if self.value or not self.has_value else [self.value_head]
         return [weight for model in self.learning for weight in model.trained] + head
 
     @cached_property
@@ -256,7 +257,7 @@ class PPOModels:
 
     def weights(self, *, bf16_reference: bool) -> dict[str, int]:
         """Return the bytes of weights that each model adds to those of the others."""
-        weights = {"policy": self.policy.weights, "value": self.value_head.nbytes, "reference": 0}
+        weights = {"policy": self.policy.weights, "value": self.value_head.nbytes * self.has_value, "reference": 0}
         if self.mode == "full":
             saved = 2 * self.policy.matrices[0] if bf16_reference and self.policy.model.dtype == torch.float32 else 0
             weights["reference"] = self.policy.weights - saved

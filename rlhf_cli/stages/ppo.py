@@ -238,11 +238,14 @@ def status_line(stats: Stats) -> str:
 def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
     """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base.
 
-    A value head is saved as a sequence classifier, and not at all if the policy's family has none.
+    A value head is saved as a sequence classifier, and not at all if the policy's family has none or there is no value
+    model.
     """
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    if value is None:
+        return
     if isinstance(value, forward.ValueHead):
         if not build.has_classifier(lora.unwrap(policy).config):
             terminal.say("ppo      value/ is not written: transformers has no classifier of the policy's family")

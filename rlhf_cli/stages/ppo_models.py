@@ -166,8 +166,10 @@ class RewardModelCache:
         return self.loaded[parent.model]
 
     def value_model(self, policy: Any) -> Any:
-        """Return the value model of `models.value`; with adapters the peft model."""
+        """Return the value model of `models.value`, with adapters the peft model; None for `none`."""
         source, tokenizer = self.config.models.value, self.policy_text.tokenizer
+        if source == "none":
+            return None
         if source == "policy_head":
             return forward.ValueHead(policy)
         key = "models.reward" if source == "reward" else "models.value"

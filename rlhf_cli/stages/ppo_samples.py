@@ -92,7 +92,7 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
 
 
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
-    """Return text, reward, kl, value and advantage per response token; `kl` sums to the row's KL in nats."""
+    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats."""
     tensors = {
         "reward": experience.rewards,
         "kl": experience.log_ratio,
@@ -100,7 +100,8 @@ def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str,
         "advantage": experience.advantages,
     }
     texts = token_texts(tokenizer, experience.rollout.response_tokens(row))
-    return {"text": texts, **{name: tensor[row][experience.mask[row]].tolist() for name, tensor in tensors.items()}}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {"text": texts, **{name: tensor[row][experience.mask[row]].tolist() for name, tensor in given.items()}}
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:

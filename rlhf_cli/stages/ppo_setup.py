@@ -44,7 +44,7 @@ class PPOComponents:
     ref_engine: HFEngine
     num_updates: int
     policy: Any
-    value: Any
+    value: Any  # None without a value model
     base: SharedBaseModels | None
 
 

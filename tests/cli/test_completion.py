@@ -81,7 +81,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf sft sft.packing=", ["true", "false"]),
         ("rlhf sft trainer.optim=adamw_torch_f", ["adamw_torch_fused"]),
         ("rlhf sft trainer.save_", []),  # the pipeline's own
-        ("rlhf ppo models.value=", ["reward", "policy_head"]),
+        ("rlhf ppo models.value=", ["reward", "policy_head", "none"]),
         ("rlhf run runs/deep/er eval.per", ["eval.per_device_batch_size=", "eval.per_device_batch_size=64"]),
         ("rlhf run runs/deep/er ppo.", []),  # it has no such stage
         ("rlhf check runs/demo/ppo.yaml eval.", []),

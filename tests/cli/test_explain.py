@@ -185,7 +185,7 @@ def test_a_key_is_explained_in_full() -> None:
         ("reward.warmup_ratio", "a number, at least 0 and below 1", "0.03"),
         ("sft.adam_epsilon", "a number, above 0", "1e-8"),
         ("sft.packing", "true or false", "false"),
-        ("models.value", "one of reward, policy_head, a folder or a hub id", "reward"),
+        ("models.value", "one of reward, policy_head, none, a folder or a hub id", "reward"),
         ("eval.best_of", "a list, each a whole number, at least 2", "[2, 4, 8]"),
         ("eval.modes", "a list, each one of sampled, greedy", '["sampled", "greedy"]'),
         ("judges", "names, each with module:function, a folder or a hub id", "{}"),

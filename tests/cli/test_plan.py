@@ -124,6 +124,16 @@ def test_value_heads_and_shared_layers_save_their_weights(three: Path) -> None:
     assert saved == pytest.approx({"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}, abs=100)
 
 
+def test_without_a_value_model_its_memory_is_saved(three: Path) -> None:
+    policy, scorer = policy_and_scorer()
+    without, full = ppo("ppo.advantage=rloo", "ppo.num_samples_per_prompt=2"), ppo()
+    assert without["parameters"] == {"policy": policy, "reference": policy, "reward": scorer}
+    saved = {kind: size(full, "update")[kind] - size(without, "update")[kind] for kind in ("gradients", "optimizer")}
+    assert saved == {"gradients": 4 * scorer, "optimizer": 8 * scorer}
+    assert 0 <= size(full, "judge")["weights"] - size(without, "judge")["weights"] - 4 * scorer < 500  # buffers
+    assert phase(full, "update")["flops"] > phase(without, "update")["flops"]
+
+
 def test_no_weights_are_read(three: Path) -> None:
     before = planned(".")
     for path in three.rglob("model.safetensors"):

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "value first": {"value_only_updates": 1},
     "stopped early": {"early_stopping": True, "target_kl": 1e-3, "learning_rate": 0.3},
     "minibatches skipped": {"ratio_threshold": 1.0001, "learning_rate": 0.3},
-    "two to a prompt": {"num_samples_per_prompt": 2},
+    "two to a prompt, no value model": {"num_samples_per_prompt": 2, "advantage": "rloo"},
     "checkpointed": {"gradient_checkpointing": True},
     "offloaded": {"offload": True},
 }  # fmt: skip
@@ -49,8 +49,9 @@ def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False,
     settings = tiny.settings(**tiny.batch(4 // process_group.world_size), **changes)
     policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
     value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    value = value if settings.needs_value_model else None
     if settings.fsdp and process_group.rank:  # only the first process loads weights
-        policy, ref, value = policy.to("meta"), ref.to("meta"), value.to("meta")
+        policy, ref, value = policy.to("meta"), ref.to("meta"), value and value.to("meta")
     # Scores are float32: those of single rows do not depend on the rank.
     rows = 1 if dtype == torch.float64 else 4
     members = {f"m{seed}": ModelReward(tiny.scorer("llama", seed), rows, packed=rows > 1) for seed in (1, 5)}
@@ -59,7 +60,7 @@ def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False,
     ptx = PTX if settings.ptx_coef else ()
     more: dict[str, Any] = {"ptx": ptx, "num_updates": 4, "process_group": process_group}
     ours = PPOTrainer(policy, ref, value, rewards, engine, settings, **more)
-    trained = [*policy.parameters(), *value.parameters()]  # which the trainer may have sharded
+    trained = [w for model in ours.trained_models.values() for w in model.parameters()]  # the trainer may shard them
     ours.optimizer = torch.optim.SGD(trained, lr=settings.learning_rate, foreach=False)
     ours.scheduler = torch.optim.lr_scheduler.ConstantLR(ours.optimizer, 1.0)
     return ours
@@ -97,7 +98,7 @@ def adamw(process_group: ProcessGroup, **more: Any) -> dict[str, torch.Tensor]:
 
 def local_share(ours: PPOTrainer) -> float:
     """Share of the parameters of policy and value model in this process."""
-    parameters = [*ours.policy.parameters(), *ours.value.parameters()]
+    parameters = [w for model in ours.trained_models.values() for w in model.parameters()]
     here = sum((w.to_local() if hasattr(w, "to_local") else w).numel() for w in parameters)
     return here / sum(w.numel() for w in parameters)
 
@@ -152,7 +153,8 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
 
 
 def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
-    after = {"policy": weights(ours.policy), "value": weights(ours.value), "share": local_share(ours)}
+    after: dict[str, Any] = {name: weights(model) for name, model in ours.trained_models.items()}
+    after["share"] = local_share(ours)
     after["gathered"] = len(sharding.full_state_dict(ours.policy) or ())  # tensors of a snapshot in this process
     return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_moments}
 

@@ -76,6 +76,7 @@ def trainer(
     chosen = settings(**changes)
     policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
     value, reward = forward.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
+    value = value if chosen.needs_value_model else None
     stop = None if chosen.stop_token == "none" else EOS
     engine = HFEngine(policy, stop, PAD, chosen.temperature, bf16=chosen.bf16)
     sources = rewards or {"reward": ModelReward(reward, 4)}

@@ -196,18 +196,27 @@ def test_the_saved_models_equal_the_trained_ones(adapters_copy: Path, value: str
 # Resume
 
 
-@pytest.mark.parametrize(("value", "kind"), [("reward", "lora"), ("policy_head", "lora"), ("reward", "qlora")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [("reward", "lora"), ("policy_head", "lora"), ("none", "lora"), ("reward", "qlora")]
+)
 def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_path: Path, value: str, kind: str) -> None:
     folders = [shutil.copytree(adapters_run, tmp_path / name) for name in ("straight", "stopped")]
     changes = (*LONG, "-s", f"models.value={value}", "-s", f"models.adapters.kind={kind}")
+    files, samples = FILES, ("-s", "ppo.advantage=grpo", "-s", "ppo.num_samples_per_prompt=2")
+    if value == "none":
+        changes, files = (*changes, *samples), FILES[:1]
     straight = run(folders[0], "ppo", *changes)
     ppo_folder.stop_in_update(folders[1], 3, *changes)
     resumed = run(folders[1], "ppo", *changes)
     for folder in (folders[0], trained) if (value, kind) == ("reward", "lora") else folders[:1]:
-        for name in (*FILES, "samples.jsonl"):
+        for name in (*files, "samples.jsonl"):
             assert (folder / "ppo" / name).read_bytes() == (folders[1] / "ppo" / name).read_bytes(), name
         assert lines(folder) == lines(folders[1])
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["metrics"] == straight["metrics"]
+    assert (folders[1] / "ppo/value").exists() is (value != "none")
+    if value == "none":
+        ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1]))
+        run(folders[1], "eval")
 
 
 # Dtypes

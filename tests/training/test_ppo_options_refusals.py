@@ -39,6 +39,44 @@ def test_a_key_without_its_switch_is_rejected(key, switch):
     assert getattr(settings(**{key: SWITCHED[key], switch: True}), key) == SWITCHED[key]
 
 
+GROUPS = {"advantage": "rloo", "num_samples_per_prompt": 4}
+OF_VALUES = {
+    "gamma": 0.9, "lam": 1.0, "cliprange_value": 0.5, "vf_coef": 1.0, "value_learning_rate": 1e-5,
+    "value_warmup_steps": 0, "value_only_updates": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value", OF_VALUES.items())
+def test_a_key_of_the_value_model_needs_one(key, value):
+    with pytest.raises(ValidationError, match=f"{key} has no effect with advantage rloo"):
+        settings(**GROUPS, **{key: value})
+    settings(**{key: value}, lr_scheduler_type="linear")
+
+
+def test_groups_need_two_responses_and_leave_a_recipe_only_what_has_an_effect():
+    with pytest.raises(ValidationError, match="compares the responses to a prompt, and num_samples_per_prompt is 1"):
+        settings(advantage="grpo")
+    plain, chosen = (settings(recipe=name, **GROUPS).model_dump() for name in ("classic", "reasoning"))
+    changed = {key for key in chosen if chosen[key] != plain[key]}
+    assert changed == {"recipe", *RECIPES["reasoning"]} - OF_VALUES.keys()
+
+
+@pytest.mark.parametrize("advantage,value,says", [
+    ("gae", "none", "ppo.advantage gae needs a value model"),
+    ("rloo", "reward", "models.value reward has no effect with ppo.advantage rloo"),
+    ("rloo", None, ""), ("gae", "policy_head", ""),
+])  # fmt: skip
+def test_models_value_and_the_advantage_fit(run_folder, advantage, value, says):
+    written = {} if value is None else {"value": value}
+    numbers = {**stage.PPO["ppo"], "advantage": advantage, "num_samples_per_prompt": 2}
+    stage.write(run_folder, "ppo", {**stage.PPO, "models": {**stage.PPO["models"], **written}, "ppo": numbers})
+    result = stage.ppo(run_folder, "--dry-run")
+    if says:
+        stage.fails(result, "C17", says)
+    else:
+        assert f"  value: {value or 'none'}" in stage.must_succeed(result).stdout
+
+
 @pytest.mark.training
 def test_value_only_updates_are_compared_with_passes_over_the_prompts(run_folder):
     """20 prompts, 8 per update: one pass is three updates, which only the prompts determine."""

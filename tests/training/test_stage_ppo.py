@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 import tiny
 import torch
+import yaml
 from ppo_folder import (
     EVAL,
     ONE,
@@ -137,19 +138,44 @@ def test_a_tables_first_row_has_a_column_per_token_quantity(run_folder):
         assert sum(tokens["reward"]) == pytest.approx(row["score"] - coefs[row["step"]] * row["kl"], abs=1e-5)
 
 
-@pytest.mark.parametrize("value", ["reward", "policy_head"])
+WITHOUT_VALUE = {**PPO, "ppo": {**PPO["ppo"], "advantage": "rloo", "num_samples_per_prompt": 2}}
+
+
+@pytest.mark.parametrize("value", ["reward", "policy_head", "none"])
 def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory, value):
     """Stopped by SIGTERM between two regular checkpoints, and started again; tests/crash kills processes."""
-    write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": value}})
+    values = {**PPO, "models": {**PPO["models"], "value": value}}
+    write(run_folder, "ppo", WITHOUT_VALUE if value == "none" else values)
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
     long = settings("total_episodes=80", "output.save_steps=3")
     assert ppo(straight, *long).exit_code == 0
     stop_in_update(run_folder, 4, *long)
     must_succeed(ppo(run_folder, *long), "resumes at step 4 of 10")
-    for name in ("model/model.safetensors", "value/model.safetensors", "samples.jsonl"):
+    assert (run_folder / "ppo/value").exists() is (value != "none")
+    for name in ("model/model.safetensors", "samples.jsonl", *(["value/model.safetensors"] if value != "none" else [])):
         assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
     assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
+
+
+def test_later_commands_read_a_run_without_a_value_model(run_folder):
+    """Nor does it need a reward model. The default of models.value is written to the config that the run records."""
+    shutil.rmtree(run_folder / "reward_model")
+    source = {"models": {"sft": "sft_model"}, "rewards": {"short": {"function": "judges:short"}}}
+    write(run_folder, "ppo", {**WITHOUT_VALUE, **source})
+    must_succeed(ppo(run_folder))
+    assert yaml.safe_load((run_folder / "ppo/config.yaml").read_text())["models"]["value"] == "none"
+    assert all(not name.startswith(("value/", "loss/value")) for name in lines(run_folder / "ppo/metrics.jsonl")[0])
+    assert lines(run_folder / "ppo/samples.jsonl")[0]["tokens"].keys() == {"text", "reward", "kl", "advantage"}
+    write(run_folder, "eval", {**EVAL, "models": {"sft": "sft_model", "reward": None}, "eval": {"n": 4, "best_of": []}})
+    must_succeed(evaluate(run_folder))
+    for words in (("verify", run_folder, "--step", "3"), ("export", run_folder, "--out", run_folder / "out")):
+        must_succeed(rlhf(*words))
+    for words in (("check", "--deep"), ("status",), ("report",), ("plan",)):
+        must_succeed(rlhf(words[0], run_folder, *words[1:]))
+    weights_file = run_folder / "ppo/model/model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1])
+    assert "damaged" in rlhf("status", run_folder).stdout
 
 
 BY_FUNCTION = {

@@ -20,7 +20,7 @@ def untimed(stats):
 
 
 def both_weights(trainer):
-    return torch.cat([tiny.weights(trainer.policy), tiny.weights(trainer.value)])
+    return torch.cat([tiny.weights(model) for model in trainer.trained_models.values()])
 
 
 def generated(trainer):
@@ -88,9 +88,10 @@ def test_extra_draws_in_between_change_no_training():
             "horizon": 50, "use_score_scaling": True,
         },
         {"head": True},
+        {"advantage": "rloo", "num_samples_per_prompt": 2},
         {"num_shared_layers": 1, "kl_in": "loss", "kl_estimator": "full", "gradient_checkpointing": True},
     ],
-    ids=["scheduler", "head", "shared layers"],
+    ids=["scheduler", "head", "no value model", "shared layers"],
 )  # fmt: skip
 def test_resumed_run_is_the_straight_run(changes):
     straight, resumed = tiny.trainer(**changes), tiny.trainer(**changes)

@@ -57,7 +57,7 @@ def rated(rate: Mapping[str, Any]) -> str:
 PHASES = {
     "time/rollout_s": ("rollout", "generating responses"),
     "time/judge_s": ("judge", "log-probs, values, scores, advantages"),
-    "time/update_s": ("update", "training policy and value model"),
+    "time/update_s": ("update", "training the models"),
 }
 REST = ("other", "checkpoints, samples, logs, loading")
 ABSENT = "not run yet"

@@ -111,8 +111,8 @@ def only_rounding(reference: Quantities) -> dict[str, str]:
     Two correct implementations may differ in them.
     """
     reasons = {}
-    returns, norms = reference["returns"], reference.get("policy/grad_norm", torch.ones(1))
-    if returns.std(unbiased=False) <= ZERO * _largest(returns):
+    returns, norms = reference.get("returns"), reference.get("policy/grad_norm", torch.ones(1))
+    if returns is not None and returns.std(unbiased=False) <= ZERO * _largest(returns):
         reasons["val/explained_variance"] = "all returns are equal"
     if _largest(reference["advantages"]) < ZERO:
         reason = "all advantages are 0"
@@ -247,13 +247,13 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     if step > 1:
         trainer.load_state_dict(run.load_state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
-    before = trace.copy_weights(trainer.policy, trainer.value)
+    before = trace.copy_weights(trainer.trained_models)
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         native = trace.run_update(trainer, rollout)
-        native |= trace.weight_changes(before, trace.copy_weights(trainer.policy, trainer.value))
+        native |= trace.weight_changes(before, trace.copy_weights(trainer.trained_models))
         recorded = _recorded(run, step, before)
         logged, repeated = _samples(components, [row for row in run.samples if row["step"] == step])
         recorded, native = recorded | logged, native | repeated

@@ -12,7 +12,7 @@ the vocabulary. Logarithms are natural, KL is in nats. Tensors are on the CPU.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class ReferenceState:
     score_moments: tuple[int, float, float]  # of the run: count, mean, sum of squared deviations
     policy: Any
     ref: Any
-    value: Any  # a one-label sequence classifier; or a linear head on the policy's last hidden state
+    value: Any  # a one-label sequence classifier; a linear head on the policy's last hidden state; None without values
     value_is_head: bool
     sources: dict[str, Source]
     adam: dict[str, dict[str, Adam]]  # "policy" and "value" -> parameter name -> its state, if any
@@ -67,6 +67,11 @@ class ReferenceState:
     drawn_logprobs: list[Tensor]  # of the response tokens, by the engine that drew them; empty if another drew them
     stop_token_ids: frozenset[int]
     near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """Return the trained models: the policy, and the value model if there is one."""
+        return {name: model for name in ("policy", "value") if (model := getattr(self, name)) is not None}
 
     @property
     def policy_is_trained(self) -> bool:
@@ -255,7 +260,7 @@ class Experience:
 
     logprobs: list[Tensor]
     ref_logprobs: list[Tensor]
-    values: list[Tensor]
+    values: list[Tensor]  # empty without a value model
     kl: list[Tensor]  # by kl_estimator
     member_scores: dict[str, dict[str, list[float]]]  # source -> scorer -> score of each row
     raw: dict[str, list[float]]  # source -> score of each row
@@ -263,13 +268,15 @@ class Experience:
     score_moments: tuple[int, float, float]  # these among them
     rewards: list[Tensor]
     advantages: list[Tensor]
-    returns: list[Tensor]
+    returns: list[Tensor]  # empty without a value model
 
     def quantities(self) -> Quantities:
         """Return the quantities, in the order in which they are computed."""
-        outputs = {name: torch.cat(getattr(self, name)) for name in ("logprobs", "ref_logprobs", "values", "kl")}
+        outputs, targets = (
+            {name: torch.cat(rows) for name in names if (rows := getattr(self, name))}
+            for names in (("logprobs", "ref_logprobs", "values", "kl"), ("rewards", "advantages", "returns"))
+        )
         scores = {f"score {name}": raw for name, raw in self.raw.items()} | {"scores": self.scores}
-        targets = {name: torch.cat(getattr(self, name)) for name in ("rewards", "advantages", "returns")}
         return outputs | scores | {"running scores": self.score_moments} | targets
 
 
@@ -300,7 +307,7 @@ def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experien
             kl.append(full_kl(logp, ref_logp))
         else:
             kl.append(token_kl(logprobs[row], ref_logprobs[row], settings.kl_estimator))
-        values.append(response_values(state, row))
+        values += [] if state.value is None else [response_values(state, row)]
         tick()
     member_scores = {
         name: {member: scorer(state.prompts, state.responses) for member, scorer in source.scorers.items()}
@@ -316,8 +323,11 @@ def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experien
     rewards = [token_rewards(state, kl[row], scores[row]) for row in rows]
     if settings.whiten_rewards:
         rewards = whitened(rewards, keep_mean=True)
-    advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in rows]
-    returns = [advantages[row] + values[row] for row in rows]
+    if state.value is None:
+        advantages, returns = group_advantages(state, rewards), []
+    else:
+        advantages = [gae(rewards[row], values[row], settings.gamma, settings.lam) for row in rows]
+        returns = [advantages[row] + values[row] for row in rows]
     if settings.advantage_norm == "batch":
         advantages = whitened(advantages, keep_mean=False)
     return Experience(
@@ -355,3 +365,23 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     following = torch.cat([values[1:], torch.zeros(1)])
     delta = (rewards + gamma * following - values).tolist()
     return torch.tensor([sum((gamma * lam) ** (s - t) * delta[s] for s in steps[t:]) for t in steps])
+
+
+def group_advantages(state: ReferenceState, rewards: list[Tensor]) -> list[Tensor]:
+    """Return the advantage of each response, at all its tokens, by the returns of the responses to its prompt.
+
+    rloo: the return minus the mean of the others (Ahmadian et al. 2024, arXiv 2402.14740). grpo: (return - mean) / (std
+    + 1e-4) with the unbiased standard deviation (Shao et al. 2024, arXiv 2402.03300, section 4.1.2; TRL's 1e-4).
+    """
+    returns, samples = [float(row.sum()) for row in rewards], state.settings.num_samples_per_prompt
+    advantages = []
+    for row, own in enumerate(returns):
+        first = row - row % samples
+        group = returns[first : first + samples]
+        if state.settings.advantage == "rloo":
+            others = [group[i] for i in range(samples) if first + i != row]
+            advantage = own - fmean(others)
+        else:
+            advantage = (own - fmean(group)) / (stdev(group) + 1e-4)
+        advantages.append(torch.full_like(rewards[row], advantage))
+    return advantages

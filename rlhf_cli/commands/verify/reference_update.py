@@ -39,22 +39,25 @@ def row_losses(state: ReferenceState, experience: Experience, row: int) -> tuple
     ratio = torch.exp(logprobs - old)
     surrogate, clipped = clipped_surrogate(settings, ratio, experience.advantages[row])
     surrogate = rollout_correction(state, experience, row)[0] * surrogate
-    values = response_values(state, row)
-    error, value_clipped = value_error(settings, values, experience.values[row], experience.returns[row])
     entropy = -(logp.exp() * logp).sum(-1)
     policy = surrogate - settings.entropy_coef * entropy
     if settings.kl_in == "loss":
         policy = policy + state.kl_coef * kl_loss(state, row, logp, old, experience.ref_logprobs[row])
-    return settings.vf_coef * error + (policy if state.policy_is_trained else 0.0), {
+    loss = policy if state.policy_is_trained else torch.zeros_like(policy)
+    token_metrics = {
         "loss/policy_avg": surrogate,
-        "loss/value_avg": error,
         "policy/clipfrac_avg": clipped,
         "policy/entropy_avg": entropy,
         "policy/approxkl_avg": (logprobs - old) ** 2 / 2,
         "policy/policykl": old - logprobs,
         "val/ratio": ratio,
-        "val/clipfrac_avg": value_clipped,
     }
+    if state.value is not None:
+        values = response_values(state, row)
+        error, value_clipped = value_error(settings, values, experience.values[row], experience.returns[row])
+        loss = loss + settings.vf_coef * error
+        token_metrics |= {"loss/value_avg": error, "val/clipfrac_avg": value_clipped}
+    return loss, token_metrics
 
 
 def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +140,7 @@ def set_trainable(state: ReferenceState) -> None:
 
     A model with adapters (LoRA, arXiv 2106.09685) trains only these and its own head.
     """
-    for model in (state.policy, state.value):
+    for model in state.models.values():
         names = [name for name, _ in model.named_parameters()]
         adapters = any(".lora_A." in name for name in names)
         for name, w in model.named_parameters():
@@ -169,8 +172,8 @@ def optimizer_step(
     The step is skipped if the mean ratio exceeds ratio_threshold.
     """
     settings = state.settings
-    state.policy.zero_grad(set_to_none=True)
-    state.value.zero_grad(set_to_none=True)
+    for model in state.models.values():
+        model.zero_grad(set_to_none=True)
     tokens = sum(len(state.responses[row]) for row in rows)
     means: Step = defaultdict(float)
     first_error = 0.0
@@ -185,7 +188,7 @@ def optimizer_step(
         means["loss/ptx_avg"] = language_model_loss(state, rows, epoch)
     skipped = settings.ratio_threshold is not None and means["val/ratio"] > settings.ratio_threshold
     if not skipped:
-        for name, model in (("policy", state.policy), ("value", state.value)):
+        for name, model in state.models.items():
             means[f"{name}/grad_norm"] = clip(model, settings.max_grad_norm)
             adamw(state, name, model)
     return {**means, "ratio_error": first_error, "skipped": float(skipped)}
@@ -299,12 +302,11 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
         "objective/eos_fraction": ends / rows,
         "objective/repetition": fmean(map(repetition, state.responses)),
         "val/num_eos_tokens": float(ends),
-        "val/explained_variance": explained_variance(experience),
+        **({"val/explained_variance": explained_variance(experience)} if experience.returns else {}),
         "tokens/real": float(sum(lengths) + sum(len(prompt) for prompt in state.prompts)),
         **mean_metrics(steps),
         "policy/epochs": float(epochs),
-        "lr": learning_rate(state, "policy"),
-        "value/lr": learning_rate(state, "value"),
+        **{"lr" if name == "policy" else f"{name}/lr": learning_rate(state, name) for name in state.models},
         "next kl_coef": next_kl_coef(state, kl),
     }
     return {name: [value] for name, value in values.items()}
@@ -346,7 +348,7 @@ def mean_metrics(steps: list[Step]) -> Step:
     counted = [step for step in steps if not step["skipped"]] or steps
     means = {name: fmean(step[name] for step in counted) for name in counted[0]}
     if all(step["skipped"] for step in steps):
-        means |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}
+        means |= {"policy/grad_norm": 0.0} | ({"value/grad_norm": 0.0} if "loss/value_avg" in means else {})
     means["val/ratio_var"] = pvariance(step["val/ratio"] for step in counted)
     means["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     means["policy/first_ratio_error"] = steps[0]["ratio_error"]

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
     quantities = {
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
         "response tokens unexplained": [0.0],
-        **{name: getattr(experience, name)[mask] for name in BY_TOKEN},
+        **{name: values[mask] for name in BY_TOKEN if (values := getattr(experience, name)) is not None},
         **{f"score {name}": raw for name, raw in score_result.raw.items()},
         "scores": experience.scores,
         "running scores": [moments.count, moments.mean, moments.squares],
@@ -93,15 +93,15 @@ def as_float64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def copy_weights(policy: nn.Module, value: nn.Module) -> Weights:
-    """Return a float64 copy of the trainable weights."""
+def copy_weights(models: Mapping[str, nn.Module]) -> Weights:
+    """Return a float64 copy of the trainable weights of policy and value."""
     return {
         name: {
             key: p.detach().to("cpu", torch.float64, copy=True)
             for key, p in model.named_parameters()
             if p.requires_grad
         }
-        for name, model in (("policy", policy), ("value", value))
+        for name, model in models.items()
     }
 
 
@@ -139,7 +139,7 @@ def reference_state_of(
         value=value,
         value_is_head=isinstance(trainer.value, ValueHead),
         sources={name: _reference_source(trainer, name, scorers) for name, scorers in sources.items()},
-        adam={"policy": _adam(trainer.policy, optimizer), "value": _adam(trainer.value, optimizer)},
+        adam={name: _adam(model, optimizer) for name, model in trainer.trained_models.items()},
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
@@ -213,7 +213,7 @@ def to_float64(trainer: PPOTrainer) -> None:
     engine drew in the run's dtype.
     """
     state = copy.deepcopy(trainer.state_dict())
-    for model in (trainer.policy, trainer.ref, trainer.value, *_reward_models(trainer)):
+    for model in (*trainer.trained_models.values(), trainer.ref, *_reward_models(trainer)):
         model.double()
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
@@ -236,13 +236,13 @@ def run_in_float64(
     Converts the trainer to float64 and advances it by one update.
     """
     to_float64(trainer)
-    before = copy_weights(trainer.policy, trainer.value)
+    before = copy_weights(trainer.trained_models)
     state = reference_state_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
     values = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
     with float64_only():
         values |= reference_update.update(state, tick)
         quantities = run_update(trainer, rollout)
     expected = {name: as_float64(each) for name, each in values.items()}
-    expected |= weight_changes(before, copy_weights(state.policy, state.value))
+    expected |= weight_changes(before, copy_weights(state.models))
     expected[FROZEN] = torch.zeros_like(quantities[FROZEN])
-    return quantities | weight_changes(before, copy_weights(trainer.policy, trainer.value)), expected
+    return quantities | weight_changes(before, copy_weights(trainer.trained_models)), expected
