@@ -78,8 +78,8 @@ def load_policy(shared: Path) -> Any:
 
 def trainer(shared: Path, settings: PPOSettings, seed: int) -> PPOTrainer:
     policy, reward = load_policy(shared), ModelReward(load_scorer(shared).eval(), ROWS)
-    engine = HFEngine(policy, STOP, PAD)
-    return PPOTrainer(policy, load_policy(shared), load_scorer(shared), {"reward": reward}, engine, settings, seed=seed)
+    engine, value = HFEngine(policy, STOP, PAD), load_scorer(shared) if settings.needs_value_model else None
+    return PPOTrainer(policy, load_policy(shared), value, {"reward": reward}, engine, settings, seed=seed)
 
 
 def finished(folder: Path, updates: int) -> bool:

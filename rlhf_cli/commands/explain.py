@@ -17,7 +17,7 @@ from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import ALIASES, find_alias
 from rlhf_cli.config.fields import RENAMED, Key, current_name, key_at
 from rlhf_cli.config.messages import check_trainer
-from rlhf_cli.config.ppo_options import RECIPES
+from rlhf_cli.config.ppo_options import RECIPES, TimesLearningRate
 from rlhf_cli.errors import CODES, RLHFError, closest_match
 
 PATH_TEXTS = {
@@ -223,8 +223,8 @@ def _shown(value: Any) -> str:
     """Format a default as in YAML."""
     if isinstance(value, BaseModel):
         return "the keys below"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | TimesLearningRate):
+        return str(value)
     return re.sub(r"e([+-])0", r"e\1", str(value)) if isinstance(value, float) else json.dumps(value)
 
 

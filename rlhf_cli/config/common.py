@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Config, DataPath, ModelPath, Range, Section, invalid
 from rlhf_cli.config.fields import PathField, fields_of
-from rlhf_cli.config.ppo_options import RECIPES
+from rlhf_cli.config.ppo_options import recipe_defaults
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 
 MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
@@ -34,10 +34,12 @@ class TrainingConfig(Config):
         section = fields_of(cls)[stage].section
         if not isinstance(settings, dict) or section is None:
             return keys
-        defaults = {"learning_rate": (section.model_fields["learning_rate"].default, "")}
-        defaults |= RECIPES.get(str(settings.get("recipe")), {})
-        rates = {key: rate for key, (rate, _) in defaults.items() if key.endswith("learning_rate")}
-        rates = {key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}
+        defaults = {"learning_rate": section.model_fields["learning_rate"].default} | recipe_defaults(settings)
+        rates = {
+            key: float(f"{LEARNING_RATE_FACTOR * rate:g}")
+            for key, rate in defaults.items()
+            if key.endswith("learning_rate") and isinstance(rate, float)
+        }
         return {**keys, stage: {**rates, **settings}}
 
     @model_validator(mode="after")

@@ -1,6 +1,8 @@
 """Options of the `ppo` section: recipes, requirements on the reward model, and all PPO settings."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -96,7 +98,19 @@ class RewardRequirements(Section):
         return self
 
 
+@dataclass(frozen=True)
+class TimesLearningRate:
+    """Default of another learning rate: a multiple of `learning_rate`."""
+
+    factor: float
+
+    def __str__(self) -> str:
+        return f"{self.factor:g} x learning_rate"
+
+
 _OPENRLHF = "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py"
+
+_LEARNING = "docs/results/learning.md"
 
 # Recipe -> key -> (default, source). classic, RLHF on human preferences, uses the keys' own defaults.
 RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
@@ -119,6 +133,15 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
         "vf_coef": (1.0, f"{_OPENRLHF}; its value model has a separate optimizer"),
         "adam_beta2": (0.95, _OPENRLHF),
     },
+    # The most reward at a KL: the exact KL in the loss at a high price, and a value model that learns fast.
+    "frontier": {
+        "kl_in": ("loss", _LEARNING),
+        "kl_estimator": ("full", _LEARNING),
+        "kl_coef": (0.15, f"{_LEARNING}; 0.3 on scores that are not normalised, of a deviation of 2"),
+        "lam": (0.8, _LEARNING),
+        "cliprange_value": (0.5, _LEARNING),
+        "value_learning_rate": (TimesLearningRate(5), _LEARNING),
+    },
 }
 
 
@@ -135,13 +158,24 @@ VALUE_KEYS = (
 )  # fmt: skip
 
 
+def recipe_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the recipe in the keys of `ppo`, without those that have no effect beside these keys."""
+    recipe = keys.get("recipe")
+    defaults = {key: value for key, (value, _) in RECIPES.get(recipe if isinstance(recipe, str) else "", {}).items()}
+    if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
+        defaults.pop("warmup_ratio", None)
+    for key in VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ():
+        defaults.pop(key, None)
+    return defaults
+
+
 class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     """Options of PPO (Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, 1909.08593).
 
     Raises pydantic's ValidationError.
     """
 
-    recipe: Literal["classic", "reasoning"] = "classic"
+    recipe: Literal["classic", "reasoning", "frontier"] = "classic"
 
     require_reward: RewardRequirements | None = None
 
@@ -150,14 +184,13 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_recipe(cls, keys: Any) -> Any:
-        recipe = keys.get("recipe") if isinstance(keys, dict) else None
-        if not isinstance(recipe, str) or recipe not in RECIPES:
+        if not isinstance(keys, dict):
             return keys
-        defaults = {key: value for key, (value, _) in RECIPES[recipe].items()}
-        if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
-            defaults.pop("warmup_ratio", None)
-        for key in VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ():
-            defaults.pop(key, None)
+        defaults = recipe_defaults(keys)
+        for key, value in defaults.items():
+            if isinstance(value, TimesLearningRate):
+                rate = keys.get("learning_rate", cls.model_fields["learning_rate"].default)
+                defaults[key] = float(f"{value.factor * rate:g}") if isinstance(rate, int | float) else None
         return {**defaults, **keys}
 
     @model_validator(mode="after")

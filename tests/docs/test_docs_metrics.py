@@ -138,8 +138,8 @@ def test_every_option_of_the_algorithm_is_on_the_page() -> None:
 
 def test_the_recipes_are_the_table_of_ppo_md() -> None:
     rows = {row[0].strip("`"): row[1:] for row in cells(section(ALGORITHM, "Recipes"))}
-    assert rows.keys() == RECIPES["reasoning"].keys()
-    for key, (value, _) in RECIPES["reasoning"].items():
-        values = (PPOSettings.model_fields[key].default, value)
+    assert rows.keys() == RECIPES["reasoning"].keys() | RECIPES["frontier"].keys()
+    for key in rows:
+        values = [RECIPES[name].get(key, (PPOSettings.model_fields[key].default,))[0] for name in RECIPES]
         texts = ["none" if each is None else f"{each:g}" if isinstance(each, float) else str(each) for each in values]
         assert rows[key] == texts, key

@@ -319,13 +319,19 @@ def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monk
 # Defaults, imports and memory
 
 
+RLOO = ("models.value=none", "ppo.advantage=rloo", "ppo.num_samples_per_prompt=2")
+
+
 @pytest.mark.parametrize(
     ("changes", "rates"),
     [
         ([], (3e-6, None)),
         (["models.adapters={kind: lora}"], (3e-5, None)),
         (["models.adapters={kind: lora}", "ppo.recipe=reasoning"], (1e-5, 9e-5)),
+        (["models.adapters={kind: lora}", "ppo.recipe=reasoning", *RLOO], (1e-5, None)),
         (["models.adapters={kind: lora}", "ppo.recipe=reasoning", "ppo.learning_rate=3e-3"], (3e-3, 9e-5)),
+        (["models.adapters={kind: lora}", "ppo.recipe=frontier"], (3e-5, 1.5e-4)),
+        (["models.adapters={kind: lora}", "ppo.recipe=frontier", "ppo.learning_rate=3e-3"], (3e-3, 1.5e-2)),
     ],
 )
 def test_the_learning_rates_of_ppo_with_adapters(

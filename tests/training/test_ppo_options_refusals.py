@@ -98,7 +98,7 @@ BOUNDS = {
     "num_ppo_epochs": (["4"], [1]),
     "top_k": ([5], []),
     "push_to_hub_if_best": (["name", "a/b/c", "own er/name", True], ["owner/my-model_1.0", None]),
-    "recipe": (["modern", "", None, 1], ["classic", "reasoning"]),
+    "recipe": (["modern", "", None, 1], ["classic", "reasoning", "frontier"]),
     "generate_ref_response": SWITCH,
     "use_score_scaling": SWITCH,
     "adap_kl_ctrl": SWITCH,
@@ -151,17 +151,22 @@ def test_bounds_of_each_key(key):
 
 def test_recipe_classic_is_the_defaults():
     assert PPOSettings(total_episodes=64, recipe="classic") == PPOSettings(total_episodes=64)
-    assert RECIPES["classic"] == {} and set(RECIPES) == {"classic", "reasoning"}
+    assert RECIPES["classic"] == {} and set(RECIPES) == {"classic", "reasoning", "frontier"}
 
 
-def test_recipe_reasoning_sets_its_defaults_and_nothing_else():
-    plain, chosen = (PPOSettings(total_episodes=640, recipe=name).model_dump() for name in ("classic", "reasoning"))
+@pytest.mark.parametrize("name,times", [("reasoning", 9), ("frontier", 5)])
+def test_a_recipe_sets_its_defaults_and_nothing_else(name, times):
+    plain, chosen = (PPOSettings(total_episodes=640, recipe=recipe).model_dump() for recipe in ("classic", name))
     changed = {key for key in chosen if chosen[key] != plain[key]}
-    assert changed == {"recipe", *RECIPES["reasoning"]}, "a recipe names no key that it leaves at its default"
-    assert {key: chosen[key] for key in RECIPES["reasoning"]} == {k: v for k, (v, _) in RECIPES["reasoning"].items()}
-    # Monte-Carlo returns, one epoch, the full softmax.
-    assert (chosen["lam"], chosen["num_ppo_epochs"], chosen["temperature"]) == (1.0, 1, 1.0)
-    assert chosen["value_learning_rate"] == pytest.approx(9 * chosen["learning_rate"])
+    assert changed == {"recipe", *RECIPES[name]}, "a recipe names no key that it leaves at its default"
+    defaults = {key: value for key, (value, _) in RECIPES[name].items() if key != "value_learning_rate"}
+    assert {key: chosen[key] for key in defaults} == defaults
+    assert chosen["value_learning_rate"] == pytest.approx(times * chosen["learning_rate"])
+
+
+def test_the_value_models_rate_of_the_frontier_follows_the_policys():
+    assert settings(recipe="frontier", learning_rate=1e-4).value_learning_rate == 5e-4
+    assert settings(recipe="frontier", learning_rate=1e-4, value_learning_rate=1e-5).value_learning_rate == 1e-5
 
 
 @pytest.mark.parametrize("key", RECIPES["reasoning"])
