@@ -98,6 +98,7 @@ class TrainingSettings(Section):
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    average: float | None = Field(None, gt=0, lt=1)
     num_shared_layers: int | None = Field(None, ge=1)
     gradient_checkpointing: bool = False
     offload: bool = False
@@ -117,6 +118,8 @@ class TrainingSettings(Section):
             raise invalid(text, "remove one of them")
         if self.fsdp and self.optim == "adamw_8bit":
             raise invalid("fsdp cannot be combined with optim: adamw_8bit", "remove one of them")
+        if self.fsdp and self.average:
+            raise invalid("fsdp cannot be combined with average, which is of whole weights", "remove one of them")
         if self.offload and self.num_shared_layers:
             text = "offload cannot be combined with num_shared_layers, whose layers the policy uses"
             raise invalid(text, "remove offload; num_shared_layers saves more")

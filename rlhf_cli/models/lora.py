@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,13 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear | Conv1D):
                 yield module, name, layer
+
+
+def frozen_state_keys(model: Any) -> set[str]:
+    """Return the state dict keys of frozen parameters and of their 4-bit constants; tied parameters have several."""
+    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    prefixes = {key: accumulate(key.split("."), "{}.{}".format) for key in model.state_dict()}
+    return {key for key, starts in prefixes.items() if not names.isdisjoint(starts)}
 
 
 def autocast_matrices(model: Any) -> None:

@@ -1,6 +1,7 @@
-"""Default optimizer and learning-rate schedule of PPO."""
+"""Default optimizer and learning-rate schedule of PPO, and the average of the weights that it makes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,3 +111,46 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
     warmup = settings.num_warmup(steps, value=is_value)
     factor = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=scheduler_kwargs).lr_lambdas[0]
     return lambda update: factor(max(update - start, 0))
+
+
+class WeightAverage:
+    """Exponential moving average of a model's trainable weights, in main memory, in float32 (of float64: float64).
+
+    average_u = decay average_(u-1) + (1 - decay) weights_u after update u; average_0 are the weights at construction.
+    Polyak and Juditsky 1992; Ramé et al. 2024 (arXiv 2406.16768), section 3.1, equation (EMA). Tied weights are one.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.values: dict[str, torch.Tensor] = {}
+        self.load_state_dict(self.weights)
+
+    def update(self) -> None:
+        """Add the weights as they are now. An average of equal weights stays as it is, bit for bit."""
+        for name, weight in self.weights.items():
+            self.values[name].lerp_(weight.detach().to(self.values[name]), 1 - self.decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Context manager: the model has the average, in the dtype of its weights; then its own weights again."""
+        own = {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}
+        try:
+            self._set_weights(self.values)
+            yield
+        finally:
+            self._set_weights(own)
+
+    def _set_weights(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.detach().copy_(values[name])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the average by parameter name."""
+        return self.values
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy an average by parameter name. Raises KeyError if a weight is missing."""
+        for name, weight in self.weights.items():
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self.values[name] = state[name].detach().to("cpu", dtype, copy=True)

@@ -4,10 +4,10 @@ Shapes: B rows (episodes), R response width.
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from rlhf_cli.ppo.forward_backward import (
     mean_over_steps,
     sum_metrics,
 )
-from rlhf_cli.ppo.optimizer import build_optimizer, build_scheduler
+from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.function import RewardSource
@@ -95,7 +95,7 @@ class PPOTrainer:
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
-        self._frozen_names = {name: _find_frozen_names(model) for name, model in self.trained_models.items()}
+        self._frozen_names = {name: lora.frozen_state_keys(model) for name, model in self.trained_models.items()}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.reward_weights, self.reward_clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (*self.trained_models.values(), ref):
@@ -123,6 +123,8 @@ class PPOTrainer:
             forward.enable_gradient_checkpointing(model)
         self.optimizer = optimizer or build_optimizer(self.trained_models, settings)
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
+        self.average = WeightAverage(policy, settings.average) if settings.average else None
+        self._other_states = ["optimizer", "scheduler", *(["average"] if self.average else [])]
         self.experience: Experience | None = None  # of the last step
         self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
 
@@ -286,12 +288,13 @@ class PPOTrainer:
         )
         self.parallel.check_replicas(weight_norms)
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
-        policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1
+        if self.average:
+            self.average.update()
         stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
         self.score_moments = experience.score_result.moments
-        if settings.adap_kl_ctrl and policy_was_trained:
+        if settings.adap_kl_ctrl and self.updates > settings.value_only_updates:  # before, the KL does not depend on it
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
@@ -363,12 +366,21 @@ class PPOTrainer:
         self.optimizer.step()
         return {f"{name}/grad_norm": float(norm) for name, norm in gradient_norms.items()}
 
+    @contextmanager
+    def averaged_policy(self) -> Iterator[None]:
+        """Context manager: with settings.average the policy has the averaged weights, then its own, bit for bit."""
+        with self.average.in_model() if self.average else nullcontext():
+            self.engine_has_weights &= self.average is None
+            try:
+                yield
+            finally:
+                self.engine_has_weights &= self.average is None
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on, except frozen weights and settings."""
-        names = (*self.trained_models, "optimizer", "scheduler")
-        states = {name: getattr(self, name).state_dict() for name in names}
+        states = {name: getattr(self, name).state_dict() for name in (*self.trained_models, *self._other_states)}
         for name, frozen in self._frozen_names.items():
             states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
         numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
@@ -378,7 +390,7 @@ class PPOTrainer:
         """Restore `state_dict()`. Raises ValueError if the state's seed differs."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
-        for name in ("optimizer", "scheduler"):
+        for name in self._other_states:
             getattr(self, name).load_state_dict(state[name])
         for name, frozen in self._frozen_names.items():
             missing, unexpected = getattr(self, name).load_state_dict(state[name], strict=False)
@@ -386,10 +398,3 @@ class PPOTrainer:
                 raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
         self.updates, self.kl_coef, self.engine_has_weights = state["updates"], state["kl_coef"], False
         self.score_moments = RunningMeanStd(**state["moments"])
-
-
-def _find_frozen_names(model: Any) -> set[str]:
-    """Return the state dict keys of frozen parameters and of their 4-bit constants; tied parameters have several."""
-    names = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
-    prefixes = {key: accumulate(key.split("."), "{}.{}".format) for key in model.state_dict()}
-    return {key for key, starts in prefixes.items() if not names.isdisjoint(starts)}

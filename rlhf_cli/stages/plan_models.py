@@ -280,7 +280,7 @@ def fixed_memory(config: Config, bodies: Bodies, separate: set[str], target: Tar
         return FixedMemory(fixed, memory.size_bytes(model.trained) + states["optimizer"])
     if isinstance(config, PPOConfig) and "models.sft" in bodies:
         _, plan = ppo_plan(config, bodies, mode, target, separate, Lengths(1, 1))
-        return FixedMemory(plan.fixed(), memory.size_bytes(plan.trained) + plan.learning["optimizer"])
+        return FixedMemory(plan.fixed(), memory.size_bytes(plan.trained) + plan.learning["optimizer"] + plan.average)
     if isinstance(config, EvalConfig):
         adapters = bodies.keys() - separate - {"models.sft"} if "models.sft" in bodies else set()
         policies, judges = evaluation_models(config, bodies, target, adapters)

@@ -296,6 +296,9 @@ class PPOPlan:
         self.weights, self.trained = models.weights(bf16_reference=in_bf16), models.trained
         if engine == "graph" and gpu and settings.bf16 and models.mode == "full":
             self.weights["engine"] = 2 * self.policy.parameters  # a copy in bfloat16
+        self.average = 4 * sum(weight.numel() for weight in models.policy.trained) if settings.average else 0
+        if not gpu:
+            self.weights["average"] = self.average  # in float32 in main memory
         learning = [model.model for model in models.learning]
         self.learning = _learning_bytes(self.trained, learning, eight_bits=settings.optim == "adamw_8bit")
 

@@ -62,7 +62,8 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
         outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
         runner.snapshots.prune(components.trainer.updates, finished=True)
     save_models(config, components, step)
-    metrics = headline_metrics(config, components)
+    with components.trainer.averaged_policy():
+        metrics = headline_metrics(config, components)
     stage.complete(
         {
             **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
@@ -236,17 +237,19 @@ def status_line(stats: Stats) -> str:
 
 
 def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
-    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base.
+    """Save the policy after `step`, averaged with ppo.average, to model/ and the value model to value/.
 
-    A value head is saved as a sequence classifier, and not at all if the policy's family has none or there is no value
-    model.
+    Both are full weights, or adapters of a base. A value head is saved as a sequence classifier, and not at all if the
+    policy's family has none. Without a value model there is no value/.
     """
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
-    save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    average = f" with averaged weights (decay {config.ppo.average:g} an update)" if config.ppo.average else ""
+    with components.trainer.averaged_policy():
+        save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy{average} after {trained}.")
     if value is None:
         return
-    if isinstance(value, forward.ValueHead):
+    if isinstance(value, forward.ValueHead):  # saved on the trained policy: it has learned from its hidden states
         if not build.has_classifier(lora.unwrap(policy).config):
             terminal.say("ppo      value/ is not written: transformers has no classifier of the policy's family")
             return

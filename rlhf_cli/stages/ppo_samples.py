@@ -120,6 +120,8 @@ def _format_cell(value: str | float) -> str:
 class Snapshots:
     """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them.
 
+    With ppo.average they are averaged policies, and the metrics are still those of the trained policies, which sampled.
+
     The best is the candidate step with the highest mean of a metric over its window. The metrics of an update describe
     the policy before it, which sampled the responses. A candidate's window therefore ends with the update after it, and
     starts after the previous candidate's.
@@ -145,7 +147,7 @@ class Snapshots:
             return
         policy, tokenizer = self.components.policy, self.components.tokenizer
         card = f"Policy after {step} of {self.components.num_updates} PPO updates."
-        with self.cost.measure():
+        with self.cost.measure(), self.components.trainer.averaged_policy():
             runs.commit_state(
                 self.folder,
                 self.path(step).name,

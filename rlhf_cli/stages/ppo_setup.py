@@ -216,8 +216,9 @@ def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], component
 
 
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
-    """Load the weights saved in `folder` into the policy. Raises RLHFError M01, M04."""
+    """Load the weights saved in `folder` into the policy, for good. Raises RLHFError M01, M04."""
     components.trainer.engine_has_weights = False
+    components.trainer.average = None  # a snapshot has been averaged
     if components.base:
         lora.load_adapter_weights(components.policy, folder)
     else:

@@ -118,7 +118,7 @@ def only_rounding(reference: Quantities) -> dict[str, str]:
         reason = "all advantages are 0"
         reasons |= {"policy/clipfrac_avg": reason, "policy/clipfrac_avg, each step": reason}
         if _largest(norms) < ZERO:  # no other term of the loss moves the policy either
-            prefixes = ("policy", "loss/policy", "val/ratio", "ratio_")
+            prefixes = ("policy", "average", "loss/policy", "val/ratio", "ratio_")
             reasons |= {name: reason for name in reference if name.startswith(prefixes)}
     return reasons
 
@@ -247,13 +247,13 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     if step > 1:
         trainer.load_state_dict(run.load_state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
-    before = trace.copy_weights(trainer.trained_models)
+    before = trace.weights_of(trainer)
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         native = trace.run_update(trainer, rollout)
-        native |= trace.weight_changes(before, trace.copy_weights(trainer.trained_models))
+        native |= trace.weight_changes(before, trace.weights_of(trainer))
         recorded = _recorded(run, step, before)
         logged, repeated = _samples(components, [row for row in run.samples if row["step"] == step])
         recorded, native = recorded | logged, native | repeated

@@ -66,6 +66,7 @@ class ReferenceState:
     responses: list[list[int]]
     drawn_logprobs: list[Tensor]  # of the response tokens, by the engine that drew them; empty if another drew them
     stop_token_ids: frozenset[int]
+    average: dict[str, Tensor]  # parameter name -> average of the policy's weights; empty without one
     near_tie: float = 1e-3  # nats: smaller gaps between two tokens may be decided by rounding
 
     @property

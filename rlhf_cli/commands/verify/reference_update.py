@@ -244,6 +244,14 @@ def adamw(state: ReferenceState, name: str, model: Any) -> None:
         w.copy_(w - lr * decay * w - lr * first / (second.sqrt() + settings.adam_epsilon))
 
 
+@torch.no_grad()
+def average_policy(state: ReferenceState) -> None:
+    """Average the policy's weights: a = d a + (1 - d) w, the decay d being `average` (Polyak and Juditsky 1992)."""
+    d, policy = state.settings.average or 0.0, dict(state.policy.named_parameters())
+    for name, value in state.average.items():
+        state.average[name] = d * value + (1 - d) * policy[name].cpu()
+
+
 def learning_rate(state: ReferenceState, name: str) -> float:
     """Return the learning rate of `policy` or `value` in this update.
 
@@ -378,6 +386,7 @@ def update(state: ReferenceState, tick: Callable[[], None] = lambda: None) -> Qu
     """Run the update on given responses; return its quantities. `tick` is called after each row."""
     experience = make_experience(state, tick)
     steps, epochs = run_optimizer_steps(state, experience, tick)
+    average_policy(state)
     return (
         experience.quantities()
         | {f"{name}, each step": [step[name] for step in steps if name in step] for name in steps[0]}

@@ -47,7 +47,7 @@ def _float64_dtype(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-Weights = dict[str, dict[str, Tensor]]  # model -> parameter name -> weights, float64 on the CPU
+Weights = dict[str, dict[str, Tensor]]  # model or "average" -> parameter name -> weights, float64 on the CPU
 Quantities = dict[str, Tensor]  # name -> values, 1-D, float64 on the CPU
 FROZEN = "frozen weights, change"
 BY_TOKEN = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
@@ -93,9 +93,17 @@ def as_float64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def copy_weights(models: Mapping[str, nn.Module]) -> Weights:
-    """Return a float64 copy of the trainable weights of policy and value."""
-    return {
+def weights_of(trainer: PPOTrainer) -> Weights:
+    """Return a float64 copy of the trainable weights of policy and value, and of the policy's average if it has one."""
+    return copy_weights(trainer.trained_models, _average(trainer))
+
+
+def _average(trainer: PPOTrainer) -> dict[str, Tensor]:
+    return trainer.average.state_dict() if trainer.average else {}
+
+
+def copy_weights(models: Mapping[str, nn.Module], average: Mapping[str, Tensor]) -> Weights:
+    copies = {
         name: {
             key: p.detach().to("cpu", torch.float64, copy=True)
             for key, p in model.named_parameters()
@@ -103,6 +111,9 @@ def copy_weights(models: Mapping[str, nn.Module]) -> Weights:
         }
         for name, model in models.items()
     }
+    if average:
+        copies["average"] = {key: value.to(torch.float64, copy=True) for key, value in average.items()}
+    return copies
 
 
 def _frozen_weights(trainer: PPOTrainer) -> Tensor:
@@ -112,7 +123,7 @@ def _frozen_weights(trainer: PPOTrainer) -> Tensor:
 
 
 def weight_changes(before: Weights, after: Weights) -> Quantities:
-    """Return the change of each weight of policy and value."""
+    """Return the change of each weight of policy, value and average."""
     return {
         f"{name} weights, change": torch.cat([(after[name][key] - old).reshape(-1) for key, old in weights.items()])
         for name, weights in before.items()
@@ -145,6 +156,7 @@ def reference_state_of(
         responses=[rollout.response_tokens(row) for row in range(len(rollout))],
         drawn_logprobs=[] if drawn is None else [as_float64(drawn[row, :length]) for row, length in enumerate(lengths)],
         stop_token_ids=frozenset(stop_ids(stop_token_id)),
+        average=copy.deepcopy(_average(trainer)),
         near_tie=near_tie,
     )
 
@@ -236,13 +248,13 @@ def run_in_float64(
     Converts the trainer to float64 and advances it by one update.
     """
     to_float64(trainer)
-    before = copy_weights(trainer.trained_models)
+    before = weights_of(trainer)
     state = reference_state_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
     values = reference.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
     with float64_only():
         values |= reference_update.update(state, tick)
         quantities = run_update(trainer, rollout)
     expected = {name: as_float64(each) for name, each in values.items()}
-    expected |= weight_changes(before, copy_weights(state.models))
+    expected |= weight_changes(before, copy_weights(state.models, state.average))
     expected[FROZEN] = torch.zeros_like(quantities[FROZEN])
-    return quantities | weight_changes(before, copy_weights(trainer.trained_models)), expected
+    return quantities | weight_changes(before, weights_of(trainer)), expected
