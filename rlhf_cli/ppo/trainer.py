@@ -64,6 +64,7 @@ class PPOTrainer:
     """
 
     engine_has_weights = False  # of the policy as it is now
+    experience: Experience | None = None  # of the last step
 
     def __init__(
         self,
@@ -104,9 +105,8 @@ class PPOTrainer:
             sharding.share_layers(policy, ref, settings.num_shared_layers)
         self.process_group, shards = process_group, settings.fsdp and process_group.world_size > 1
         self.model_runner = ModelRunner(policy, ref, value, settings, process_group if shards else SINGLE_PROCESS)
-        # FSDP shards weights of one dtype
         if settings.bf16 and not (settings.num_shared_layers or (settings.fsdp and not settings.offload)):
-            lora.autocast_matrices(ref)
+            lora.autocast_matrices(ref)  # not for FSDP, which shards weights of one dtype
         if settings.offload:
             if shards:
                 sharding.broadcast_weights(ref, CPU)
@@ -125,7 +125,6 @@ class PPOTrainer:
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
         self.average = WeightAverage(policy, settings.average) if settings.average else None
         self._other_states = ["optimizer", "scheduler", *(["average"] if self.average else [])]
-        self.experience: Experience | None = None  # of the last step
         self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
 
     def step(self, prompts: Prompts) -> Stats:

@@ -134,6 +134,13 @@ def test_without_a_value_model_its_memory_is_saved(three: Path) -> None:
     assert phase(full, "update")["flops"] > phase(without, "update")["flops"]
 
 
+def test_the_average_is_in_main_memory(three: Path) -> None:
+    policy, _ = policy_and_scorer()
+    on_cpu, on_gpu = ([ppo(*where, *more) for more in ((), ("ppo.average=0.9",))] for where in ((), GPU))
+    added = [size(on_cpu[1], name)["weights"] - size(on_cpu[0], name)["weights"] for name in ("rollout", "update")]
+    assert added == [4 * policy] * 2 and on_gpu[0]["phases"] == on_gpu[1]["phases"]
+
+
 def test_no_weights_are_read(three: Path) -> None:
     before = planned(".")
     for path in three.rglob("model.safetensors"):

@@ -25,6 +25,7 @@ from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.experience import RunningMeanStd
+from rlhf_cli.ppo.optimizer import WeightAverage
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
@@ -134,6 +135,7 @@ samples of a prompt: {num_samples_per_prompt: 2, num_mini_batches: 4}
 leave one out: {advantage: rloo, num_samples_per_prompt: 2, num_mini_batches: 2, entropy_coef: 0.1, ptx_coef: 1.0}
 group relative: {advantage: grpo, num_samples_per_prompt: 4, kl_in: loss, kl_estimator: full}
 group relative, as they are: {advantage: grpo, num_samples_per_prompt: 2, advantage_norm: none, num_shared_layers: 1}
+averaged weights: {average: 0.8, steps: 2, num_mini_batches: 2}
 adamw: {adam_beta1: 0.5, adam_beta2: 0.9, adam_epsilon: 0.001, weight_decay: 0.3, max_grad_norm: 0.05, steps: 2}
 small micro-batches: {micro_batch_tokens: 10, gradient_checkpointing: true}
 two sources: {both: true, use_score_scaling: true}
@@ -286,6 +288,11 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {"adap_kl_ctrl": True},
         at(losses, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
     ),
+    "average of the weights before": (
+        "average weights, change",
+        {"average": 0.8},
+        at(WeightAverage, "update", lambda _: lambda self: None),
+    ),
     "other minibatches": (
         "loss/policy_avg, each step",
         {"num_mini_batches": 2},
@@ -421,13 +428,14 @@ def test_verify_a_run_with_many_options(run_folder: Path, monkeypatch: pytest.Mo
     vote = "rewards.vote={models: {a: reward_model, b: reward_model}, combine: mean_minus_std, clip: 1.0}"
     changes = ("rewards.short={function: 'judges:short', weight: 0.1}", "output.save_steps=1", "output.keep=4")
     changes += ("models.value=policy_head", "data.eval_prompts=heldout.jsonl", "data.ptx_data=ptx.jsonl")
-    changes += ("bf16=true", "ptx_coef=0.5", "num_shared_layers=1", "num_sample_generations=4")
+    changes += ("average=0.5", "bf16=true", "ptx_coef=0.5", "num_shared_layers=1", "num_sample_generations=4")
     changes += ("generate_ref_response=true", "response_length={min: 4, max: 8}")
     assert ppo(run_folder, *settings(vote, *changes)).exit_code == 0
     report, found = verify_json(run_folder, 3)
     assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
     assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
-    assert found["samples: score vote"]["recorded"] == found["policy weights, change"]["recorded"] == 0
+    exact = ("samples: score vote", "policy weights, change", "average weights, change")
+    assert [found[name]["recorded"] for name in exact] == [0, 0, 0]
 
 
 @pytest.mark.training

@@ -106,7 +106,7 @@ def test_metadata_that_would_run_code_is_refused(sharded: Path, monkeypatch: pyt
 
 
 def test_options_that_exclude_fsdp_and_fsdp_in_one_process(sharded: Path) -> None:
-    for more in ("ppo.num_shared_layers=1", "ppo.optim=adamw_8bit", "models.adapters.kind=lora"):
+    for more in ("ppo.num_shared_layers=1", "ppo.optim=adamw_8bit", "models.adapters.kind=lora", "ppo.average=0.9"):
         assert is_one_error(ppo(sharded, "-s", more), "C17"), more
     result = ppo(sharded)
     assert result.exit_code == 0 and "warning[E01]" in result.stderr

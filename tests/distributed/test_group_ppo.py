@@ -45,7 +45,7 @@ def test_several_processes_train_like_one(both, name: str) -> None:
     one, first, *others = (each[name] for each in both)
     limit = 1e-12 if "float64" in name else 1e-5
     assert all(one["rollouts"] == each["rollouts"] for each in (first, *others))
-    for model in one.keys() & {"policy", "value"}:
+    for model in one.keys() & first.keys() & {"policy", "value", "average"}:
         assert all(torch.equal(first[model], each[model]) for each in others)  # to the last bit
         assert (one[model] - first[model]).norm() <= limit * one[model].norm(), model
     assert all(each["stats"] == first["stats"] for each in others)

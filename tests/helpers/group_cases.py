@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two to a prompt, no value model": {"num_samples_per_prompt": 2, "advantage": "rloo"},
     "checkpointed": {"gradient_checkpointing": True},
     "offloaded": {"offload": True},
+    "averaged": {"average": 0.5},  # not with fsdp
 }  # fmt: skip
 ROUGHLY = ("plain", "few tokens, different numbers of micro-batches", "minibatches skipped")  # in float32 too
 UPDATES = 2
@@ -130,7 +131,7 @@ def trained(ours: PPOTrainer) -> dict[str, Any]:
 def results(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
     found = {}
     for name, changes in CASES.items():
-        changes = {**changes, **more}
+        changes = {**changes, **more, **({"average": None} if more.get("fsdp") else {})}
         found[f"{name}, {torch.float64}"] = trained(trainer(process_group, torch.float64, **changes))
         if name in ROUGHLY:
             found[f"{name}, {torch.float32}"] = trained(trainer(process_group, torch.float32, **changes))
@@ -154,6 +155,8 @@ def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
 
 def outcome(ours: PPOTrainer, stats: list[Any], rollouts: list[Any]) -> dict[str, Any]:
     after: dict[str, Any] = {name: weights(model) for name, model in ours.trained_models.items()}
+    if ours.average:
+        after["average"] = torch.cat([w.reshape(-1) for w in ours.average.state_dict().values()])
     after["share"] = local_share(ours)
     after["gathered"] = len(sharding.full_state_dict(ours.policy) or ())  # tensors of a snapshot in this process
     return {"stats": stats, "rollouts": rollouts, **after, "kl_coef": ours.kl_coef, "moments": ours.score_moments}

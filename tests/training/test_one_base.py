@@ -205,6 +205,8 @@ def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_pat
     files, samples = FILES, ("-s", "ppo.advantage=grpo", "-s", "ppo.num_samples_per_prompt=2")
     if value == "none":
         changes, files = (*changes, *samples), FILES[:1]
+    if (source := "average" if value == "policy_head" else "policy") == "average":
+        changes = (*changes, "-s", "ppo.average=0.5")
     straight = run(folders[0], "ppo", *changes)
     ppo_folder.stop_in_update(folders[1], 3, *changes)
     resumed = run(folders[1], "ppo", *changes)
@@ -213,6 +215,9 @@ def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_pat
             assert (folder / "ppo" / name).read_bytes() == (folders[1] / "ppo" / name).read_bytes(), name
         assert lines(folder) == lines(folders[1])
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["metrics"] == straight["metrics"]
+    kept = save.load_tree(folders[1] / "ppo/state/step_000005")["trainer"][source]
+    saved = load_file(folders[1] / "ppo" / files[0])
+    assert all(torch.equal(saved[f"base_model.model.{n.replace('.default.', '.')}"], w) for n, w in kept.items())
     assert (folders[1] / "ppo/value").exists() is (value != "none")
     if value == "none":
         ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1]))

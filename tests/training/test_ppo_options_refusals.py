@@ -120,6 +120,7 @@ BOUNDS = {
     "cliprange_high": ([0.0, -0.1], [0.28, 3.0, None]),
     "dual_clip": ([1.0, 0.5], [3.0, None]),
     "entropy_coef": ([-0.1, None], [0.0, 0.01]),
+    "average": ([0.0, 1.0, True], [0.01, 0.99, None]),
     "ptx_coef": ([-1.0, None], [0.0, 27.8]),
     "target_kl": ([0.0, -1.0, None], [1.0]),
     "ratio_threshold": ([1.0, 0.5], [1.5, None]),

@@ -158,6 +158,30 @@ def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_fact
     assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
 
 
+def test_the_result_of_a_run_is_the_average_of_its_policies_through_a_stop(run_folder, tmp_path_factory):
+    """model/ and snapshots are averages; rollouts, samples and the policy under a value head are of the trained one."""
+    straight = shutil.copytree(run_folder, tmp_path_factory.mktemp("average") / "run")
+    options = settings("average=0.5", "models.value=policy_head", "output.save_steps=1", "output.keep=9")
+    must_succeed(ppo(straight, *options))
+    stop_in_update(run_folder, 3, *options)
+    must_succeed(ppo(run_folder, *options), "resumes at step 3 of 4")
+    made, expected = manifest(run_folder), load_file(run_folder / "sft_model/model.safetensors")
+    for step in range(1, 5):
+        trained = save.load_tree(run_folder / f"ppo/state/step_00000{step}")["trainer"]["policy"]
+        expected = {name: (weight + trained[name]) / 2 for name, weight in expected.items()}
+        for result in [f"snapshots/step_00000{step}"] * (step % 2 == 0) + ["model"] * (step == 4):
+            saved = load_file(run_folder / "ppo" / result / "model.safetensors")
+            torch.testing.assert_close(saved, expected, rtol=1e-6, atol=1e-8)
+    trunk = load_file(run_folder / "ppo/value/model.safetensors")
+    assert all(torch.equal(weight, trained[name]) for name, weight in trunk.items() if name != "score.weight")
+    assert weights(run_folder) == weights(straight) and made["metrics"] == manifest(straight)["metrics"]
+    assert "averaged weights (decay 0.5 an update) after 4" in (run_folder / "ppo/model/README.md").read_text()
+    must_succeed(ppo(straight, *options, "-s", "ppo.average=null", "--fresh"))
+    assert made["metrics"] != manifest(straight)["metrics"] and weights(run_folder) != weights(straight)
+    for name in ("samples.jsonl", "value/model.safetensors"):
+        assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes()
+
+
 def test_later_commands_read_a_run_without_a_value_model(run_folder):
     """Nor does it need a reward model. The default of models.value is written to the config that the run records."""
     shutil.rmtree(run_folder / "reward_model")

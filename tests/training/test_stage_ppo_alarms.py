@@ -97,8 +97,9 @@ def test_r03_responses_that_never_end(run_folder):
     assert "R03" not in ppo(run_folder, *settings(ONE, "stop_token=none"), "--fresh").stderr
 
 
-def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
-    options = settings("kl_stop=0.8", "total_episodes=160", "output.snapshots=0")
+@pytest.mark.parametrize("average", ["null", "0.5"])  # the best policy is not averaged again
+def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder, average):
+    options = settings("kl_stop=0.8", "total_episodes=160", "output.snapshots=0", f"average={average}")
     result = ppo(run_folder, *options)
     metrics, made = metrics_of(run_folder), manifest(run_folder)
     stopped = metrics[-1]["step"]
