@@ -199,20 +199,6 @@ class _Data(Section):
         )
 
 
-class SFTData(_Data):
-    """Rows {prompt, completion}, {text} or {messages}."""
-
-    train: DataPath
-    eval: DataPath | None = None
-    on_long: Literal["drop", "error"] = "drop"
-
-
-class RewardData(SFTData):
-    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
-
-    on_identical: Literal["error", "drop"] = "error"
-
-
 class WordRange(Range):
     """Number of words, sampled uniformly from min..max (inclusive) for each text."""
 
@@ -227,6 +213,22 @@ class _PromptData(_Data):
         if source is None or words is None:
             return source
         return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+
+
+class _TrainingData(_Data):
+    train: DataPath
+    eval: DataPath | None = None
+    on_long: Literal["drop", "error"] = "drop"
+
+
+class SFTData(_TrainingData, _PromptData):
+    """Rows {prompt, completion}, {text} or {messages}; with best_of prompts, as in PPOData."""
+
+
+class RewardData(_TrainingData):
+    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
+
+    on_identical: Literal["error", "drop"] = "error"
 
 
 class PPOData(_PromptData):

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import DPOConfig, RewardConfig, TRLConfig
+from rlhf_cli.config.training import BestOf, DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
 from rlhf_cli.models.memory import Lengths
@@ -74,6 +74,9 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     steps = _steps(config, data.rows, target.processes)
     if isinstance(config, TRLConfig):
         phases += measuring_phases(config, next(iter(models.values())), data, steps, target.processes)
+    if isinstance(config, SFTConfig) and config.best_of:
+        policy, models["reward"] = plan_models.best_of_models(config, bodies, target)
+        phases = [*best_of_phases(config.best_of, policy, models["reward"], data, target), *phases]
     return Estimate(config, mode, models, data, phases, steps, target)
 
 
@@ -146,6 +149,19 @@ def evaluation_phases(
         plan_phases.rollout_phase(policies[0], fixed, rows, total, lengths),
         Phase("judge", rows, [{**fixed, "activations": reading}, {**fixed, **logits}], flops * total / rows),
     ]
+
+
+def best_of_phases(
+    settings: BestOf, policy: StageModel, reward: StageModel, data: DataSize, target: Target
+) -> list[Phase]:
+    """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
+    fixed, width = {"weights": policy.weights + reward.weights}, data.lengths.row
+    total = -(-settings.n * (data.rows + data.evaluated) // target.processes)
+    rows = max(1, min(settings.per_device_batch_size, total))
+    reading = {**fixed, "activations": reward.working(rows, width)}
+    rollout = plan_phases.rollout_phase(policy, fixed, rows, total, data.lengths)
+    flops = reward.forward_flops(total, data.lengths.average.row)
+    return [replace(rollout, once=True), Phase("judge", rows, [reading], flops, once=True)]
 
 
 def overhead_bytes(stage: str, peak: int, target: Target, process: int) -> dict[str, int]:
