@@ -1,7 +1,7 @@
 """Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +75,11 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     if isinstance(config, TRLConfig):
         phases += measuring_phases(config, next(iter(models.values())), data, steps, target.processes)
     if isinstance(config, SFTConfig) and config.best_of:
-        policy, models["reward"] = plan_models.best_of_models(config, bodies, target)
-        phases = [*best_of_phases(config.best_of, policy, models["reward"], data, target), *phases]
+        shared = not chain.separate_models(config)
+        frozen = plan_models.best_of_models(config, bodies, target, shared=shared)
+        weights = plan_models.evaluation_weights(frozen, ["reward"] if shared else [])
+        phases = [*best_of_phases(config.best_of, frozen, weights, data, target), *phases]
+        models["reward"] = frozen["reward"]
     return Estimate(config, mode, models, data, phases, steps, target)
 
 
@@ -152,14 +155,14 @@ def evaluation_phases(
 
 
 def best_of_phases(
-    settings: BestOf, policy: StageModel, reward: StageModel, data: DataSize, target: Target
+    settings: BestOf, frozen: Mapping[str, StageModel], weights: int, data: DataSize, target: Target
 ) -> list[Phase]:
     """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
-    fixed, width = {"weights": policy.weights + reward.weights}, data.lengths.row
+    fixed, width, reward = {"weights": weights}, data.lengths.row, frozen["reward"]
     total = -(-settings.n * (data.rows + data.evaluated) // target.processes)
     rows = max(1, min(settings.per_device_batch_size, total))
     reading = {**fixed, "activations": reward.working(rows, width)}
-    rollout = plan_phases.rollout_phase(policy, fixed, rows, total, data.lengths)
+    rollout = plan_phases.rollout_phase(frozen["policy"], fixed, rows, total, data.lengths)
     flops = reward.forward_flops(total, data.lengths.average.row)
     return [replace(rollout, once=True), Phase("judge", rows, [reading], flops, once=True)]
 

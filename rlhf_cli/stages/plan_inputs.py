@@ -212,8 +212,11 @@ class ModelResolver:
         return other
 
     def separate_models(self, config: Config) -> set[str]:
-        """Return the keys of models that are not adapters of models.sft's weights, if PPO trains adapters."""
-        if not isinstance(config, PPOConfig) or not config.models.adapters:
+        """Return the keys of reward and value models that are not adapters of the policy's weights, where they may be.
+
+        They may be in SFT with best_of, and in PPO if it trains adapters.
+        """
+        if not (config.models.adapters if isinstance(config, PPOConfig) else getattr(config, "best_of", None)):
             return set()
         sft, *others = runs.references(config)
         scorers = [reference for reference in others if plan_models.is_scorer_key(reference.key)]

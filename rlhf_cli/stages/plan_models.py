@@ -198,11 +198,12 @@ def trl_fixed(config: TRLConfig, model: StageModel, target: Target) -> Bytes:
     return fixed
 
 
-def best_of_models(config: SFTConfig, bodies: Bodies, target: Target) -> tuple[StageModel, StageModel]:
-    """Return the model that best_of samples from and its reward model, both frozen."""
-    options: dict[str, Any] = {"bf16": target.computes_in_bf16(config.sft.bf16), "frozen": True}
-    policy = _stage_model(config, "model.path", bodies, scorer=False, **options)
-    return policy, _stage_model(config, "best_of.reward", bodies, scorer=True, **options)
+def best_of_models(config: SFTConfig, bodies: Bodies, target: Target, *, shared: bool) -> dict[str, StageModel]:
+    """Return the model that best_of samples from and its reward model, frozen; `shared`: an adapter of its weights."""
+    bf16 = target.computes_in_bf16(config.sft.bf16)
+    extra: dict[str, Any] = {"adapters": DEFAULT_ADAPTERS} if shared else {"frozen": True}
+    policy = _stage_model(config, "model.path", bodies, scorer=False, bf16=bf16, frozen=True)
+    return {"policy": policy, "reward": _stage_model(config, "best_of.reward", bodies, scorer=True, bf16=bf16, **extra)}
 
 
 def ppo_plan(

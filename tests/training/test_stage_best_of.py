@@ -142,6 +142,17 @@ def test_errors_are_one_line_with_their_code(run_folder: Path, changes: dict[str
     assert result.stderr.count("error[") == 1
 
 
+@pytest.mark.training
+def test_a_reward_model_with_other_tokens_gets_the_text_encoded_again(run_folder: Path) -> None:
+    write(run_folder, "sft", CONFIG)
+    tokenizer = json.loads((run_folder / "reward_model/tokenizer.json").read_text())
+    (one, i), (other, j) = list(tokenizer["model"]["vocab"].items())[-2:]
+    tokenizer["model"]["vocab"] |= {one: j, other: i}
+    (run_folder / "reward_model/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "one label; encoded again for it" in must_succeed(rlhf("check", run_folder / "sft.yaml")).stdout
+    must_succeed(sft(run_folder), "best_of.reward: has its own tokenizer or template")
+
+
 def test_check_and_plan_know_what_is_sampled(run_folder: Path) -> None:
     write(run_folder, "sft", {**CONFIG, "data": {"train": "prompts.jsonl"}})
     found = json.loads(must_succeed(rlhf("check", run_folder / "sft.yaml", "--json")).stdout)["checked"]

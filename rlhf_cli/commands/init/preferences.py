@@ -66,8 +66,7 @@ def init(
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
     the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
-    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` adds dpo.yaml and
-    best_of/sft.yaml.
+    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` as in `init`.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
     model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
