@@ -199,36 +199,40 @@ class _Data(Section):
         )
 
 
-class WordRange(Range):
-    """Number of words, sampled uniformly from min..max (inclusive) for each text."""
+class SFTData(_Data):
+    """Rows {prompt, completion}, {text} or {messages}; with best_of prompts, as in PPOData."""
 
-
-class _PromptData(_Data):
-    """Prompts, optionally cut to their first words."""
-
-    truncate_prompt_words: Annotated[int, Field(ge=1)] | WordRange | None = None
-
-    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
-        source, words = super()._source(key, where), self.truncate_prompt_words
-        if source is None or words is None:
-            return source
-        return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
-
-
-class _TrainingData(_Data):
     train: DataPath
     eval: DataPath | None = None
     on_long: Literal["drop", "error"] = "drop"
 
 
-class SFTData(_TrainingData, _PromptData):
-    """Rows {prompt, completion}, {text} or {messages}; with best_of prompts, as in PPOData."""
-
-
-class RewardData(_TrainingData):
+class RewardData(SFTData):
     """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
 
     on_identical: Literal["error", "drop"] = "error"
+
+
+class WordRange(Range):
+    """Number of words, sampled uniformly from min..max (inclusive) for each text."""
+
+
+WordCount = Annotated[int, Field(ge=1)] | WordRange
+
+
+def cut_prompts(source: DataSource, words: int | WordRange) -> DataSource:
+    """Return the source with prompts that are cut to their first words."""
+    return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+
+
+class _PromptData(_Data):
+    """Prompts, optionally cut to their first words."""
+
+    truncate_prompt_words: WordCount | None = None
+
+    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
+        source, words = super()._source(key, where), self.truncate_prompt_words
+        return source if source is None or words is None else cut_prompts(source, words)
 
 
 class PPOData(_PromptData):

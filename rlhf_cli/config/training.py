@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Config, ModelPath, Section, invalid
-from rlhf_cli.config.common import RewardData, RewardModel, SFTData, SFTModel, TrainingConfig
+from rlhf_cli.config.common import RewardData, RewardModel, SFTData, SFTModel, TrainingConfig, WordCount, cut_prompts
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sources import DataSource
@@ -105,6 +105,7 @@ class BestOf(Section):
     temperature: float = Field(0.7, gt=0)
     missing_eos_penalty: float | None = Field(1.0, ge=0)
     per_device_batch_size: int = Field(64, gt=0)
+    truncate_prompt_words: WordCount | None = None
 
 
 class SFTConfig(TrainingConfig):
@@ -120,10 +121,7 @@ class SFTConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
         if self.best_of is None:
-            if self.data.truncate_prompt_words is None:
-                return self
-            key = "data.truncate_prompt_words"
-            raise invalid(f"{key} has no effect without best_of: it cuts prompts only", "remove it", key)
+            return self
         length, limit = self.best_of.response_length, self.sft.max_length
         refused = {
             "model.new": (self.model.new, "samples from a trained model", "set model.path instead"),
@@ -140,6 +138,9 @@ class SFTConfig(TrainingConfig):
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
         sources = self.data.sources(self.where)
+        if self.best_of and self.best_of.truncate_prompt_words is not None:
+            words = self.best_of.truncate_prompt_words
+            sources = {key: cut_prompts(source, words) for key, source in sources.items()}
         if self.model.new:
             key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
             # If it is data.train, use the same rows (subset, max_rows); otherwise a separate source.

@@ -4,7 +4,6 @@ This is rejection-sampling fine-tuning: Touvron et al. 2023 (Llama 2), arXiv 230
 (RAFT), arXiv 2304.06767.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,10 +80,8 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _read(path: Any, count: int) -> list[Answer]:
-    """Return the answers of an earlier start of this run, [] unless there are `count`."""
-    if not path.exists():
-        return []
-    answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the answers of an earlier start of this run, [] unless there are `count`. Raises RLHFError D03, D04."""
+    answers = [row for _, row in jsonl.read_jsonl(path)] if path.exists() else []
     return answers if len(answers) == count else []
 
 

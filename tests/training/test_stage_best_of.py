@@ -128,14 +128,13 @@ REFUSED = [
     ({"model": {"path": None, "new": {"tokenizer": {"train": "prompts.jsonl", "vocab_size": 280}}}}, "C17",
      "model.new does not go with best_of"),
     ({"data": {"train": "judges.jsonl"}}, "D02", "judges.jsonl:1: the row needs {prompt"),
-    ({"best_of": None, "data": {"truncate_prompt_words": 3}}, "C17", "has no effect without best_of"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "code", "text"), REFUSED)
 def test_errors_are_one_line_with_their_code(run_folder: Path, changes: dict[str, Any], code: str, text: str) -> None:
     (run_folder / "judges.jsonl").write_text('{"text": "no prompt"}\n' * 20)
-    sections = {name: keys and {**CONFIG.get(name, {}), **keys} for name, keys in changes.items()}
+    sections = {name: {**CONFIG.get(name, {}), **keys} for name, keys in changes.items()}
     write(run_folder, "sft", {**CONFIG, **sections})
     result = rlhf("check", run_folder / "sft.yaml")
     fails(result, code, text)
@@ -155,6 +154,8 @@ def test_a_reward_model_with_other_tokens_gets_the_text_encoded_again(run_folder
 
 def test_check_and_plan_know_what_is_sampled(run_folder: Path) -> None:
     write(run_folder, "sft", {**CONFIG, "data": {"train": "prompts.jsonl"}})
+    cut = must_succeed(rlhf("check", run_folder / "sft.yaml", "best_of.truncate_prompt_words=2", "--json")).stdout
+    assert next(row["longest"] for row in json.loads(cut)["checked"] if row["what"] == "data.train") < 12
     found = json.loads(must_succeed(rlhf("check", run_folder / "sft.yaml", "--json")).stdout)["checked"]
     assert any(row["what"] == "best_of" and row["found"].startswith("5 answers of up to 8 tokens") for row in found)
 

@@ -69,6 +69,7 @@ def write_best_of(folder: Path) -> None:
     trained = sizes.sft if isinstance(sizes, SFTConfig) else sizes.reward
     batch, episodes = trained.per_device_train_batch_size * trained.gradient_accumulation_steps, ppo.ppo.total_episodes
     sampling = {name: getattr(ppo.ppo, name) for name in ("temperature", "missing_eos_penalty")}
+    sampling |= {key: data.pop(key) for key in ("truncate_prompt_words",) if key in data}
     if ppo.ppo.local_rollout_forward_batch_size:
         sampling["per_device_batch_size"] = ppo.ppo.local_rollout_forward_batch_size
     values = {
