@@ -38,7 +38,8 @@ These defaults follow no paper or other system:
   or a fault in the data, which should be seen before training.
 - `data.on_long`: drop. Some rows above the limit are normal and must not stop a run; the number is reported (D10).
 - `data.max_dropped`: 0.8. If more than four in five rows are dropped, the remaining rows no longer represent the data.
-- `data.truncate_prompt_words`: prompts are not cut. Only texts without prompts need it.
+- `data.truncate_prompt_words`, `best_of.truncate_prompt_words`: prompts are not cut. Only texts without prompts need
+  it.
 - `data.eval_prompts`: none. The sample tables then show the current rollout, so that a run needs one file of prompts.
 - `sft.eval_steps`, `reward.eval_steps`, `dpo.eval_steps`: once per epoch, enough to see where the held-out loss starts
   to rise.

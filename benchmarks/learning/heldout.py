@@ -2,12 +2,13 @@
 
 The score is the reward model's, less 1 where an answer does not end; the KL is that of the policy's own answers, in
 nats a response. The judge, TF-IDF and logistic regression on the film reviews, compares with SFT's answer to the same
-prompt from the same seed. An episode is an answer that the reward model scored in training. Lines with a `share` are
-of policies between SFT (0) and the policy after these episodes (1), by interpolation.
+prompt from the same seed. An episode is an answer that the reward model scored in training. Lines with
+`weights` are of averaged weights, those with a `share` of policies between SFT (0) and the policy after these episodes
+(1), by interpolation.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -98,31 +99,42 @@ def evaluate_runs(
 ) -> list[Line]:
     """Evaluate the saved policies of each seed that OUT/heldout.jsonl does not have yet; return all its lines.
 
-    The last policies within EPISODES are interpolated towards SFT, too.
+    The last policies within EPISODES are interpolated towards SFT, too: the averaged ones of a recipe with averages.
     """
     path = out / "heldout.jsonl"
     lines = curves.read_lines(path)
     known = {_key(line) for line in lines}
     for seed, folder in folders.items():
-        places = sorted(each for each in (folder / "points").iterdir() if each.name.isdigit())
-        episodes = {place: int(place.name) * settings.episodes_per_update for place in places}
-        ends = {max((p for p in places if episodes[p] <= most), default=None) for most in EPISODES}
-        for place, share in ((p, share) for p in places for share in (1.0, *(SHARES if p in ends else ()))):
-            key = {"recipe": recipe, "seed": seed, "episodes": episodes[place]} | (
-                {"share": share} if share < 1 else {}
-            )
+        for point in _points(folder, settings):
+            key = {"recipe": recipe, "seed": seed} | point
             if _key(key) in known:
                 continue
-            progress(f"held out: {recipe}, seed {seed}, {key['episodes']} episodes, share {share:g}")
-            result = evaluator(shared).line(place / "policy", share)
+            progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
+            update = point["episodes"] // settings.episodes_per_update
+            place = folder / "points" / f"{update:03d}" / point.get("weights", "policy")
+            result = evaluator(shared).line(place, point.get("share", 1.0))
             lines.append(key | {name: round(value, 4) for name, value in result.items()})
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
     return lines
 
 
+def _points(folder: Path, settings: PPOSettings) -> Iterator[Line]:
+    """Yield {episodes} of each saved policy, with `weights` of its average, and with `share` of those towards SFT."""
+    places = sorted(place for place in (folder / "points").iterdir() if place.name.isdigit())
+    episodes = [int(place.name) * settings.episodes_per_update for place in places]
+    ends = {max((count for count in episodes if count <= most), default=None) for most in EPISODES}
+    for count, place in zip(episodes, places, strict=True):
+        averaged = {"weights": "average"} if (place / "average").exists() else {}
+        yield {"episodes": count}
+        if averaged:
+            yield {"episodes": count} | averaged
+        for share in SHARES if count in ends else ():
+            yield {"episodes": count} | averaged | {"share": share}
+
+
 def _key(line: Line) -> tuple[Any, ...]:
-    return line["recipe"], line["seed"], line["episodes"], line.get("share", 1.0)
+    return tuple(line.get(name) for name in ("recipe", "seed", "episodes", "weights", "share"))
 
 
 def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None:
@@ -133,7 +145,8 @@ def cheapest(lines: Iterable[Line], score: float, episodes: int) -> float | None
 def table(lines: Sequence[Line]) -> list[str]:
     """Return the KL at each target score, by recipe and seed, beside TRL's, the goals and the limit.
 
-    A recipe has two rows a seed: the policies of training alone, and with those between them and SFT.
+    A recipe has up to three rows a seed: the policies of training, those of averaged weights, and all with those
+    between them and SFT.
     """
     columns = [f"{score:g}, {episodes} episodes" for score in TARGETS for episodes in EPISODES]
     rows = [f"| held out: KL for score | {' | '.join(columns)} | best judge within {MAX_KL:g} nats |"]
@@ -141,7 +154,11 @@ def table(lines: Sequence[Line]) -> list[str]:
     for (recipe, seed), group in groupby(sorted(lines, key=_run), key=_run):
         points = list(group)
         trained = [line for line in points if "share" not in line]
-        for name, chosen in (("", trained), (", interpolated", points)):
+        averaged = [line for line in trained if "weights" in line]
+        plain = [line for line in trained if "weights" not in line]
+        for name, chosen in (("", plain), (", averaged", averaged), (", interpolated", points)):
+            if not chosen:
+                continue
             found = [cheapest(chosen, score, episodes) for score in TARGETS for episodes in EPISODES]
             judge = max((line["judge"] for line in chosen if line["kl"] <= MAX_KL), default=None)
             cells = ["-" if value is None else f"{value:.2f}" for value in (*found, judge)]

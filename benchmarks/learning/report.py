@@ -100,11 +100,12 @@ def draw(lines: Sequence[dict[str, Any]], trl: dict[int, Curve], best_of: list[d
 
 
 def _draw_recipe(axis: Any, lines: Sequence[dict[str, Any]], key: str, color: str) -> None:
-    """Draw the saved policies of each seed, and dashed those between the last one and SFT."""
+    """Draw the saved policies of each seed, averaged if they are, and dashed those between the last one and SFT."""
     for number, seed in enumerate(sorted({line["seed"] for line in lines})):
         of_seed = [line for line in lines if line["seed"] == seed]
         last = max(line["episodes"] for line in of_seed)
-        trained = [line for line in of_seed if "share" not in line]
+        weights = max(line.get("weights", "") for line in of_seed)
+        trained = [line for line in of_seed if "share" not in line and line.get("weights", "") == weights]
         between = [line for line in of_seed if "share" in line and line["episodes"] == last]
         recipe, label = lines[0]["recipe"], not number
         for points, style, name in ((trained, "o-", recipe), (between, "--", f"{recipe}, interpolated")):

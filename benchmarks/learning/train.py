@@ -1,7 +1,7 @@
 """Train one run per seed; an interrupted run resumes.
 
-SEED/curve.jsonl has the metrics of each update, SEED/points/NNN/policy the policy after NNN updates, SEED/state the
-checkpoint (deleted when the run is complete).
+SEED/curve.jsonl has the metrics of each update, SEED/points/NNN/policy the policy after NNN updates and, with
+ppo.average, SEED/points/NNN/average that of averaged weights, SEED/state the checkpoint (deleted at the end).
 """
 
 import json
@@ -43,14 +43,15 @@ WORKLOAD = {
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
     "trl": {"kl_coef": 0.05},
-    "frontier": {  # exact gradient of a high KL penalty; advantages over few tokens, by a fast value model
+    "frontier": {  # exact gradient of a high KL penalty, a fast value model, averaged weights
         "total_episodes": 2 * EPISODES,
         "kl_in": "loss",
         "kl_estimator": "full",
         "kl_coef": 0.5,
-        "lam": 0.5,
+        "lam": 0.8,
         "value_learning_rate": 5e-4,
         "cliprange_value": 1.0,
+        "average": 0.9,
     },
 }
 
@@ -112,8 +113,11 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, progress: 
         if ppo.updates % every == 0 or ppo.updates == updates:
 
             def save(place: Path) -> None:
-                for part in (ppo.policy, tokenizer):
-                    part.save_pretrained(place / "policy")
+                tokenizer.save_pretrained(place / "policy")
+                ppo.policy.save_pretrained(place / "policy")
+                if settings.average:
+                    with ppo.averaged_policy():
+                        ppo.policy.save_pretrained(place / "average")
 
             replace_folder(folder / "points" / f"{ppo.updates:03d}", save)
             replace_folder(folder / "state", lambda place: save_tree(place, ppo.state_dict()))

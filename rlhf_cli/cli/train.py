@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
-BASELINES_TEXT = "Also write dpo.yaml: DPO on the reward model's pairs, to compare PPO with."
+BASELINES_TEXT = "Also write dpo.yaml and best_of/sft.yaml: DPO and best-of-n SFT, to compare PPO with."
 BALANCE_TEXT = "preferences: drop pairs until length does not tell the chosen answer."
 MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
 

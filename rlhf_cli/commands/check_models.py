@@ -75,6 +75,12 @@ class StageValidator:
             )
             for key in ("train", "eval")
         )
+        best_of = config.best_of if isinstance(config, SFTConfig) else None
+        scorers = self._check_reward_models(stage, tokenizer) if best_of else {}
+        if rows is not None and best_of:
+            self._check_retokenized(stage, scorers, [*rows, *(held_out or [])])
+            sampled = f"{best_of.n} answers of up to {best_of.response_length} tokens to each prompt are sampled"
+            self.report.add("sft", "best_of", f"{sampled}, the best is trained on")
         if rows is not None:
             with self.report.collecting():
                 training_setup.check_rows(config, rows, held_out, model_config)
@@ -180,7 +186,8 @@ class StageValidator:
         """
         scorers: dict[str, tuple[Any, Any]] = {}
         seen: set[Path] = set()
-        policy = self._known_parents(stage).get("models.sft")
+        known = self._known_parents(stage)
+        policy = known.get("models.sft") or known.get("model.path")
         for key, parent in stage.parents.items():
             if is_scorer_key(key) and parent.path not in seen:
                 seen.add(parent.path)
@@ -242,8 +249,7 @@ class StageValidator:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            is_policy = config.stage in ("sft", "dpo") or is_policy_key(key)
-            loader: Callable[..., Any] = load.load_causal_lm if is_policy else load.load_reward_model
+            loader: Callable[..., Any] = load.load_causal_lm if is_policy_key(key) else load.load_reward_model
             loader = load.init_reward_model if config.stage == "reward" else loader
             loader = load.load_classifier if key.endswith(".pipeline") else loader
             with self.report.collecting():

@@ -202,7 +202,7 @@ class _Data(Section):
 
 
 class SFTData(_Data):
-    """Rows {prompt, completion}, {text} or {messages}."""
+    """Rows {prompt, completion}, {text} or {messages}; with best_of prompts, as in PPOData."""
 
     train: DataPath
     eval: DataPath | None = None
@@ -219,16 +219,22 @@ class WordRange(Range):
     """Number of words, sampled uniformly from min..max (inclusive) for each text."""
 
 
+WordCount = Annotated[int, Field(ge=1)] | WordRange
+
+
+def cut_prompts(source: DataSource, words: int | WordRange) -> DataSource:
+    """Return the source with prompts that are cut to their first words."""
+    return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+
+
 class _PromptData(_Data):
     """Prompts, optionally cut to their first words."""
 
-    truncate_prompt_words: Annotated[int, Field(ge=1)] | WordRange | None = None
+    truncate_prompt_words: WordCount | None = None
 
     def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
         source, words = super()._source(key, where), self.truncate_prompt_words
-        if source is None or words is None:
-            return source
-        return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+        return source if source is None or words is None else cut_prompts(source, words)
 
 
 class PPOData(_PromptData):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,8 @@ def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trus
 def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
     """Return True if two models' tokenizers give the same token ids. Raises RLHFError M01, M08."""
     try:
-        check_same_tokenization({"models.sft": first, second.key: second}, str, trust_remote_code=trust_remote_code)
+        compared = {"models.sft": replace(first, key="models.sft"), second.key: second}
+        check_same_tokenization(compared, str, trust_remote_code=trust_remote_code)
     except RLHFError as error:
         if error.problems[0].code not in ("T04", "T05"):
             raise

@@ -45,7 +45,10 @@ def references(config: Any) -> list[Reference]:
     """Return the models that a stage's config names, in config order."""
     if config.stage in ("sft", "reward", "dpo"):
         expect = ("sft", "ppo", "dpo") if config.stage == "sft" else ("sft",)
-        return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
+        result = [Reference("model.path", config.model.path, expect, config.model.revision)]
+        if config.stage == "sft" and config.best_of:
+            result.append(Reference("best_of.reward", config.best_of.reward, ("reward",)))
+        return [reference for reference in result if reference.path]
     models = config.models
     if config.stage == "eval":
         expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": POLICY_STAGES}

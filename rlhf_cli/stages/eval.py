@@ -226,7 +226,7 @@ class EvaluatedModels:
     def __init__(self, config: EvalConfig, stage: setup.StageRun, tokenizer: Any) -> None:
         self.config, self.stage, self.tokenizer = config, stage, tokenizer
         self.bf16, parent = devices.use_bf16(config.eval.bf16), stage.parents["models.sft"]
-        self.sft = self._load(load.load_causal_lm, parent, tokenizer)
+        self.sft = self._load(parent, tokenizer)
         self.base = SharedBaseModels(config, stage.options, parent, self.sft)
 
     def policy(self, parent: Parent, share: float | None = None) -> Any:
@@ -241,22 +241,16 @@ class EvaluatedModels:
                 lora.scale_adapters(policy, share)
             return policy.requires_grad_(False).eval()
         if share is None:
-            return self._load(load.load_causal_lm, parent, self.tokenizer)
+            return self._load(parent, self.tokenizer)
         models = [parent, self.stage.parents["models.sft"]] if self.bf16 else [parent]  # the SFT model is rounded then
         options = self.config, self.stage.options
         policy, *sft = [setup.load_model(load.load_causal_lm, *options, model, self.tokenizer) for model in models]
         interpolation.interpolate(policy, sft[0] if sft else self.sft, share)
         return setup.place_frozen(policy, bf16=self.bf16)
 
-    def reward_model(self, parent: Parent, tokenizer: Any) -> Any:
-        """Return a reward model, which reads the tokens of `tokenizer`."""
-        if self.base.own_weights_reason(parent, tokenizer) is None:
-            return self.base.load_scorer(parent).get_base_model().requires_grad_(False).eval()
-        return self._load(load.load_reward_model, parent, tokenizer)
-
-    def _load(self, loader: Callable[..., Any], parent: Parent, tokenizer: Any) -> Any:
-        options = self.stage.options
-        model = setup.load_model(loader, self.config, options, parent, tokenizer, bf16_matrices=self.bf16)
+    def _load(self, parent: Parent, tokenizer: Any) -> Any:
+        options, bf16 = (self.config, self.stage.options), self.bf16
+        model = setup.load_model(load.load_causal_lm, *options, parent, tokenizer, bf16_matrices=bf16)
         return setup.place_frozen(model, bf16=self.bf16)
 
 
@@ -273,7 +267,7 @@ def load_judges(loaded: EvaluatedModels, policy_text: setup.PolicyText) -> dict[
             continue
         parent, rows = stage.parents[key], config.eval.per_device_batch_size
         own_tokenizer = setup.load_own_tokenizer(config, stage.options, policy_text.sft, parent)
-        model = loaded.reward_model(parent, own_tokenizer or policy_text.tokenizer)
+        model = loaded.base.load_frozen_scorer(parent, own_tokenizer or policy_text.tokenizer, bf16=loaded.bf16)
         options: dict[str, Any] = {"rows": rows, "bf16": loaded.bf16}
         judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, **options)
     return judges

@@ -1,14 +1,14 @@
 """Estimate of one stage: its models without content, its data, and the memory and operations of its phases."""
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import DPOConfig, RewardConfig, TRLConfig
+from rlhf_cli.config.training import BestOf, DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
 from rlhf_cli.models.memory import Lengths
@@ -74,6 +74,12 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     steps = _steps(config, data.rows, target.processes)
     if isinstance(config, TRLConfig):
         phases += measuring_phases(config, next(iter(models.values())), data, steps, target.processes)
+    if isinstance(config, SFTConfig) and config.best_of:
+        shared = not chain.separate_models(config)
+        frozen = plan_models.best_of_models(config, bodies, target, shared=shared)
+        weights = plan_models.evaluation_weights(frozen, ["reward"] if shared else [])
+        phases = [*best_of_phases(config.best_of, frozen, weights, data, target), *phases]
+        models["reward"] = frozen["reward"]
     return Estimate(config, mode, models, data, phases, steps, target)
 
 
@@ -146,6 +152,19 @@ def evaluation_phases(
         plan_phases.rollout_phase(policies[0], fixed, rows, total, lengths),
         Phase("judge", rows, [{**fixed, "activations": reading}, {**fixed, **logits}], flops * total / rows),
     ]
+
+
+def best_of_phases(
+    settings: BestOf, frozen: Mapping[str, StageModel], weights: int, data: DataSize, target: Target
+) -> list[Phase]:
+    """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
+    fixed, width, reward = {"weights": weights}, data.lengths.row, frozen["reward"]
+    total = -(-settings.n * (data.rows + data.evaluated) // target.processes)
+    rows = max(1, min(settings.per_device_batch_size, total))
+    reading = {**fixed, "activations": reward.working(rows, width)}
+    rollout = plan_phases.rollout_phase(frozen["policy"], fixed, rows, total, data.lengths)
+    flops = reward.forward_flops(total, data.lengths.average.row)
+    return [replace(rollout, once=True), Phase("judge", rows, [reading], flops, once=True)]
 
 
 def overhead_bytes(stage: str, peak: int, target: Target, process: int) -> dict[str, int]:

@@ -50,7 +50,7 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
     """Read the data of a stage that starts from a model with config `body`. Raises RLHFError D01-D14, D16, C13."""
     sources.locate({key: source for key, source in config.sources().items() if sources.is_local(source)})
     with terminal.muted_warnings():
-        if isinstance(config, SFTConfig):
+        if isinstance(config, SFTConfig) and not config.best_of:
             return _measure_examples(config, tokenizer, body)
         if isinstance(config, RewardConfig | DPOConfig):
             pairs = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
@@ -63,10 +63,14 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
                 logits = min(max(sides, default=1), pairs.longest - 1)
             size = _data_size(pairs, Lengths(pairs.longest - logits, logits, mean), "pairs")
             return replace(size, evaluated=_count_evaluated(config), answers=answers)
-        assert isinstance(config, PPOConfig | EvalConfig)
-        prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
+        if isinstance(config, SFTConfig):
+            prompts = training_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+        else:
+            assert isinstance(config, PPOConfig | EvalConfig)
+            prompts = setup.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
     mean = _mean_length(prompt.ids for prompt in prompts)
     size = _data_size(prompts, Lengths(prompts.longest, response, prompt_mean=mean), "prompts")
+    size = replace(size, evaluated=_count_evaluated(config))
     return replace(size, rows=min(config.eval.n, size.rows)) if isinstance(config, EvalConfig) else size
 
 
@@ -75,7 +79,7 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
     if isinstance(config, EvalConfig):
         return DataSize(Lengths(prompt, response), "prompts", config.eval.n, how="at most")
     lengths = Lengths(prompt, response)
-    if isinstance(config, TRLConfig):
+    if isinstance(config, TRLConfig) and not response:
         longest = training_setup.settings_of(config).max_length - 1
         lengths = Lengths(longest, 1) if isinstance(config, RewardConfig) else Lengths(1, longest)
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
@@ -146,7 +150,7 @@ class ModelResolver:
 
     def start(self, config: Config, key: str) -> ModelSpec:
         """Return the model that a key names, or that sft.yaml trains. Raises RLHFError M01, M04, M07, M08, M10."""
-        if not isinstance(config, SFTConfig):
+        if not isinstance(config, SFTConfig) or key != "model.path":
             return self._referenced(config, key)
         spec = self._new_model(config) if config.model.new else self._referenced(config, key)
         if spec.tokenizer is None:
@@ -208,8 +212,11 @@ class ModelResolver:
         return other
 
     def separate_models(self, config: Config) -> set[str]:
-        """Return the keys of models that are not adapters of models.sft's weights, if PPO trains adapters."""
-        if not isinstance(config, PPOConfig) or not config.models.adapters:
+        """Return the keys of reward and value models that are not adapters of the policy's weights, where they may be.
+
+        They may be in SFT with best_of, and in PPO if it trains adapters.
+        """
+        if not (config.models.adapters if isinstance(config, PPOConfig) else getattr(config, "best_of", None)):
             return set()
         sft, *others = runs.references(config)
         scorers = [reference for reference in others if plan_models.is_scorer_key(reference.key)]
@@ -261,6 +268,8 @@ class ModelResolver:
         """Return the tokens of the longest response; 0 if the stage generates none."""
         if isinstance(config, PPOConfig):
             return config.ppo.max_response_length
+        if isinstance(config, SFTConfig) and config.best_of:
+            return config.best_of.response_length
         if isinstance(config, EvalConfig):
             trainer, policy = self.trainer(config), Path(config.models.ppo)
             settings = trainer.ppo if trainer else None

@@ -16,14 +16,14 @@ from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.training import DPOConfig, RewardConfig, TRLConfig
+from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean
 from rlhf_cli.models import build, devices, memory
 from rlhf_cli.models.memory import Lengths
 from rlhf_cli.stages import plan_phases
 from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, Bytes, PPOModels, PPOPlan, StageModel
 
-POLICY_KEYS = ("models.sft", "models.ppo", "models.base")
+POLICY_KEYS = ("model.path", "models.sft", "models.ppo", "models.base")
 ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
 ZERO_3 = 3  # shards weights, too
 Bodies = Mapping[str, Any]  # config key -> the transformers config of the model that it names
@@ -101,8 +101,10 @@ def models_in_memory(config: Config) -> list[ModelUse]:
     """
     folders = {reference.key: reference.path for reference in runs.references(config)}
     if isinstance(config, TRLConfig):
-        reference = [ModelUse("reference", "model.path")] if isinstance(config, DPOConfig) else []
-        return [ModelUse("reward" if isinstance(config, RewardConfig) else "policy", "model.path"), *reference]
+        others = [ModelUse("reference", "model.path")] if isinstance(config, DPOConfig) else []
+        if isinstance(config, SFTConfig) and config.best_of:  # before the training
+            others = [ModelUse("reward", "best_of.reward")]
+        return [ModelUse("reward" if isinstance(config, RewardConfig) else "policy", "model.path"), *others]
     if isinstance(config, EvalConfig):
         policies = [key for key in folders if is_policy_key(key) and key != "models.base"]
         judges = [ModelUse("judge", key) for key in folders if not is_policy_key(key)]
@@ -116,12 +118,12 @@ def models_in_memory(config: Config) -> list[ModelUse]:
 
 
 def is_policy_key(key: str) -> bool:
-    """Return True for keys of ppo.yaml and eval.yaml that name a model which generates."""
+    """Return True for keys that name a language model, which may generate."""
     return key in POLICY_KEYS or key.startswith("policies.")
 
 
 def is_scorer_key(key: str) -> bool:
-    """Return True for keys of ppo.yaml and eval.yaml that name a one-label model: reward, value or judge."""
+    """Return True for keys that name a one-label model: reward, value or judge."""
     return not is_policy_key(key) and not key.endswith(".pipeline")
 
 
@@ -194,6 +196,14 @@ def trl_fixed(config: TRLConfig, model: StageModel, target: Target) -> Bytes:
     if isinstance(config, DPOConfig) and not (model.adapters or config.trainer.get("precompute_ref_log_probs")):
         fixed["weights"] += model.full_weights
     return fixed
+
+
+def best_of_models(config: SFTConfig, bodies: Bodies, target: Target, *, shared: bool) -> dict[str, StageModel]:
+    """Return the model that best_of samples from and its reward model, frozen; `shared`: an adapter of its weights."""
+    bf16 = target.computes_in_bf16(config.sft.bf16)
+    extra: dict[str, Any] = {"adapters": DEFAULT_ADAPTERS} if shared else {"frozen": True}
+    policy = _stage_model(config, "model.path", bodies, scorer=False, bf16=bf16, frozen=True)
+    return {"policy": policy, "reward": _stage_model(config, "best_of.reward", bodies, scorer=True, bf16=bf16, **extra)}
 
 
 def ppo_plan(
@@ -271,7 +281,7 @@ class FixedMemory:
 def fixed_memory(config: Config, bodies: Bodies, separate: set[str], target: Target) -> FixedMemory:
     """Return a lower bound of a stage's memory: no activations, and only the models of `bodies`."""
     mode = mode_of(config)
-    if isinstance(config, TRLConfig) and bodies:
+    if isinstance(config, TRLConfig) and "model.path" in bodies:
         model = trl_model(config, bodies, mode, target)
         states = plan_phases.trl_fixed(model, eight_bits=config.trainer.get("optim") in ADAMW_8BIT_NAMES)
         fixed = trl_fixed(config, model, target)

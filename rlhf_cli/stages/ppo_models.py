@@ -20,6 +20,7 @@ from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
@@ -38,7 +39,7 @@ class SharedBaseModels:
     They return peft models, for `save.save_model`; PPO works with the plain model inside, `get_base_model()`.
     """
 
-    config: PPOConfig | EvalConfig
+    config: PPOConfig | EvalConfig | SFTConfig
     options: Options
     sft: Parent
     model: Any
@@ -71,6 +72,13 @@ class SharedBaseModels:
         hint = "an adapter of models.sft (reward.yaml: model.adapters) would need next to nothing"
         terminal.say(f"ppo      {parent.key} is {reason}: {size} of additional memory; {hint}")
         return model.to(devices.device())
+
+    def load_frozen_scorer(self, parent: Parent, tokenizer: Any, *, bf16: bool) -> Any:
+        """Return a frozen reward model that reads the tokens of `tokenizer`; raises as `load_reward_model`."""
+        if self.own_weights_reason(parent, tokenizer) is None:
+            return self.load_scorer(parent).get_base_model().requires_grad_(False).eval()
+        options = self.config, self.options, parent, tokenizer
+        return setup.place_frozen(setup.load_model(load.load_reward_model, *options, bf16_matrices=bf16), bf16=bf16)
 
     def load_policy(self, parent: Parent) -> Any:
         """Load a policy's adapter onto the shared weights; return the plain model. Raises RLHFError M01."""

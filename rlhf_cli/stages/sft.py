@@ -20,7 +20,7 @@ from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import setup, trl_common
+from rlhf_cli.stages import best_of, setup, trl_common
 from rlhf_cli.stages.lm_head import use_own_lm_head
 from rlhf_cli.stages.training_setup import (
     IGNORE_INDEX,
@@ -69,23 +69,29 @@ def run(config: SFTConfig, options: Options) -> None:
 
 def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     process_group = stage.process_group
+    best = best_of.best_rows(config, stage) if config.best_of else None
     tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     log_packing(config)
-    with process_group.main_process_first():
-        rows, eval_rows = read_rows(config, tokenizer, model.config)
+    if best:
+        rows, eval_rows = best.rows, best.eval_rows
+    else:
+        with process_group.main_process_first():
+            rows, eval_rows = read_rows(config, tokenizer, model.config)
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
     note = f"Loss on {'answers only' if config.sft.completion_only_loss else 'whole rows'}."
+    if config.best_of:
+        note += f" Each answer is the best of {config.best_of.n} of that model's own, by a reward model."
     with ExitStack() as trackers:
         steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before the model is loaded again
-        metrics: dict[str, float] = {}
+        metrics = best.metrics if best else {}
         if eval_rows:
             model = trl_common.load_saved_model(load.load_causal_lm, config, stage.options, base)
-            metrics = evaluate_model(config, model, eval_rows, tokenizer.pad_token_id, process_group)
+            metrics |= evaluate_model(config, model, eval_rows, tokenizer.pad_token_id, process_group)
             logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
             logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
             trl_common.log_final_evaluation(log, steps, logged)

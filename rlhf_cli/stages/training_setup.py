@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli import data, distributed, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TrainerSettings, TRLConfig
+from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
@@ -70,7 +70,7 @@ def new_model_config(config: SFTConfig) -> Any:
     return model_config
 
 
-def load_sft_model(config: RewardConfig | DPOConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
+def load_sft_model(config: TRLConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load model.path as a language model."""
     kwargs = load.load_kwargs(
         config.model, options.trust_remote_code, bf16_matrices=devices.use_bf16(settings_of(config).bf16)
@@ -118,10 +118,10 @@ def log_packing(config: SFTConfig) -> None:
 def read_data(
     config: TRLConfig, key: str, tokenizer: Any, model_config: Any = None, *, sample: int | None = None
 ) -> data.Rows[Any]:
-    """Read data.train or data.eval, up to max_length unless packing splits long rows.
+    """Read data.train or data.eval, up to max_length unless packing splits long rows. With best_of they are prompts.
 
     Of more than `sample` rows only a sample is read. `model_config` None: unknown context. Warns D16. Raises RLHFError
-    D01-D10, D12, D14, D16.
+    C13, D01-D10, D12, D14, D16.
     """
     splits = packing_strategy(config) in SPLITTING_STRATEGIES
     options: dict[str, Any] = {
@@ -129,7 +129,12 @@ def read_data(
         "sample": sample,
     }  # fmt: skip
     read_rows: Any = data.sft_rows
-    if not isinstance(config, SFTConfig):
+    if isinstance(config, SFTConfig) and config.best_of:
+        read_rows, length = data.prompt_rows, config.best_of.response_length
+        where = config.where("best_of.response_length")
+        room = None if model_config is None else load.max_prompt_tokens(model_config, length, where)
+        options["max_length"] = min(limit for limit in (room, config.sft.max_length - length) if limit)
+    elif not isinstance(config, SFTConfig):
         read_rows, options["on_identical"] = data.preference_rows, config.data.on_identical
     source = config.sources()[f"data.{key}"]
     hint = _longer_rows_hint(config, model_config)
@@ -137,15 +142,15 @@ def read_data(
 
 
 def read_rows(config: TRLConfig, tokenizer: Any, model_config: Any) -> tuple[data.Rows[Any], list[Any]]:
-    """Read and check data.train and data.eval, [] without it; rows of SFT become {input_ids, labels}.
+    """Read and check data.train and data.eval, [] without it; rows of SFT become {input_ids, labels}, without best_of.
 
     Raises RLHFError as `read_data` and `check_rows`.
     """
     rows = read_data(config, "train", tokenizer, model_config)
     eval_rows = read_data(config, "eval", tokenizer, model_config) if "data.eval" in config.sources() else None
     check_rows(config, rows, eval_rows, model_config)
-    if isinstance(config, SFTConfig):
-        rows, eval_rows = _add_labels(config, rows), eval_rows and _add_labels(config, eval_rows)
+    if isinstance(config, SFTConfig) and not config.best_of:
+        rows, eval_rows = add_labels(config, rows), eval_rows and add_labels(config, eval_rows)
     return rows, eval_rows or []
 
 
@@ -170,7 +175,7 @@ def num_sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
     return -(-count_tokens(rows) // config.sft.max_length)
 
 
-def _add_labels(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
+def add_labels(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
     """Return {input_ids, labels} per row; completion_only_loss ignores the prompt tokens."""
     completion_only = config.sft.completion_only_loss
     return rows.with_rows(
@@ -260,5 +265,6 @@ def describe_batches(
 
 
 def count_tokens(rows: Sequence[Mapping[str, Sequence[int]]]) -> int:
-    """Return the number of tokens of all rows, 0 if they were read without a tokenizer."""
-    return sum(len(row[column]) for row in rows for column in TOKEN_COLUMNS if column in row)
+    """Return the number of tokens of all rows, 0 for prompts and if they were read without a tokenizer."""
+    whole = [row for row in rows if not isinstance(row, data.Prompt)]
+    return sum(len(row[column]) for row in whole for column in TOKEN_COLUMNS if column in row)

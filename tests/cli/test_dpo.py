@@ -1,4 +1,7 @@
-"""`rlhf dpo`, the optional stage, in the other commands: run, check, plan, init, status, report, chat, export, eval."""
+"""`rlhf dpo`, the optional stage, in the other commands: run, check, plan, init, status, report, chat, export, eval.
+
+And what `rlhf init --baselines` writes.
+"""
 
 import json
 import re
@@ -182,7 +185,9 @@ def test_baselines_adds_a_dpo_yaml_with_the_pairs_of_reward_yaml(here: Path, pre
     names = {
         path.name: sorted(each.relative_to(path).as_posix() for each in path.rglob("*")) for path in here.iterdir()
     }
-    assert set(names["with"]) - set(names["without"]) == {"dpo.yaml", ".schema/dpo.json"}
+    added = {"dpo.yaml", ".schema/dpo.json", "best_of", "best_of/sft.yaml"}
+    added |= {".schema/sft.json"} if preset == "instruct" else set()
+    assert set(names["with"]) - set(names["without"]) == added
     dpo, reward = (config.load(stage, here / "with" / f"{stage}.yaml") for stage in ("dpo", "reward"))
     assert dpo.data == reward.data and dpo.model == reward.model and dpo.seed == reward.seed
     shared = (
@@ -196,6 +201,14 @@ def test_baselines_adds_a_dpo_yaml_with_the_pairs_of_reward_yaml(here: Path, pre
     assert dpo.dpo.learning_rate == pytest.approx(reward.reward.learning_rate / 10)
     text = (here / "with/dpo.yaml").read_text()
     assert text.count("#") > 4 and yaml.safe_load(text)["model"]["path"]
+    best, ppo = config.load("sft", here / "with/best_of/sft.yaml"), config.load("ppo", here / "with/ppo.yaml")
+    found = best.model.path, best.best_of.reward, best.data.train, best.best_of.response_length, best.seed
+    assert found == (ppo.models.sft, ppo.models.reward, ppo.data.prompts, ppo.ppo.response_length, ppo.seed)
+    assert (best.best_of.temperature, bool(best.model.adapters)) == (ppo.ppo.temperature, bool(ppo.models.adapters))
+    batch = best.sft.per_device_train_batch_size * best.sft.gradient_accumulation_steps
+    assert best.data.max_rows == max(ppo.ppo.total_episodes // best.best_of.n, batch)
+    text = (here / "with/best_of/sft.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=../.schema/sft.json\n") and text.count("#") > 4
 
 
 def test_preferences_get_a_dpo_yaml_that_fits(here: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,4 +228,6 @@ def test_preferences_get_a_dpo_yaml_that_fits(here: Path, world: World, monkeypa
         each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (dpo.dpo, reward.reward)
     ]
     assert products[0] == products[1] and dpo.data == reward.data
+    best = config.load("sft", here / "mine/best_of/sft.yaml")
+    assert best.data.train == str(here / "mine/data/prompts.jsonl")
     assert check("mine").exit_code == 0

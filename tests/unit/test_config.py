@@ -119,7 +119,7 @@ def test_prompts_are_cut_to_a_number_or_a_range_of_words(stage: str, here: Path)
     assert words("data.truncate_prompt_words.min=2", "data.truncate_prompt_words.max=8") == (2, 8)
     with pytest.raises(RLHFError, match="min is greater than max"):
         words("data.truncate_prompt_words.min=8", "data.truncate_prompt_words.max=2")
-    with pytest.raises(RLHFError, match="belongs in ppo"):
+    with pytest.raises(RLHFError, match="belongs under best_of"):
         loaded(here, "sft", "", "data.truncate_prompt_words=8")
 
 

@@ -133,10 +133,10 @@ def init(
     """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
     A preset with a large base model is changed if it does not fit `gpu` (None: the one that is here), with `adapters`.
-    With `baselines` there is a dpo.yaml, too. Configs and data are written completely or not at all; identical files
-    are kept, so the command can be repeated. Raises RLHFError C07 for an unknown preset or GPU, C11 for options without
-    an effect, C15 if the folder holds different files of the same names, E03 if nothing fits. Exits with the code of
-    the base model's run if that fails.
+    With `baselines` there are dpo.yaml and best_of/sft.yaml, too. Configs and data are written completely or not at
+    all; identical files are kept, so the command can be repeated. Raises RLHFError C07 for an unknown preset or GPU,
+    C11 for options without an effect, C15 if the folder holds different files of the same names, E03 if nothing fits.
+    Exits with the code of the base model's run if that fails.
     """
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or "rlhf init --list"
@@ -159,7 +159,7 @@ def init(
             from rlhf_cli.commands.init.baseline import write_dpo
 
             write_dpo(scratch)
-        stages = {path.stem for path in files if path.suffix == ".yaml"} | ({"dpo"} if baselines else set())
+        stages = {path.stem for path in files if path.suffix == ".yaml"} | ({"sft", "dpo"} if baselines else set())
         json_schema.write_schemas(scratch, sorted(stages))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
@@ -167,6 +167,10 @@ def init(
             from rlhf_cli.commands.init.placement import fit_preset
 
             memory = fit_preset(scratch, preset.base, preset.prompt, adapters, gpu)
+        if baselines:
+            from rlhf_cli.commands.init.baseline import write_best_of
+
+            write_best_of(scratch)
     if preset.base:
         terminal.out(memory)
     if preset.sizes and preset.sizes.texts:

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_cli import config, runs, terminal
 from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
-from rlhf_cli.commands.init.baseline import write_dpo
+from rlhf_cli.commands.init.baseline import write_best_of, write_dpo
 from rlhf_cli.commands.init.pairs import (
     MAX_ANSWERS,
     PART_USES,
@@ -66,7 +66,7 @@ def init(
     `data` is a file, a folder or a hub id; `base` a model's folder or hub id; `columns` are "NAME=COLUMN"; `plain` uses
     the texts without the model's chat template; `balance_length` drops pairs of the reward model until the longer
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
-    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` adds a dpo.yaml.
+    GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` as in `init`.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
     if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
     model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
@@ -163,7 +163,7 @@ def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes
 
 
 def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = None) -> None:
-    """Write the YAMLs from the templates of configs/preferences, and load each; dpo.yaml if it has `rows`."""
+    """Write the YAMLs from the templates of configs/preferences, and load each; baselines if DPO has `rows`."""
     templates = FileSystemLoader(discover.configs_folder() / "preferences")
     environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
     for stage in STAGES:
@@ -173,6 +173,7 @@ def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = No
         config.load(stage, file)
     if rows:
         write_dpo(folder, rows)
+        write_best_of(folder)
     json_schema.write_schemas(folder, [*STAGES, "dpo"] if rows else STAGES)
 
 

@@ -15,6 +15,7 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.config.yaml_io import to_yaml
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_word, shown
 from rlhf_cli.models import devices
@@ -201,6 +202,9 @@ def _candidate_changes(stage: Estimate, *, adapters: bool) -> Iterator[list[str]
     if adapters and not has_adapters:
         unusable = [key for key in ("offload", "fsdp") if ppo and getattr(settings, key)]
         yield [f"{section}.adapters={{kind: lora}}", *(f"ppo.{key}=false" for key in unusable)]
+    if isinstance(config, SFTConfig) and config.best_of:
+        for at_once in _halves(config.best_of.per_device_batch_size):
+            yield [f"best_of.per_device_batch_size={at_once}"]
     savings = [[f"{key}={to_yaml(value)}"] for key, value in memory_savings(name).values()]
     yield from savings[: 1 if adapters or has_adapters else None]
     if ppo:
@@ -246,11 +250,11 @@ def show(plan: dict[str, Any], target: Target) -> None:
     rows.append(["total", *(size(phase["total"]) for phase in phases)])
     columns = [f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"] for phase in phases]
     models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
-    prompt, response, generates = plan["prompt_tokens"], plan["response_tokens"], plan["stage"] in GENERATING
+    prompt, response = plan["prompt_tokens"], plan["response_tokens"]
     rows_text, generated = f"rows of {prompt + response} tokens", f"prompts of {prompt} tokens, responses of {response}"
     mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
     processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
-    title = f"{plan['stage']}: {models} parameters; {generated if generates else rows_text}{mode}{processes}"
+    title = f"{plan['stage']}: {models} parameters; {generated if _generates(plan) else rows_text}{mode}{processes}"
     terminal.table(["", *columns], rows, title=title)
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
     extra = "".join(f", {name} {size(count)}" for name, count in others if count)
@@ -274,9 +278,13 @@ def show(plan: dict[str, Any], target: Target) -> None:
     terminal.out()
 
 
+def _generates(plan: dict[str, Any]) -> bool:
+    return plan["stage"] in GENERATING or "rollout" in plan["once_seconds"]
+
+
 def _assumptions(plan: dict[str, Any]) -> str:
     """Describe what the time of a stage that generates assumes."""
-    if plan["stage"] not in GENERATING:
+    if not _generates(plan):
         return ""
     mean = plan["mean_response_tokens"]
     text = f", with responses of {mean:.0f} tokens as PPO measured" if mean else ", with all responses at their limit"
