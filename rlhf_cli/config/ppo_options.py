@@ -133,14 +133,15 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
         "vf_coef": (1.0, f"{_OPENRLHF}; its value model has a separate optimizer"),
         "adam_beta2": (0.95, _OPENRLHF),
     },
-    # The most reward at a KL: the exact KL in the loss at a high price, and a value model that learns fast.
+    # The most reward at a KL: its exact gradient at a high price, a value model that learns fast, averaged weights.
     "frontier": {
         "kl_in": ("loss", _LEARNING),
         "kl_estimator": ("full", _LEARNING),
-        "kl_coef": (0.15, f"{_LEARNING}; 0.3 on scores that are not normalised, of a deviation of 2"),
+        "kl_coef": (0.25, f"{_LEARNING}; 0.5 on scores that are not normalised, of a deviation of 2"),
         "lam": (0.8, _LEARNING),
         "cliprange_value": (0.5, _LEARNING),
         "value_learning_rate": (TimesLearningRate(5), _LEARNING),
+        "average": (0.9, _LEARNING),
     },
 }
 
@@ -159,12 +160,13 @@ VALUE_KEYS = (
 
 
 def recipe_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the recipe in the keys of `ppo`, without those that have no effect beside these keys."""
+    """Return the defaults of the recipe in the keys of `ppo`, without those that these keys exclude."""
     recipe = keys.get("recipe")
     defaults = {key: value for key, (value, _) in RECIPES.get(recipe if isinstance(recipe, str) else "", {}).items()}
     if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
         defaults.pop("warmup_ratio", None)
-    for key in VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ():
+    without_effect = VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ()
+    for key in (*without_effect, *(["average"] if keys.get("fsdp") else [])):
         defaults.pop(key, None)
     return defaults
 

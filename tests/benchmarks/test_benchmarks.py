@@ -117,7 +117,16 @@ def test_memory(tmp_path, monkeypatch):
 
 
 def test_learning(shared, tmp_path, monkeypatch):
-    sets = ("--set", "total_episodes=128", "--set", "num_ppo_epochs=1", "--set", "response_length=8")
+    sets = (
+        "--set",
+        "total_episodes=128",
+        "--set",
+        "num_ppo_epochs=1",
+        "--set",
+        "response_length=8",
+        "--set",
+        "average=0.5",
+    )
     command = ("--shared", shared, "--out", tmp_path, "--seeds", 0, "--samples", 2, *sets)
     out = tmp_path / "default"
     judge = lambda _: lambda texts: [float(len(text)) for text in texts]  # noqa: E731
@@ -131,11 +140,12 @@ def test_learning(shared, tmp_path, monkeypatch):
     monkeypatch.delattr(learning.train, "load_policy")  # a complete run is not repeated
     assert run(monkeypatch, learning, *command) == 0 and (out / "learning.md").read_text() == text
     lines = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
-    assert [(line["episodes"], line.get("share")) for line in lines] == [(128, None), (128, 0.5)]
+    points = [(line["episodes"], line.get("weights"), line.get("share")) for line in lines]
+    assert points == [(128, None, None), (128, "average", None), (128, "average", 0.5)]
     for line in lines:
         assert (line["recipe"], line["seed"], line["n"]) == ("default", 0, 8 * min(64, 2 * 60))
         assert abs(line["kl"]) < 1 and 0 <= line["judge"] <= 1
-    assert lines[0]["kl"] != lines[1]["kl"] and "| default, seed 0, interpolated |" in text
+    assert len({line["kl"] for line in lines}) == 3 and "| default, seed 0, interpolated |" in text
 
 
 def test_the_recipes_differ_as_they_say():

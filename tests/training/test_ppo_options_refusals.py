@@ -168,6 +168,7 @@ def test_a_recipe_sets_its_defaults_and_nothing_else(name, times):
 def test_the_value_models_rate_of_the_frontier_follows_the_policys():
     assert settings(recipe="frontier", learning_rate=1e-4).value_learning_rate == 5e-4
     assert settings(recipe="frontier", learning_rate=1e-4, value_learning_rate=1e-5).value_learning_rate == 1e-5
+    assert settings(recipe="frontier", fsdp=True).average is None
 
 
 @pytest.mark.parametrize("key", RECIPES["reasoning"])
