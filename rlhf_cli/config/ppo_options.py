@@ -110,7 +110,7 @@ class TimesLearningRate:
 
 _OPENRLHF = "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py"
 
-_LEARNING = "docs/results/learning.md"
+_RECIPES = "docs/ppo.md, section Recipes"
 
 # Recipe -> key -> (default, source). classic, RLHF on human preferences, uses the keys' own defaults.
 RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
@@ -135,13 +135,13 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     # The most reward at a KL: its exact gradient at a high price, a value model that learns fast, averaged weights.
     "frontier": {
-        "kl_in": ("loss", _LEARNING),
-        "kl_estimator": ("full", _LEARNING),
-        "kl_coef": (0.25, f"{_LEARNING}; 0.5 on scores that are not normalised, of a deviation of 2"),
-        "lam": (0.8, _LEARNING),
-        "cliprange_value": (0.5, _LEARNING),
-        "value_learning_rate": (TimesLearningRate(5), _LEARNING),
-        "average": (0.9, _LEARNING),
+        "kl_in": ("loss", _RECIPES),
+        "kl_estimator": ("full", _RECIPES),
+        "kl_coef": (0.25, f"{_RECIPES}; 0.5 on scores that are not normalised, of a deviation of 2"),
+        "lam": (0.8, _RECIPES),
+        "cliprange_value": (0.5, _RECIPES),
+        "value_learning_rate": (TimesLearningRate(5), _RECIPES),
+        "average": (0.9, _RECIPES),
     },
 }
 
