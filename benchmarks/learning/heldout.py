@@ -105,13 +105,11 @@ def evaluate_runs(
     lines = curves.read_lines(path)
     known = {_key(line) for line in lines}
     for seed, folder in folders.items():
-        for point in _points(folder, settings):
+        for place, point in _points(folder, settings):
             key = {"recipe": recipe, "seed": seed} | point
             if _key(key) in known:
                 continue
             progress("held out: " + ", ".join(f"{name} {value}" for name, value in key.items()))
-            update = point["episodes"] // settings.episodes_per_update
-            place = folder / "points" / f"{update:03d}" / point.get("weights", "policy")
             result = evaluator(shared).line(place, point.get("share", 1.0))
             lines.append(key | {name: round(value, 4) for name, value in result.items()})
             with path.open("a", encoding="utf-8") as file:
@@ -119,18 +117,19 @@ def evaluate_runs(
     return lines
 
 
-def _points(folder: Path, settings: PPOSettings) -> Iterator[Line]:
-    """Yield {episodes} of each saved policy, with `weights` of its average, and with `share` of those towards SFT."""
+def _points(folder: Path, settings: PPOSettings) -> Iterator[tuple[Path, Line]]:
+    """Yield (folder, {episodes}) of each saved policy; of its average with `weights`, of those to SFT with `share`."""
     places = sorted(place for place in (folder / "points").iterdir() if place.name.isdigit())
     episodes = [int(place.name) * settings.episodes_per_update for place in places]
     ends = {max((count for count in episodes if count <= most), default=None) for most in EPISODES}
     for count, place in zip(episodes, places, strict=True):
-        averaged = {"weights": "average"} if (place / "average").exists() else {}
-        yield {"episodes": count}
-        if averaged:
-            yield {"episodes": count} | averaged
+        policy, point = place / "policy", {"episodes": count}
+        yield policy, point
+        if (place / "average").exists():
+            policy, point = place / "average", {**point, "weights": "average"}
+            yield policy, point
         for share in SHARES if count in ends else ():
-            yield {"episodes": count} | averaged | {"share": share}
+            yield policy, {**point, "share": share}
 
 
 def _key(line: Line) -> tuple[Any, ...]:

@@ -109,8 +109,7 @@ class TimesLearningRate:
 
 
 _OPENRLHF = "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py"
-
-_RECIPES = "docs/ppo.md, section Recipes"
+_OURS = "docs/ppo.md, section Recipes"
 
 # Recipe -> key -> (default, source). classic, RLHF on human preferences, uses the keys' own defaults.
 RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
@@ -135,13 +134,13 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
     },
     # The most reward at a KL: its exact gradient at a high price, a value model that learns fast, averaged weights.
     "frontier": {
-        "kl_in": ("loss", _RECIPES),
-        "kl_estimator": ("full", _RECIPES),
-        "kl_coef": (0.25, f"{_RECIPES}; 0.5 on scores that are not normalised, of a deviation of 2"),
-        "lam": (0.8, _RECIPES),
-        "cliprange_value": (0.5, _RECIPES),
-        "value_learning_rate": (TimesLearningRate(5), _RECIPES),
-        "average": (0.9, _RECIPES),
+        "kl_in": ("loss", _OURS),
+        "kl_estimator": ("full", _OURS),
+        "kl_coef": (0.25, f"{_OURS}; 0.5 on scores that are not normalised, of a deviation of 2"),
+        "lam": (0.8, _OURS),
+        "cliprange_value": (0.5, _OURS),
+        "value_learning_rate": (TimesLearningRate(5), _OURS),
+        "average": (0.9, _OURS),
     },
 }
 

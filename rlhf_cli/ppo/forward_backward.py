@@ -147,7 +147,7 @@ class ModelRunner:
     ):
         self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
         self.has_value_head = isinstance(value, forward.ValueHead)
-        self.has_value_model = value is not None and not self.has_value_head  # with layers of its own
+        self.has_value_model = value is not None and not self.has_value_head  # a separate one
         self.trained_backbones = [policy, value] if self.has_value_model else [policy]
         self.outputs = ("logprobs", "ref_logprobs", "kl", *(["values"] if value is not None else []))  # of `forward`
         self.packed = settings.packing and packing.enable([*self.trained_backbones, ref], loading)

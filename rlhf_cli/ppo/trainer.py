@@ -287,13 +287,14 @@ class PPOTrainer:
         )
         self.parallel.check_replicas(weight_norms)
         self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
+        policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1
         if self.average:
             self.average.update()
         stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
         self.score_moments = experience.score_result.moments
-        if settings.adap_kl_ctrl and self.updates > settings.value_only_updates:  # before, the KL does not depend on it
+        if settings.adap_kl_ctrl and policy_was_trained:
             self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
