@@ -31,7 +31,8 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.eval import sequence_kl
 
-SAMPLES, ROWS = 8, 64  # answers to each held-out prompt; rows of a batch
+SAMPLES = 8  # answers to each held-out prompt
+ROWS = 512 if train.DEVICE.type == "cuda" else 64  # of a batch
 TARGETS = {0.72: 1.0, 1.72: 3.0, 2.43: 5.0}  # score -> KL, in nats, at which a recipe should have reached it
 LIMIT = {0.72: 0.3, 1.72: 1.0, 2.43: 1.7}  # KL that SFT tilted by exp(score / beta) needs for it
 TRL = {0.72: 5, 1.72: 10, 2.43: 15}  # KL that TRL 1.12's PPO paid for it in training, mean of three seeds
@@ -71,7 +72,7 @@ class Evaluator:
     @torch.no_grad()
     def evaluate(self, policy: Any) -> tuple[Line, list[str]]:
         """Return {score, kl, n} of a policy, and the texts of prompts and answers."""
-        rollout = HFEngine(policy, train.STOP, train.PAD, batch_size=ROWS).generate(self.prompts)
+        rollout = HFEngine(policy, train.STOP, train.PAD, batch_size=ROWS, bf16=False).generate(self.prompts)
         scores = apply_penalties(self.reward(rollout), rollout, self.prompts.response_length, self.settings)
         kl = sequence_kl(policy, self.sft, rollout, self.settings.temperature, max_rows=ROWS)
         texts = ["".join(pair) for pair in zip(*rollout.texts(self.tokenizer), strict=True)]
@@ -84,7 +85,7 @@ class Evaluator:
 
     def line(self, folder: Path, share: float = 1.0) -> Line:
         """Return {score, kl, n, judge} of SFT + share * (a saved policy - SFT)."""
-        policy = AutoModelForCausalLM.from_pretrained(folder).eval()
+        policy = AutoModelForCausalLM.from_pretrained(folder).to(train.DEVICE).eval()
         if share != 1:
             interpolation.interpolate(policy, self.sft, share)
         result, texts = self.evaluate(policy)

@@ -26,6 +26,7 @@ from rlhf_cli.rewards.model import ModelReward
 
 EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # the policy and a checkpoint are saved every 320 episodes
 STOP, PAD, ROWS = 2, 0, 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The settings of trl_ppo.py; all others are our defaults.
 WORKLOAD = {
     "total_episodes": EPISODES,
@@ -36,6 +37,7 @@ WORKLOAD = {
     "response_length": 64,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
+    "bf16": False,
 }
 
 
@@ -70,16 +72,16 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 
 
 def load_scorer(shared: Path) -> torch.nn.Module:
-    return AutoModelForSequenceClassification.from_pretrained(shared / "models/reviews-rm", num_labels=1)
+    return AutoModelForSequenceClassification.from_pretrained(shared / "models/reviews-rm", num_labels=1).to(DEVICE)
 
 
 def load_policy(shared: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(shared / "models/reviews-sft")
+    return AutoModelForCausalLM.from_pretrained(shared / "models/reviews-sft").to(DEVICE)
 
 
 def trainer(shared: Path, settings: PPOSettings, seed: int) -> PPOTrainer:
     policy, reward = load_policy(shared), ModelReward(load_scorer(shared).eval(), ROWS)
-    engine, value = HFEngine(policy, STOP, PAD), load_scorer(shared) if settings.needs_value_model else None
+    engine, value = HFEngine(policy, STOP, PAD, bf16=False), load_scorer(shared) if settings.needs_value_model else None
     return PPOTrainer(policy, load_policy(shared), value, {"reward": reward}, engine, settings, seed=seed)
 
 
@@ -130,7 +132,7 @@ def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, progress: C
         return cached["best_of"]
     policy, rows = load_policy(shared), prompts(Reference.shared(shared))[HELD_OUT : HELD_OUT + 128]
     settings, reward = PPOSettings(**WORKLOAD), ModelReward(load_scorer(shared).eval(), 64)
-    value, engine = load_scorer(shared), HFEngine(policy, STOP, PAD)
+    value, engine = load_scorer(shared), HFEngine(policy, STOP, PAD, bf16=False)
     ppo = PPOTrainer(policy, load_policy(shared), value, {"reward": reward}, engine, settings)
     scores_by_sample = []
     for sample in range(samples):

@@ -55,6 +55,7 @@ class FakeConfig:
     output: Any = field(default_factory=lambda: SimpleNamespace(run_name=None, keep=2))
     settings: dict[str, Any] = field(default_factory=lambda: {"sft": {"learning_rate": 1e-05}})
     model: Any = field(default_factory=lambda: SimpleNamespace(path=None, revision=None))
+    best_of: None = None
 
     @property
     def file(self) -> Path:

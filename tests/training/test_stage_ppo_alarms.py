@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -186,7 +187,8 @@ def test_the_best_policy_is_chosen_with_one_coefficient_and_one_unit(run_folder)
 def snapshots(tmp_path, monkeypatch):
     """Snapshots of a run of ten updates, without models."""
     monkeypatch.setattr(save, "save_model", lambda *_: None)
-    components = SimpleNamespace(num_updates=10, policy=None, tokenizer=None)
+    trainer = SimpleNamespace(averaged_policy=nullcontext)
+    components = SimpleNamespace(num_updates=10, policy=None, tokenizer=None, trainer=trainer)
 
     def build(**settings) -> Snapshots:
         ppo, output = PPOSettings(total_episodes=80, **settings), SimpleNamespace(snapshots=1)
