@@ -99,16 +99,9 @@ class FunctionReward:
     may_skip_rows: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        rows = text_rows(rollout, self.tokenizer)
+        rows = TextRows.of(rollout, self.tokenizer)
         scores = score_texts(self.name, self.function, rows, every_row=False)
         return torch.tensor([math.nan if score is None else score for score in scores], device=rollout.ids.device)
-
-
-def text_rows(rollout: Rollout, tokenizer: Any) -> TextRows:
-    """Return what reward functions get of a rollout."""
-    rollout = rollout.to(torch.device("cpu"))
-    ids = [rollout.response_tokens(row) for row in range(len(rollout))]
-    return TextRows(*rollout.texts(tokenizer), ids, rollout.records)
 
 
 def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: bool = True) -> list[Any]:

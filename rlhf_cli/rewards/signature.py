@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
+
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import format_columns
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean
-from rlhf_cli.models.batch import Record
+from rlhf_cli.models.batch import Record, Rollout
 
 # (prompts, responses) or TRL's (prompts=, completions=, completion_ids=, **columns) -> one score, or None, per row.
 # May be async.
@@ -26,6 +28,13 @@ class TextRows:
     responses: list[str]  # decoded without special tokens
     completion_ids: Sequence[list[int]] = ()  # the responses' tokens, the stop token included
     records: Sequence[Record] = ()  # of the prompts; empty if they are of no data
+
+    @classmethod
+    def of(cls, rollout: Rollout, tokenizer: Any) -> "TextRows":
+        """Decode the rows of a rollout."""
+        rollout = rollout.to(torch.device("cpu"))
+        ids = [rollout.response_tokens(row) for row in range(len(rollout))]
+        return cls(*rollout.texts(tokenizer), ids, rollout.records)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards.function import load_function, score_texts, text_rows
+from rlhf_cli.rewards.function import load_function, score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.rewards.signature import RewardFn, TextRows, check_columns
 from rlhf_cli.runs.parents import Parent
@@ -324,7 +324,7 @@ class PolicyEvaluator:
         bf16 = self.config.eval.bf16
         engine = HFEngine(policy, self.sampling.stop_token_id, pad_id, temperature, batch_size, bf16=bf16)
         rollout = engine.generate(prompts)
-        rows = text_rows(rollout, self.tokenizer)
+        rows = TextRows.of(rollout, self.tokenizer)
         kl = [0.0] * len(rollout) if mode == "sampled" else None
         if mode == "sampled" and policy is not sft:
             with setup.autocast(bf16=devices.use_bf16(bf16)):
