@@ -43,8 +43,9 @@ MALLOC ?= returns
 bench-memory: $(VENV)/.installed-test $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
 	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
-bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, resumes (docs/results/learning.md)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
+RECIPE ?= default
+bench-learning: $(VENV)/.installed-reviews ## PPO of RECIPE= beside TRL's recorded runs: an hour or two, resumes (docs/results/learning.md)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --recipe $(RECIPE)
 
 # With the Python of the machine: it has torch for its GPU, and may have no network.
 OUT ?= docs/results

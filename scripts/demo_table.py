@@ -1,11 +1,14 @@
-"""Print a Markdown table of demo runs and of the demo's goals, or of the snapshots of one run (docs/results/demo.md).
+"""Print a Markdown table of demo runs and of the demo's goals, of the snapshots of one run, or of judge and KL of all
+policies of runs (docs/results/demo.md, docs/results/reviews.md).
 
 python scripts/demo_table.py runs/demo-0 runs/demo-1 ...
 python scripts/demo_table.py --frontier runs/demo-kl0
+python scripts/demo_table.py --policies gold 2 4 6 runs/demo-0 ...     # PPO's mean of judge gold at 2, 4 and 6 nats
 """
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 COLUMNS = [
@@ -71,8 +74,41 @@ def frontier_row(point: dict) -> list[str]:
     ]
 
 
+def judge_at(path: list[tuple[float, float]], kl: float) -> str:
+    """Return the mean where a path of (KL, mean) first has that KL, between its two policies by the root of KL."""
+    for (low, before), (high, after) in pairwise(path):
+        if low <= kl <= high:
+            part = (kl**0.5 - low**0.5) / (high**0.5 - low**0.5)
+            return f"{before + part * (after - before):.3f}"
+    return "-"
+
+
+def policies_row(run: Path, judge: str, kls: list[float]) -> list[str]:
+    """Return a judge's mean of PPO's snapshots and of policies between SFT and PPO at each KL, then other policies."""
+    report = read_report(run)
+    models, start = report["models"], (0.0, report["models"]["sft"]["judges"][judge]["mean"])
+
+    def path(points: list[dict]) -> list[tuple[float, float]]:
+        return [start, *((max(point["kl"], 0.0), point["judges"][judge]["mean"]) for point in points)]
+
+    shares = path([*report.get("interpolated", []), models["ppo"]])
+    paths = [path(report["frontier"]), shares if len(shares) > 2 else []]
+    others = [models[name] for name in ("best_of", "dpo") if name in models]
+    points = [("SFT", models["sft"]), ("PPO", models["ppo"]), *zip(("best-of-n SFT", "DPO"), others, strict=False)]
+    return [
+        run.name,
+        *(" / ".join(judge_at(path, kl) for path in paths if path) for kl in kls),
+        "; ".join(f"{name} {point['judges'][judge]['mean']:.3f} at {point['kl']:.1f}" for name, point in points),
+    ]
+
+
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--frontier"]:
+    if arguments[:1] == ["--policies"]:
+        judge, rest = arguments[1], arguments[2:]
+        kls = [float(text) for text in rest if text.isdigit()]
+        columns = ["run", *(f"PPO's snapshots / interpolated, {kl:g} nats" for kl in kls), "policies"]
+        rows = [policies_row(Path(folder), judge, kls) for folder in rest if not folder.isdigit()]
+    elif arguments[:1] == ["--frontier"]:
         columns, rows = FRONTIER_COLUMNS, [frontier_row(point) for point in read_report(Path(arguments[1]))["frontier"]]
     else:
         columns, rows = COLUMNS, [run_row(Path(folder)) for folder in arguments]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.learning --shared ../shared --recipe default --out runs/bench-learning
 
-60 updates of 64 episodes with the 5.3 M-parameter models of the developers' shared folder, learning rate 1e-4
-(constant), temperature 1, up to 64 tokens, 4 epochs; all other keys are those of the recipe, our defaults, or set by
---set. About 11 CPU minutes per seed; an interrupted run resumes. The saved policies are evaluated on held-out prompts:
-OUT/heldout.jsonl has a line for each, of all recipes. TRL's curves are read from a file. To record another one, in a
-separate environment (see the head of trl_ppo.py):
+Updates of 64 episodes with the 5.3 M-parameter models of the developers' shared folder, learning rate 1e-4 (constant),
+temperature 1, up to 64 tokens, 4 epochs; all other keys are those of the recipe, our defaults, or set by --set. About
+11 CPU minutes per seed and 3840 episodes, less on a GPU; an interrupted run resumes. The saved policies are evaluated
+on held-out prompts: OUT/heldout.jsonl has a line for each, of all recipes. TRL's curves are read from a file. To record
+another one, in a separate environment (see the head of trl_ppo.py):
 
     python ../shared/bench/trl_ppo.py --lr 1e-4 --updates 60 --seed S --save > line.json
 
