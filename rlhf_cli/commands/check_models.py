@@ -109,7 +109,7 @@ class StageValidator:
         config = cast(PPOConfig, stage.config)
         parent, tokenizer, model_config = self._check_policies(stage)
         attempt = self.report.attempt
-        attempt(ppo_models.build_reward_fns, config, self.options, stage.parents, load_models=False)
+        reward_fns = attempt(ppo_models.build_reward_fns, config, self.options, stage.parents, load_models=False) or {}
         attempt(ppo_setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
             attempt(reward_card.check_required, config, stage.parents)
@@ -134,6 +134,7 @@ class StageValidator:
         if prompts is not None:
             self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
             attempt(ppo_setup.check_prompt_counts, config, prompts, held_out)
+            attempt(ppo_models.check_reward_columns, config, reward_fns, prompts, held_out)
             self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
@@ -141,7 +142,7 @@ class StageValidator:
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
         _, tokenizer, model_config = self._check_policies(stage)
-        self.report.attempt(eval_stage.judge_functions, config)
+        judges = self.report.attempt(eval_stage.judge_functions, config) or {}
         eval_stage.warn_of_selection_by_reward(config)
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
             self.report.attempt(eval_stage.check_interpolation, config, self.options, stage.parents)
@@ -158,6 +159,7 @@ class StageValidator:
         )
         if rows is not None:
             self._check_retokenized(stage, scorers, list(rows))
+            self.report.attempt(eval_stage.check_judges, config, judges, rows)
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
 

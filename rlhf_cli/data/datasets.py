@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,12 @@ class Prompt:
     ids: list[int]
     text: str | Conversation
     location: RowLocation
+    columns: dict[str, Any] = field(default_factory=dict)  # of its row; the first row's of a prompt with several pairs
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The row as reward functions get it."""
+        return {**self.columns, "prompt": self.text}
 
 
 class Rows(list[Row]):
@@ -145,7 +151,7 @@ def prompt_rows(
     """
 
     def make_row(example: Example, prompt: list[int], responses: list[list[int]]) -> Prompt:
-        return Prompt(prompt, example.prompt, example.location)
+        return Prompt(prompt, example.prompt, example.location, example.columns)
 
     reader = DatasetReader(source, PROMPT_FORMS)
     return _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)

@@ -70,8 +70,8 @@ class DatasetReader:
                     self._check_columns(raw)
                     self.converts = convert.must_convert(row, self._own_form(row))
                 if self.converts:
-                    raw = convert.convert_row(row)
-                    row = raw | self._mapped(raw)
+                    raw, further = convert.convert_row(row), {n: v for n, v in row.items() if n not in self._known}
+                    row = further | raw | self._mapped(raw)
                 if not self.first:
                     self._infer_schema(location, raw, row)
                     if self.converts:

@@ -6,7 +6,7 @@ A transcript (hh-rlhf) is a dialogue in one text: "\\n\\nHuman: ...\\n\\nAssista
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Any
@@ -45,6 +45,7 @@ class Example:
     responses: Mapping[str, str]
     margin: float | None = None  # of a pair
     rows: int = 1  # of the file, with this prompt
+    columns: dict[str, Any] = field(default_factory=dict)  # of a prompt's row, those besides the form's
 
     @property
     def first_text(self) -> str | Conversation:
@@ -99,14 +100,15 @@ def parse_pair_row(location: RowLocation, form: Form, row: dict[str, Any]) -> li
 
 def parse_prompt_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
     """Return the prompt: of a pair, {prompt}, or {messages} up to the last assistant turn. Raises D06-D09, D12."""
+    columns = {name: value for name, value in row.items() if name not in form}
     if "chosen" in form:
-        return [Example(location, pair.prompt, {}) for pair in parse_pair_row(location, form, row)]
+        return [Example(location, pair.prompt, {}, columns=columns) for pair in parse_pair_row(location, form, row)]
     prompt = row[form[0]]
     if form == ("messages",):
         turns = [i for i, message in enumerate(_require_messages(row)) if message["role"] == "assistant"]
         prompt = prompt[: turns[-1]] if turns else prompt
     _require_prompt(prompt)
-    return [Example(location, prompt, {})]
+    return [Example(location, prompt, {}, columns=columns)]
 
 
 def first_words(prompt: str | Conversation, words: tuple[int, int]) -> str:

@@ -5,15 +5,20 @@ Masks are bool, True = counts.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from rlhf_cli.data.datasets import Prompt
+
+Record = Mapping[str, Any]  # a row of the data: "prompt", its text or messages, and the further columns
 StopTokenId = int | Sequence[int] | None  # several end a response as transformers' eos_token_id does; None: none
 
 
@@ -53,6 +58,7 @@ class Prompts:
     mask: Tensor  # (B, P) bool
     seeds: tuple[int, ...] = ()  # one per row, keys all random draws of the row; set by the trainer
     response_length: int = 0  # maximum tokens per response; set by the trainer
+    records: tuple[Record, ...] = ()  # one per row, for reward functions; or none
 
     @classmethod
     def from_lists(cls, queries: Sequence[Sequence[int]], pad: int = 0) -> "Prompts":
@@ -61,16 +67,31 @@ class Prompts:
             raise ValueError("each prompt needs at least one token")
         return cls(*left_pad(queries, pad))
 
+    @classmethod
+    def of(cls, prompts: "Sequence[Prompt]") -> "Prompts":
+        """Build prompts from those of a data file, with their records."""
+        return replace(cls.from_lists([each.ids for each in prompts]), records=tuple(each.record for each in prompts))
+
+    def __post_init__(self) -> None:
+        _check_records(self)
+
     def __len__(self) -> int:
         return self.ids.shape[0]
 
     def rows(self, part: slice) -> "Prompts":
         """Return the rows of a slice."""
-        return replace(self, ids=self.ids[part], mask=self.mask[part], seeds=self.seeds[part])
+        ids, mask = self.ids[part], self.mask[part]
+        return replace(self, ids=ids, mask=mask, seeds=self.seeds[part], records=self.records[part])
 
     def repeat(self, times: int) -> "Prompts":
         """Repeat each row `times` times; the responses to one prompt are adjacent rows."""
-        return replace(self, ids=self.ids.repeat_interleave(times, 0), mask=self.mask.repeat_interleave(times, 0))
+        ids, mask = (tensor.repeat_interleave(times, 0) for tensor in (self.ids, self.mask))
+        return replace(self, ids=ids, mask=mask, records=tuple(each for each in self.records for _ in range(times)))
+
+
+def _check_records(rows: "Prompts | Rollout") -> None:
+    if rows.records and len(rows.records) != len(rows):
+        raise ValueError(f"{len(rows.records)} records for {len(rows)} rows")
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,10 @@ class Rollout:
     ended: Tensor  # (B,) bool: the response ended with a stop token
     row_offset: int = 0  # of a slice of a batch: the batch's row number of the first row
     logprobs: Tensor | None = None  # (B, R) float32: of the drawn tokens by the engine that drew them; 0 after the end
+    records: tuple[Record, ...] = ()  # the prompts': one per row, or none
+
+    def __post_init__(self) -> None:
+        _check_records(self)
 
     @classmethod
     def from_lists(
@@ -138,8 +163,9 @@ class Rollout:
 
     def rows(self, part: slice) -> "Rollout":
         """Return the rows of a slice, with all columns."""
-        offset = self.row_offset + (part.start or 0)
-        return replace(self, row_offset=offset, **{name: tensor[part] for name, tensor in self._tensors.items()})
+        offset, tensors = self.row_offset + (part.start or 0), self._tensors.items()
+        parts = {name: tensor[part] for name, tensor in tensors}
+        return replace(self, row_offset=offset, records=self.records[part], **parts)
 
     @classmethod
     def concat(cls, parts: Sequence["Rollout"]) -> "Rollout":
@@ -150,7 +176,8 @@ class Rollout:
             name: torch.cat([F.pad(getattr(part, name), (0, width - part.response_mask.shape[1])) for part in parts])
             for name in wide
         }
-        return cls(**padded, ended=torch.cat([part.ended for part in parts]))
+        records = tuple(chain.from_iterable(part.records for part in parts))
+        return cls(**padded, ended=torch.cat([part.ended for part in parts]), records=records)
 
     def to(self, device: torch.device) -> "Rollout":
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})

@@ -7,6 +7,7 @@ Shapes: B rows (episodes), R response width, N response tokens of a micro-batch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from rlhf_cli.config.ppo_algorithm import RolloutCorrection
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Rollout
+from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Record, Rollout
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.rewards.function import RewardSource
@@ -68,11 +69,16 @@ class RunningMeanStd:
 class ScoreResult:
     """Scores of a rollout at each stage of processing, each (B,) float32."""
 
-    raw: dict[str, Tensor]  # by reward source; an ensemble's combined score
+    raw: dict[str, Tensor]  # by reward source; an ensemble's combined score; NaN: a function gave the row no score
     ensembles: dict[str, EnsembleScores]  # by reward source, only those that are ensembles
     weighted_sum: Tensor  # clipped raw scores times their weights, before normalisation
     moments: RunningMeanStd  # of `weighted_sum` over the run, this rollout included
     final: Tensor  # normalised, clipped, less penalties: the reward at the last real token
+
+    @property
+    def scored(self) -> dict[str, Tensor]:
+        """Raw scores of the rows that a source gave one, (b,) each."""
+        return {name: raw[~raw.isnan()] for name, raw in self.raw.items()}
 
 
 def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
@@ -100,11 +106,22 @@ def _to_cpu(scores: Any) -> Any:
     return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
 
 
-def weighted_sum(raw: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float]) -> Tensor:
-    """Return sum_s weights[s] clip(raw[s], -clips[s], clips[s]), (B,); a source without a clip is not clipped."""
+def weighted_sum(
+    raw: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float], records: Sequence[Record] = ()
+) -> Tensor:
+    """Return sum_s weights[s] clip(raw[s], -clips[s], clips[s]), (B,), over the sources that score the row (not NaN).
+
+    A source without a clip is not clipped. Raises RLHFError R05 for a row that no source with a weight scores.
+    """
+    skipped = [scores.isnan() for name, scores in raw.items() if weights[name]]
+    if skipped and (rows := torch.stack(skipped).all(0).nonzero()[:, 0].tolist()):
+        prompt = f" (prompt: {str(records[rows[0]]['prompt'])[:60]!r})" if records else ""
+        text = f"no reward has a score for row {rows[0]}: each function returned None{prompt}"
+        raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
     bounds = {name: clips.get(name, torch.inf) for name in raw}
     clipped = {name: scores.clamp(-bounds[name], bounds[name]) for name, scores in raw.items()}
-    return torch.stack([weights[name] * scores for name, scores in clipped.items()]).sum(0)
+    terms = [torch.where(scores.isnan(), 0, weights[name] * scores) for name, scores in clipped.items()]
+    return torch.stack(terms).sum(0)
 
 
 def normalize_scores(scores: Tensor, stats: RunningMeanStd, settings: PPOSettings) -> Tensor:
@@ -246,6 +263,8 @@ class Experience:
             return float(torch.where(self.mask, x, 0).sum(1).mean())
 
         rollout, result, score = self.rollout, self.score_result, float(self.scores.mean())
+        scored = result.scored
+        unscored = {name: 1 - len(scores) / len(rollout) for name, scores in scored.items()}
         penalty = -self.kl_coef * mean_sum(self.kl) if kl_in_reward else 0.0
         metrics = {
             "objective/kl": mean_sum(self.kl),
@@ -254,7 +273,8 @@ class Experience:
             "objective/non_score_reward": penalty,
             "objective/rlhf_reward": penalty + score,
             "objective/scores": score,
-            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in result.raw.items()},
+            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in scored.items() if len(raw)},
+            **{f"objective/unscored/{name}": share for name, share in unscored.items() if share},
         }
         for name, ensemble in result.ensembles.items():
             members = ensemble.members.items()
@@ -284,7 +304,7 @@ class Experience:
         """Return the values behind some of the means: one per response, and one advantage per response token."""
         histograms = {
             "scores": self.scores,
-            **{f"score/{name}": raw for name, raw in self.score_result.raw.items()},
+            **{f"score/{name}": raw for name, raw in self.score_result.scored.items()},
             "kl_k1": self.log_ratio.sum(1),
             "response_length": self.rollout.response_lengths,
             **({} if self.advantages is None else {"advantages": self.advantages[self.mask]}),

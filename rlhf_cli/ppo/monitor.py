@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, Action, Signal, WatchdogSettings
 from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.models.batch import MicroBatch
+from rlhf_cli.models.batch import EnsembleScores, MicroBatch
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
@@ -42,6 +42,18 @@ def check_finite(tensors: Mapping[str, Tensor], step: int) -> None:
         bad = ~torch.isfinite(tensor)
         if bad.any():
             raise NonFiniteError(step, name, int(bad.nonzero()[0, 0]) if tensor.ndim else None)
+
+
+def check_scores(
+    raw: Mapping[str, Tensor], ensembles: Mapping[str, EnsembleScores], sources: Mapping[str, Any], step: int
+) -> None:
+    """Raise NonFiniteError for a score, (B,) by source, that is not finite; NaN is no score of `may_skip_rows`."""
+    scores = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
+    for name, each in raw.items():
+        scores[name] = (
+            torch.where(each.isnan(), 0, each) if getattr(sources.get(name), "may_skip_rows", False) else each
+        )
+    check_finite({f"score `{name}`": score for name, score in scores.items()}, step)
 
 
 def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFiniteError | None:
@@ -183,14 +195,14 @@ class Watchdog:
         return [alert for alert in alerts if alert]
 
     def _readings(self, limits: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
-        """Return a value for each response, (B,), by enabled signal and source."""
+        """Return a value for each response, (B,), by enabled signal and source; of a judge for those that it scores."""
         rollout, scores = experience.rollout, experience.score_result
         readings: dict[tuple[Signal, str | None], Tensor] = {
             ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
             ("length", None): rollout.response_lengths,
             ("repetition", None): rollout.repetition,
             ("eos", None): rollout.ended,
-            **{("judge", name): scores.raw[name] for name in self.judges},
+            **{("judge", name): scored for name in self.judges if len(scored := scores.scored[name])},
             **{("disagreement", name): ensemble.disagreement for name, ensemble in scores.ensembles.items()},
         }
         enabled = {signal for signal in SIGNALS if getattr(limits, signal) is not None} - self.unavailable

@@ -169,10 +169,10 @@ class PPOTrainer:
 
     def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
         if self.process_group.world_size == 1 or not engine.deterministic:  # one process talks to a server
-            return self.process_group.run_on_main(lambda: engine.generate(seeded))
+            return replace(self.process_group.run_on_main(lambda: engine.generate(seeded)), records=seeded.records)
         with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
             parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
-        return Rollout.concat(parts)
+        return replace(Rollout.concat(parts), records=seeded.records)
 
     @property
     def response_limit(self) -> int:
@@ -218,9 +218,9 @@ class PPOTrainer:
             results = {name: call_source(each, rollout, self.process_group) for name, each in self.rewards.items()}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
         raw = {name: as_row_scores(name, scores, rollout) for name, scores in results.items()}
-        members = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
-        monitor.check_finite({f"score `{name}`": row for name, row in (members | raw).items()}, self.updates + 1)
-        summed = weighted_sum(raw, self.reward_weights, self.reward_clips) if given is None else raw["given"]
+        monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
+        weights, clips = self.reward_weights, self.reward_clips
+        summed = weighted_sum(raw, weights, clips, rollout.records) if given is None else raw["given"]
         moments = self.score_moments + RunningMeanStd.of(summed)
         final = normalize_scores(summed, moments, self.settings)
         if given is None:

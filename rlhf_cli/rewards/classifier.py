@@ -7,7 +7,8 @@ from transformers import TextClassificationPipeline
 from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import devices, load, tokenizers
-from rlhf_cli.rewards.function import RewardContext, RewardFn
+from rlhf_cli.rewards.function import RewardContext
+from rlhf_cli.rewards.signature import RewardFn
 
 # Function the pipeline applies to the logits; None: the one in the model's config, softmax or sigmoid.
 FUNCTION_TO_APPLY = {"logit": "none", "probability": None}

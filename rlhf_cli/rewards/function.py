@@ -11,13 +11,13 @@ import re
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import ConfigDict, Field, ValidationError, validate_call
@@ -26,14 +26,14 @@ from torch import Tensor
 from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean
 from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
 
-RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score each; may be async
 MODULE_OF_KIND = {"url": "http", "pipeline": "classifier"}  # other kinds: modules of rewards/ with a function `make`
 
 
 class RewardSource(Protocol):
     def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
-        """Return the raw score of each row, (B,) float32."""
+        """Return the raw score of each row, (B,) float32; NaN for none, if the source has `may_skip_rows`."""
         ...
 
 
@@ -88,7 +88,7 @@ def no_bytecode_files() -> Iterator[None]:
 
 @dataclass
 class FunctionReward:
-    """A Python function of (prompts, responses), lists of text without special tokens, that returns a list of numbers.
+    """A Python function that returns a list of one number, or None for no score, per row; called as `Signature` says.
 
     A coroutine is awaited. Raises RLHFError R05 if the function raises, or returns a wrong count or a non-number.
     """
@@ -96,17 +96,19 @@ class FunctionReward:
     name: str
     function: RewardFn
     tokenizer: Any
+    may_skip_rows: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        device = rollout.ids.device
-        prompts, responses = rollout.to(torch.device("cpu")).texts(self.tokenizer)
-        return torch.tensor(score_texts(self.name, self.function, prompts, responses), device=device)
+        rows = TextRows.of(rollout, self.tokenizer)
+        scores = score_texts(self.name, self.function, rows, every_row=False)
+        return torch.tensor([math.nan if score is None else score for score in scores], device=rollout.ids.device)
 
 
-def score_texts(name: str, function: RewardFn, prompts: list[str], responses: list[str]) -> list[float]:
-    """Return one finite score per response. Raises RLHFError R05 as FunctionReward does."""
+def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: bool = True) -> list[Any]:
+    """Return a finite float per row, or None unless `every_row`. Raises RLHFError R05 as FunctionReward does."""
+    prompts = rows.prompts
     try:
-        scores = call_reward_fn(function, prompts, responses)
+        scores = call_reward_fn(function, rows)
     except RLHFError as error:
         (problem,) = error.problems
         raise RLHFError("R05", f"reward `{name}`: {problem.text}", hint=problem.hint) from error
@@ -117,10 +119,10 @@ def score_texts(name: str, function: RewardFn, prompts: list[str], responses: li
         text = f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses"
         raise RLHFError("R05", text, hint="return one number per response")
     for row, score in enumerate(scores):
-        if not _is_finite_number(score):
+        if not (_is_finite_number(score) or (score is None and not every_row)):
             text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
             raise RLHFError("R05", text, hint="return a finite number")
-    return [float(score) for score in scores]
+    return [None if score is None else float(score) for score in scores]
 
 
 def _is_finite_number(score: Any) -> bool:
@@ -130,9 +132,13 @@ def _is_finite_number(score: Any) -> bool:
     return False
 
 
-def call_reward_fn(function: RewardFn, prompts: list[str], responses: list[str]) -> list[Any]:
+def call_reward_fn(function: RewardFn, rows: TextRows) -> list[Any]:
     """Call the function, await a coroutine, and return the unchecked result as a list."""
-    result: Any = function(prompts, responses)
+    return awaited(Signature.of(function).call(function, rows))
+
+
+def awaited(result: Any) -> list[Any]:
+    """Return a function's result as a list, that of a coroutine once it is done."""
     return list(_event_loop().run(_await(result)) if inspect.isawaitable(result) else result)
 
 

@@ -56,6 +56,8 @@ class HTTPReward:
         if not isinstance(found, list) or len(found) != count:
             problem = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
             raise self._protocol_error(f"answered {problem} for {count} responses")
+        if None in found:
+            raise self._protocol_error(f"answered null for row {found.index(None)}")
         return found
 
     def _protocol_error(self, problem: str) -> RLHFError:

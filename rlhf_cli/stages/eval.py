@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards.function import RewardFn, load_function, score_texts
+from rlhf_cli.rewards.function import load_function, score_texts
 from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.rewards.signature import RewardFn, TextRows, check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_models import SharedBaseModels
@@ -42,7 +44,7 @@ from rlhf_cli.tracking import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
 MAX_TRACKED_PROMPTS = 32  # in trackers; samples.jsonl has all
-JudgeFn = Callable[[list[str], list[str]], list[float]]  # (prompts, responses) -> scores
+JudgeFn = Callable[[TextRows], list[float]]
 
 
 def run(config: EvalConfig, options: Options) -> None:
@@ -66,6 +68,7 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
         usable = setup.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
     if usable.num_dropped or len(usable) < config.eval.n:
         terminal.say(f"eval     {setup.describe_rows(usable, 'held-out prompts')}; eval.n is {config.eval.n}")
+    check_judges(config, judge_functions(config), usable)
     prompts = usable[: config.eval.n]
     warn_of_selection_by_reward(config)
     series = find_snapshots(config, ppo)
@@ -151,6 +154,11 @@ def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
         for name, spec in config.judges.items()
         if FUNCTION.fullmatch(spec)
     }
+
+
+def check_judges(config: EvalConfig, judges: Mapping[str, RewardFn], prompts: data.Rows[data.Prompt]) -> None:
+    """Check the columns that the functions among the judges name. Raises RLHFError D02, D12."""
+    check_columns(judges, prompts, prompts.source.shown(), lambda name: config.where(f"judges.{name}"))
 
 
 # Sampling and scoring
@@ -292,38 +300,40 @@ class PolicyEvaluator:
         """
         temperature = self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
         seeds = tuple(derive_seed(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
-        prompts = Prompts.from_lists([prompt.ids for prompt in self.prompts])
+        prompts = Prompts.of(self.prompts)
         prompts = replace(prompts, seeds=seeds, response_length=self.sampling.response_length)
-        parts = self.process_group.map_rows(
+        sampled = self.process_group.map_rows(
             len(prompts), lambda part: self._sample(name, mode, policy, sft, prompts.rows(part), temperature)
         )
+        parts, ids = zip(*sampled, strict=True)
         responses, scores = concat_responses(parts), {}
+        rows = TextRows(responses.prompts, responses.responses, [*chain.from_iterable(ids)], prompts.records)
         for judge, source in self.judges.items():
             if isinstance(source, ModelReward):
                 scores[judge] = responses.scores[judge]
             else:
-                score = partial(source, responses.prompts, responses.responses)
-                scores[judge] = self.process_group.run_on_main(score)
+                scores[judge] = self.process_group.run_on_main(partial(source, rows))
         return replace(responses, scores=scores)
 
     def _sample(
         self, name: str, mode: str, policy: Any, sft: Any, prompts: Prompts, temperature: float
-    ) -> EvalResponses:
-        """Sample responses and score them with the judges that are models."""
+    ) -> tuple[EvalResponses, list[list[int]]]:
+        """Sample responses and score them with the judges that are models; return the responses' token ids, too."""
         batch_size = self.config.eval.per_device_batch_size
         pad_id = self.tokenizer.pad_token_id or 0
         bf16 = self.config.eval.bf16
         engine = HFEngine(policy, self.sampling.stop_token_id, pad_id, temperature, batch_size, bf16=bf16)
         rollout = engine.generate(prompts)
-        prompt_texts, response_texts = rollout.texts(self.tokenizer)
-        kl = [0.0] * len(prompt_texts) if mode == "sampled" else None
+        rows = TextRows.of(rollout, self.tokenizer)
+        kl = [0.0] * len(rollout) if mode == "sampled" else None
         if mode == "sampled" and policy is not sft:
             with setup.autocast(bf16=devices.use_bf16(bf16)):
                 kl = sequence_kl(policy, sft, rollout, temperature, max_rows=batch_size)
         models = {judge: source for judge, source in self.judges.items() if isinstance(source, ModelReward)}
         scores = {judge: model(rollout).tolist() for judge, model in models.items()}
         ended, lengths = rollout.ended.tolist(), rollout.response_lengths.tolist()
-        return EvalResponses(name, mode, prompt_texts, response_texts, ended, lengths, scores, kl)
+        responses = EvalResponses(name, mode, rows.prompts, rows.responses, ended, lengths, scores, kl)
+        return responses, list(rows.completion_ids)
 
 
 @torch.no_grad()

@@ -151,7 +151,7 @@ class PPORunner:
         count, step = config.ppo.prompts_per_update, trainer.updates + 1
         batch = [prompts[i] for i in data.prompt_batch(len(prompts), step, count, config.seed)]
         with self._error_context(batch):
-            stats = trainer.step(Prompts.from_lists([prompt.ids for prompt in batch]))
+            stats = trainer.step(Prompts.of(batch))
             self.metrics.log(step, stats)
         experience = trainer.experience
         assert experience is not None
@@ -260,7 +260,7 @@ def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None
 
 def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
     """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
-    prompts = Prompts.from_lists([prompt.ids for prompt in components.prompts[: config.ppo.episodes_per_update]])
+    prompts = Prompts.of(components.prompts[: config.ppo.episodes_per_update])
     experience = components.trainer.make_experience(components.trainer.generate(prompts, purpose="headline"))
     metrics = experience.metrics(kl_in_reward=config.ppo.kl_in == "reward")
     return {name: metrics[name] for name in HEADLINE}

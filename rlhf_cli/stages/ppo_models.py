@@ -26,8 +26,9 @@ from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
 from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
-from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardFn, RewardSource, make_reward_fn
+from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
+from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 
@@ -249,3 +250,13 @@ def build_reward_fns(
     names = [name for name, section in config.rewards.items() if section.kind not in ("model", "models")]
     collect_errors(*(partial(build, name) for name in names))
     return reward_fns
+
+
+def check_reward_columns(
+    config: PPOConfig, reward_fns: Mapping[str, RewardFn], *rows: data.Rows[data.Prompt] | None
+) -> None:
+    """Check the columns that reward functions name, in all rows of prompts. Raises RLHFError D02, D12."""
+    for prompts in rows:
+        if prompts is not None:
+            source = prompts.source.shown()
+            check_columns(reward_fns, prompts, source, lambda name: config.where(f"rewards.{name}.function"))

@@ -1,9 +1,14 @@
 """Outputs of a PPO run besides its metrics: tables of sampled responses, and snapshots of the policy."""
 
+import json
 import math
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from torch import Tensor
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.ppo import PPOConfig
@@ -11,6 +16,8 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
+from rlhf_cli.rewards.function import FunctionReward
+from rlhf_cli.rewards.signature import Signature
 from rlhf_cli.stages.ppo_setup import PPOComponents
 from rlhf_cli.tracking import Log, LogPosition, Trackers
 
@@ -23,7 +30,8 @@ NUM_CANDIDATES = 20
 class SampleTables:
     """`num_sample_generations` tables over a run: on the terminal, in samples.jsonl and in trackers.
 
-    Rows are responses to data.eval_prompts if set, else to the prompts of the update.
+    Rows are responses to data.eval_prompts if set, else to the prompts of the update. They have the columns of the data
+    that reward functions name.
     """
 
     def __init__(
@@ -32,6 +40,9 @@ class SampleTables:
         self.log, self.components, self.trackers, self.settings = Log(path, mark), components, trackers, settings
         count = settings.num_sample_generations
         self.interval = max(1, components.num_updates // count) if count else None
+        functions = [each.function for each in components.trainer.rewards.values() if isinstance(each, FunctionReward)]
+        named = dict.fromkeys(chain.from_iterable(Signature.of(function).columns for function in functions))
+        self.columns = [name for name in named if any(name in prompt.columns for prompt in components.prompts)]
 
     def show(self, step: int) -> None:
         """Write and print the table of update `step` if one is due."""
@@ -43,6 +54,9 @@ class SampleTables:
         for index in range(min(ROWS_LOGGED, len(experience.rollout))):
             episode = step * episodes if from_eval else (step - 1) * episodes + index
             rows.append({"step": step, "episode": episode, **sample_row(tokenizer, experience, index)})
+            if self.columns:
+                record = experience.rollout.records[index]
+                rows[-1]["columns"] = {name: _json_value(record.get(name)) for name in self.columns}
         rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
         columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
         if self.settings.generate_ref_response:
@@ -59,6 +73,7 @@ class SampleTables:
         """Sample and score the reference model's responses to the same prompts, with the same seeds."""
         trainer, count = self.components.trainer, min(ROWS_LOGGED, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
+        prompts = replace(prompts, records=rollout.records[:count])
         with trainer.ref_on_device():
             rollout = trainer.generate(prompts, "show", self.components.ref_engine)
         experience = trainer.make_experience(rollout)
@@ -72,7 +87,7 @@ def experience_to_show(components: PPOComponents) -> Experience:
         assert trainer.experience is not None
         return trainer.experience
     selected = prompts[:: max(1, len(prompts) // ROWS_LOGGED)][:ROWS_LOGGED]  # adjacent rows of a file may be similar
-    return trainer.make_experience(trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), "show"))
+    return trainer.make_experience(trainer.generate(Prompts.of(selected), "show"))
 
 
 def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
@@ -87,8 +102,17 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
         "length": int(rollout.response_lengths[row]),
         "kl": float(experience.log_ratio[row][experience.mask[row]].sum()),
         "score": float(experience.scores[row]),
-        "scores": {name: float(raw[row]) for name, raw in experience.score_result.raw.items()},
+        "scores": {name: _score(raw[row]) for name, raw in experience.score_result.raw.items()},
     }
+
+
+def _score(score: Tensor) -> float | None:
+    return None if score.isnan() else float(score)
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value of a data file, e.g. a date or NaN of Parquet, as JSON can write it."""
+    return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
@@ -157,9 +181,12 @@ class Snapshots:
 
     def record_metrics(self, step: int, stats: Stats, experience: Experience) -> None:
         """Add the metrics of update `step` to the window of the policy before it, and push a new best to the Hub."""
-        self.window.append(stats[self.metric] if self.judge else self._objective(stats, experience))
+        if not self.judge:
+            self.window.append(self._objective(stats, experience))
+        elif self.metric in stats:  # a judge may score no response of an update
+            self.window.append(stats[self.metric])
         candidate = step - 1
-        if candidate not in self.candidates:
+        if candidate not in self.candidates or not self.window:
             return
         value, self.window = fmean(self.window), []
         if value > self.best_value:
@@ -191,7 +218,8 @@ class Snapshots:
                 runs.delete_state(self.path(saved))
 
     def manifest_fields(self) -> dict[str, Any]:
-        return {"best": {"step": self.best_step, "metric": self.metric, "value": self.best_value}}
+        value = self.best_value if math.isfinite(self.best_value) else None  # the judge scored no response
+        return {"best": {"step": self.best_step, "metric": self.metric, "value": value}}
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.best_step, "value": self.best_value, "window": self.window}

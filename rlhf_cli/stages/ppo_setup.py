@@ -27,7 +27,13 @@ from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup
 from rlhf_cli.stages.plan_models import Target
-from rlhf_cli.stages.ppo_models import RewardModelCache, SharedBaseModels, build_reward_fns, build_reward_sources
+from rlhf_cli.stages.ppo_models import (
+    RewardModelCache,
+    SharedBaseModels,
+    build_reward_fns,
+    build_reward_sources,
+    check_reward_columns,
+)
 
 PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each sync of a rollout server is checked
 
@@ -72,6 +78,7 @@ def load_components(
     if "data.eval_prompts" in config.sources():
         eval_prompts = read_prompts(config, "data.eval_prompts", tokenizer, policy.config)
     check_prompt_counts(config, prompts, eval_prompts)
+    check_reward_columns(config, reward_fns, prompts, eval_prompts)
     policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
     placement = settings.offload, bool(settings.bf16), loading
     cache = RewardModelCache(config, options, parents, policy_text, base, *placement)

@@ -40,6 +40,11 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
     return [len(response.split()) / 3 + len(prompt) / 7 for prompt, response in zip(prompts, responses, strict=True)]
 
 
+def every_other(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    scores = length(completions, completions)
+    return [None if row % 2 else score + len(completion_ids[row]) for row, score in enumerate(scores)]
+
+
 def trained(
     *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
@@ -53,7 +58,7 @@ def trained(
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
-        sources["words"] = FunctionReward("words", length, tiny.Words())
+        sources["words"] = FunctionReward("words", every_other, tiny.Words())
     if combine:
         members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
         sources["vote"] = EnsembleReward(members, combine, 0.3)

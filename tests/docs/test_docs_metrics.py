@@ -11,10 +11,12 @@ import tiny
 import torch
 from conftest import World
 from doc_tables import ALGORITHM, EVALUATION, METRICS, cells, section
-from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
+from ppo_folder import PPO, PROMPTS, lines, must_succeed, ppo, rlhf, write
 
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
+from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import EnsembleReward
 from rlhf_cli.tracking import MetricsLog
 
@@ -51,7 +53,8 @@ def scores(rollout) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def ppo_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What stands in PPO's log with every option that adds a key, written by the log itself."""
-    sources = {"length": scores, "vote": EnsembleReward({"one": scores, "two": scores})}
+    some = FunctionReward("some", lambda prompts, responses: [None, *[1.0] * (len(prompts) - 1)], tiny.Words())
+    sources = {"length": scores, "vote": EnsembleReward({"one": scores, "two": scores}), "some": some}
     plain, options = tiny.trainer(rewards=sources), {"ptx_coef": 1.0, "rollout_correction": {"mode": "sequence_mask"}}
     parts = (plain.policy, plain.ref, plain.value, sources, plain.engine, tiny.settings(**options))
     stats = PPOTrainer(*parts, ptx=[([5], [6, 2])]).step(tiny.prompts())
@@ -67,7 +70,10 @@ def test_every_key_of_ppo_is_described_and_every_described_key_exists(ppo_keys: 
 
 @pytest.mark.training
 def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
-    write(run_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], "generate_ref_response": True}})
+    (run_folder / "columns.py").write_text("def score(completions, n):\n    return n\n")
+    write_jsonl(run_folder / "prompts.jsonl", [{"prompt": prompt, "n": n} for n, prompt in enumerate(PROMPTS)])
+    rewards = {"reward": {}, "n": {"function": "columns:score"}}
+    write(run_folder, "ppo", {**PPO, "rewards": rewards, "ppo": {**PPO["ppo"], "generate_ref_response": True}})
     assert ppo(run_folder).exit_code == 0
     known = keys("PPO metrics")
     assert [key for key in logged(run_folder / "ppo/metrics.jsonl") if described(key, known) is None] == []

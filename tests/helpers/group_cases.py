@@ -111,9 +111,10 @@ def weights(model: Any) -> torch.Tensor:
 
 
 def length(rollout: Any) -> Any:
-    """A function: called once, with all rows."""
+    """A function: called once, with all rows. It reads a column."""
     assert len(rollout) == 8
-    return [0.1 * n for n in rollout.response_lengths.tolist()]
+    lengths = rollout.response_lengths.tolist()
+    return [0.1 * n + record["row"] / 50 for n, record in zip(lengths, rollout.records, strict=True)]
 
 
 def trained(ours: PPOTrainer) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tiny random models of real families, and a PPO run on them, for tests that need no files."""
 
+from dataclasses import replace
 from functools import wraps
 
 import torch
@@ -50,7 +51,8 @@ def scorer(family: str = "llama", seed: int = 1, **extra):
 def prompts(rows: int = 8, seed: int = 0) -> Prompts:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 6, (rows,), generator=generator).tolist()
-    return Prompts.from_lists([torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths])
+    queries = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return replace(Prompts.from_lists(queries), records=tuple({"prompt": "", "row": row} for row in range(rows)))
 
 
 def settings(**changes) -> PPOSettings:

@@ -24,9 +24,9 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
         rounds.append(prompts.seeds)
         return plain(engine, prompts)
 
-    def score(name: str, function: Any, prompts: list[str], responses: list[str]) -> list[float]:
+    def score(name: str, function: Any, rows: Any) -> list[float]:
         judged.append(name)
-        return score_texts(name, function, prompts, responses)
+        return score_texts(name, function, rows)
 
     def build_limit(draws: Any, evaluated: Any, *rest: Any) -> Any:
         given.update(draws=draws, penalty=rest[0], evaluated=evaluated)

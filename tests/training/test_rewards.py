@@ -1,4 +1,4 @@
-"""Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails."""
+"""Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails; columns of the data."""
 
 import math
 import shutil
@@ -10,7 +10,8 @@ import pytest
 import tiny
 import torch
 import yaml
-from ppo_folder import PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, weights, write
+from ppo_folder import EVAL, PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, stop_in_update, weights, write
+from transformers import AutoTokenizer
 
 from rlhf_cli import jsonl
 from rlhf_cli.errors import RLHFError
@@ -141,3 +142,95 @@ def break_in_the_third_update(patch, target):
         return plain(*arguments)
 
     patch.setattr(owner, name, broken, raising=False)
+
+
+# Columns of the data: reward functions as people write them for TRL's GRPOTrainer
+
+GRPO = """
+def letters(completions, letter, **kwargs):
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [float(text.count(one)) for text, one in zip(texts, letter)]
+
+async def long(prompts, completion_ids, task, **kwargs):
+    assert all("tell me" in (each if isinstance(each, str) else each[-1]["content"]) for each in prompts)
+    return [float(len(ids)) if one == "long" else None for ids, one in zip(completion_ids, task)]
+
+never = lambda prompts, responses: [None] * len(prompts)
+"""
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+SOURCES = {"letters": {"function": "grpo:letters", "weight": 2}, "long": {"function": "grpo:long"}}
+SOURCES["never"] = {"function": "grpo:never", "weight": 0}
+THINK = {"function": "trl.rewards:think_format_reward"}  # it reads messages only
+MODELS, DATA = {"sft": "sft_model", "value": "policy_head"}, {"prompts": "rows.jsonl"}
+GRPO_PPO = {**PPO, "models": MODELS, "rewards": SOURCES, "data": DATA}
+COLUMNS = [{"letter": "etaoin"[row % 6], "task": ["long", "short"][row % 2]} for row in range(len(PROMPTS))]
+
+
+@pytest.fixture
+def grpo_folder(run_folder, monkeypatch):
+    (run_folder / "grpo.py").write_text(GRPO)
+    monkeypatch.delitem(sys.modules, "grpo", raising=False)
+    monkeypatch.syspath_prepend(run_folder)
+    write(run_folder, "ppo", GRPO_PPO)
+    write(run_folder, "eval", {**EVAL, "judges": {"letters": "grpo:letters"}, "data": DATA})
+    write_rows(run_folder, PROMPTS, COLUMNS)
+    return run_folder
+
+
+def write_rows(folder, prompts, columns):
+    rows = [{"prompt": prompt, "n": {}, **more} for prompt, more in zip(prompts, columns, strict=False)]
+    jsonl.write_jsonl(folder / "rows.jsonl", rows)
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_folder, conversations):
+    if conversations:
+        tokenizer = AutoTokenizer.from_pretrained(grpo_folder / "sft_model")
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(grpo_folder / "sft_model")
+        write_rows(grpo_folder, [[{"role": "user", "content": text}] for text in PROMPTS], COLUMNS)
+        write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {**SOURCES, "think": THINK}})
+    more = {"think": 0.0} if conversations else {}
+    must_succeed(rlhf("check", grpo_folder / "ppo.yaml"))
+    must_succeed(ppo(grpo_folder))
+    samples, out = lines(grpo_folder / "ppo/samples.jsonl"), grpo_folder / "ppo"
+    for row in samples:
+        completion = [{"role": "assistant", "content": row["response"]}] if conversations else row["response"]
+        assert row["columns"] == COLUMNS[PROMPTS.index(row["prompt"].removeprefix("user: "))]
+        (by_hand,) = resolve_name("grpo.letters")(completions=[completion], letter=[row["columns"]["letter"]])
+        long = row["length"] if row["columns"]["task"] == "long" else None
+        assert row["scores"] == more | {"letters": by_hand, "long": long, "never": None}
+    assert len({row["scores"]["letters"] for row in samples}) > 1 < len({row["scores"]["long"] for row in samples})
+    for line in lines(out / "metrics.jsonl"):
+        assert 0 < line["objective/unscored/long"] < 1 == line["objective/unscored/never"]
+        assert line.keys().isdisjoint({"objective/score/never", "objective/unscored/letters"})
+    assert '"metric": "objective/score/never",\n    "value": null' in (out / "manifest.json").read_text()
+    straight = weights(grpo_folder)
+    stop_in_update(grpo_folder, 3, "--fresh")
+    must_succeed(ppo(grpo_folder), "resumes at step 3 of 4")
+    assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, samples)
+    must_succeed(rlhf("verify", grpo_folder))
+
+
+def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
+    must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8"))
+    judge = ["eval", "-c", grpo_folder / "eval.yaml", "--fresh"]
+    must_succeed(rlhf(*judge))
+    for row in lines(grpo_folder / "eval/samples.jsonl"):
+        assert row["scores"]["letters"] == row["response"].count(COLUMNS[row["index"]]["letter"])
+    long = "judges={long: 'grpo:long'}"
+    fails(rlhf(*judge, "-s", long), "R05", "reward `long` returned None for row 1", exit_code=1)
+    write_rows(grpo_folder, PROMPTS, [{}] * 20)
+    for command in (["check", grpo_folder / "eval.yaml"], judge):
+        fails(rlhf(*command), "D02", 'the function of `letters` takes "letter", but', "further columns: n")
+
+
+def test_d02_d12_a_column_that_is_missing_or_of_two_types(grpo_folder):
+    """Found by `rlhf check`, and by the stage before it trains."""
+    misspelt = [{"leter": "e", "task": "a"}], "D02", 'takes "letter"', "columns: n, leter, task", "did you mean leter?"
+    mixed = [COLUMNS[0], {"letter": None}, {"letter": 5}], "D12", "rows.jsonl:3: ", "is a number here, text in line 1"
+    for columns, code, *says in (misspelt, mixed):
+        write_rows(grpo_folder, PROMPTS, columns * 20)
+        for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder)):
+            fails(result, code, *says)
+    assert not (grpo_folder / "ppo/metrics.jsonl").exists()

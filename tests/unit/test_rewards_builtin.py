@@ -10,6 +10,7 @@ from ppo_folder import PPO, fails, lines, must_succeed, ppo, rlhf, write
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn, score_texts
+from rlhf_cli.rewards.signature import TextRows
 
 HERE = RewardContext(Path(), lambda key: f"ppo.yaml:{key}")
 
@@ -120,9 +121,9 @@ class Client:
 
 
 def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
-    assert call_reward_fn(lengths, ["", ""], ["a", "bcd"]) == [1.0, 3.0]
+    assert call_reward_fn(lengths, TextRows(["", ""], ["a", "bcd"])) == [1.0, 3.0]
     client = Client()
-    assert [call_reward_fn(client, [""], [""]) for _ in range(2)] == [[1.0], [1.0]]
+    assert [call_reward_fn(client, TextRows([""], [""])) for _ in range(2)] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(
@@ -141,4 +142,4 @@ def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
     scope: dict[str, Any] = {"asyncio": asyncio}
     exec(f"async def score(prompts, responses):\n    {body}\n", scope)
     with pytest.raises(RLHFError, match=f"R05.*reward `mine` .*{says}"):
-        score_texts("mine", scope["score"], ["p", "p"], ["a", "b"])
+        score_texts("mine", scope["score"], TextRows(["p", "p"], ["a", "b"]))

@@ -17,6 +17,7 @@ from ppo_folder import PPO, fails, lines, must_succeed, ppo, rlhf, steps, weight
 from rlhf_cli import errors, http_client
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
+from rlhf_cli.rewards.signature import TextRows
 
 Answer = tuple[int, bytes]
 Plan = Callable[[dict[str, list[str]]], Answer]
@@ -87,7 +88,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def ask(address: str, rows: int = 2, **changes: Any) -> list[float]:
     options = {"url": address, "timeout": 5.0, "retries": 2, "batch_size": 64, "headers": {}, **changes}
     reward = make_reward_fn("url", SimpleNamespace(**options), RewardContext(Path(), lambda key: f"ppo.yaml:{key}"))
-    return score_texts("far", reward, ["p"] * rows, ["x" * row for row in range(rows)])
+    return score_texts("far", reward, TextRows(["p"] * rows, ["x" * row for row in range(rows)]))
 
 
 def says(code: int, text: str) -> Plan:
@@ -194,7 +195,7 @@ def test_the_value_of_a_header_is_redacted(server: Server, monkeypatch: pytest.M
         (says(200, '{"scores": [1, 2, 3]}'), "3 scores for 2", 1),
         (says(200, '{"scores": [1, NaN]}'), "returned nan for row 1", 1),
         (says(200, '{"scores": [Infinity, 1]}'), "returned inf for row 0", 1),
-        (says(200, '{"scores": [1, null]}'), "returned None for row 1", 1),
+        (says(200, '{"scores": [1, null]}'), "answered null for row 1", 1),
         (says(200, '{"scores": [1, true]}'), "returned True for row 1", 1),
         (says(200, '{"scores": [1, "2"]}'), "returned '2' for row 1", 1),
         (says(200, f'{{"scores": [1, 1{"0" * 400}]}}'), r"returned 1000+\.\.\.0+ for row 1", 1),

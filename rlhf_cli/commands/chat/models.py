@@ -19,8 +19,9 @@ from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
 from rlhf_cli.ppo.experience import weighted_sum
 from rlhf_cli.progress import Progress
-from rlhf_cli.rewards.function import RewardFn, RewardSource
+from rlhf_cli.rewards.function import RewardSource
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
+from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.resolve import resolve_model
@@ -216,10 +217,12 @@ class ReplyScorer:
             section = {name: self.config.rewards[name]}
             config = self.config.model_copy(update={"rewards": section})
             try:
-                functions |= ppo_models.build_reward_fns(config, options, chat_models.parents)
+                built = ppo_models.build_reward_fns(config, options, chat_models.parents)
+                check_columns(built, [], "a chat", str)
             except RLHFError as error:
                 self.missing.append(f"no {name}: {error.problems[0].text}")
             else:
+                functions |= built
                 rewards |= section
         config = self.config.model_copy(update={"rewards": rewards})
         policy_text = setup.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
@@ -236,7 +239,9 @@ class ReplyScorer:
                 if isinstance(model, RetokenizingReward):
                     model.add_prompt(ids, prompt)
         rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
-        scores = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
+        rollout = replace(rollout, records=({"prompt": prompt},))
+        found = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
+        scores = {name: score for name, score in found.items() if score is not None}
         kl = None
         if self.sft is not None and policy is not self.sft:
             (kl,) = sequence_kl(policy, self.sft, rollout, self.config.ppo.temperature, max_rows=1)
@@ -244,9 +249,11 @@ class ReplyScorer:
                 raise RLHFError("R01", f"the KL of the reply is {kl}: the logits of a model are not finite")
         return ReplyMetrics(scores, self._total(scores), kl)
 
-    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
+    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float | None:
         scores = source(rollout)
         score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
+        if math.isnan(score) and getattr(source, "may_skip_rows", False):
+            return None
         if not math.isfinite(score):
             raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
         return score

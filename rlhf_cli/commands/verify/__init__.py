@@ -251,7 +251,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
-        rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
+        rollout = trainer.generate(Prompts.of([components.prompts[i] for i in picked]))
         native = trace.run_update(trainer, rollout)
         native |= trace.weight_changes(before, trace.weights_of(trainer))
         recorded = _recorded(run, step, before)
@@ -295,7 +295,8 @@ def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, An
             any(row[key] != old[key] for key in ("prompt", "response")) for row, old in zip(table, rows, strict=True)
         ]
         columns = {"other texts": texts} | {name: [row[name] for row in table] for name in ("kl", "score")}
-        columns |= {f"score {name}": [row["scores"][name] for row in table] for name in experience.score_result.raw}
+        for name in experience.score_result.raw:
+            columns[f"score {name}"] = [s for row in table if (s := row["scores"][name]) is not None]
         return {f"samples: {name}": trace.as_float64(values) for name, values in columns.items()}
 
     return quantities(rows), quantities(repeated)

@@ -189,10 +189,10 @@ def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]
     return scores
 
 
-def function_scores(function: Any, tokenizer: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[float]:
-    """Return a Python function's score of each row, decoded without special tokens."""
+def function_scores(score: Any, tokenizer: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[float]:
+    """Return a function's score of each row, decoded without special tokens; NaN for None."""
     texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in side] for side in (prompts, responses)]
-    return [float(score) for score in function(*texts)]
+    return [math.nan if value is None else float(value) for value in score(*texts, responses)]
 
 
 def ensemble_score(source: Source, scores: Sequence[float]) -> float:
@@ -206,9 +206,14 @@ def ensemble_score(source: Source, scores: Sequence[float]) -> float:
 
 
 def weighted_sum(state: ReferenceState, raw: Mapping[str, list[float]], row: int) -> float:
-    """Return the sum of the sources' scores of a row: each clipped to -clip .. clip, times its weight."""
+    """Return the sum of a row's scores by its sources: each clipped to -clip .. clip, times its weight.
+
+    A NaN is no score: the source does not count for the row.
+    """
     total = 0.0
     for name, source in state.sources.items():
+        if math.isnan(raw[name][row]):
+            continue
         limit = math.inf if source.clip is None else source.clip
         total += source.weight * min(max(raw[name][row], -limit), limit)
     return total
@@ -271,13 +276,18 @@ class Experience:
     advantages: list[Tensor]
     returns: list[Tensor]  # empty without a value model
 
+    @property
+    def scored(self) -> dict[str, list[float]]:
+        """Return the scores of each source, without those of the rows that it does not score."""
+        return {name: [score for score in raw if not math.isnan(score)] for name, raw in self.raw.items()}
+
     def quantities(self) -> Quantities:
         """Return the quantities, in the order in which they are computed."""
         outputs, targets = (
             {name: torch.cat(rows) for name in names if (rows := getattr(self, name))}
             for names in (("logprobs", "ref_logprobs", "values", "kl"), ("rewards", "advantages", "returns"))
         )
-        scores = {f"score {name}": raw for name, raw in self.raw.items()} | {"scores": self.scores}
+        scores = {f"score {name}": raw for name, raw in self.scored.items()} | {"scores": self.scores}
         return outputs | scores | {"running scores": self.score_moments} | targets
 
 

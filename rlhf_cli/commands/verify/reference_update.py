@@ -302,7 +302,12 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
         "objective/non_score_reward": kl_penalty,
         "objective/rlhf_reward": kl_penalty + score,
         "objective/scores": score,
-        **{f"objective/score/{name}": fmean(raw) for name, raw in experience.raw.items()},
+        **{f"objective/score/{name}": fmean(raw) for name, raw in experience.scored.items() if raw},
+        **{
+            f"objective/unscored/{name}": 1 - len(raw) / rows
+            for name, raw in experience.scored.items()
+            if len(raw) < rows
+        },
         **disagreements(state, experience),
         **engine_metrics(state, experience),
         "objective/kl_coef": state.kl_coef,

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +16,9 @@ from rlhf_cli.commands.verify import reference, reference_update
 from rlhf_cli.models.batch import Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.rewards.function import FunctionReward, RewardFn, call_reward_fn
+from rlhf_cli.rewards.function import FunctionReward, awaited, call_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward, RetokenizingReward
+from rlhf_cli.rewards.signature import RewardFn, TextRows
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def run_update(trainer: PPOTrainer, rollout: Rollout) -> Quantities:
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
         "response tokens unexplained": [0.0],
         **{name: values[mask] for name in BY_TOKEN if (values := getattr(experience, name)) is not None},
-        **{f"score {name}": raw for name, raw in score_result.raw.items()},
+        **{f"score {name}": raw for name, raw in score_result.scored.items()},
         "scores": experience.scores,
         "running scores": [moments.count, moments.mean, moments.squares],
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
@@ -149,7 +150,7 @@ def reference_state_of(
         ref=ref,
         value=value,
         value_is_head=isinstance(trainer.value, ValueHead),
-        sources={name: _reference_source(trainer, name, scorers) for name, scorers in sources.items()},
+        sources={name: _reference_source(trainer, name, scorers, rollout) for name, scorers in sources.items()},
         adam={name: _adam(model, optimizer) for name, model in trainer.trained_models.items()},
         ptx=trainer.ptx,
         prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
@@ -169,12 +170,13 @@ def cache_reward_fns(trainer: PPOTrainer) -> None:
 
 
 def _cached(function: RewardFn) -> RewardFn:
-    scores: dict[str, list[float]] = {}
+    scores: dict[str, list[Any]] = {}
 
-    def cached(prompts: list[str], responses: list[str]) -> list[float]:
-        key = repr((prompts, responses))
+    @wraps(function)  # with its signature
+    def cached(*arguments: Any, **named: Any) -> list[Any]:
+        key = repr((arguments, named))
         if key not in scores:
-            scores[key] = call_reward_fn(function, prompts, responses)
+            scores[key] = awaited(function(*arguments, **named))
         return scores[key]
 
     return cached
@@ -193,12 +195,16 @@ def _reward_models(trainer: PPOTrainer) -> list[Any]:
     return [scorer.model for scorer in scorers if isinstance(scorer, ModelReward)]
 
 
-def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any]) -> reference.Source:
+def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], rollout: Rollout) -> reference.Source:
     """Return a reward source for the reference, with copies of its scorers."""
 
     def score_fn(scorer: Any) -> reference.Scorer:
         if isinstance(scorer, FunctionReward):
-            return partial(reference.function_scores, scorer.function, scorer.tokenizer)
+
+            def score(prompts: list[str], responses: list[str], ids: list[list[int]]) -> list[Any]:
+                return call_reward_fn(scorer.function, TextRows(prompts, responses, ids, rollout.records))
+
+            return partial(reference.function_scores, score, scorer.tokenizer)
         if isinstance(scorer, RetokenizingReward):
             return lambda *rows: reference.model_scores(scorer.model, *scorer.retokenize(*rows))
         return partial(reference.model_scores, scorer.model)
