@@ -64,7 +64,7 @@ def run(monkeypatch, module, *arguments: str | Path) -> int:
     return module.main()
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_speed(shared, tmp_path, monkeypatch):
     calls: list[str] = []
 
@@ -212,7 +212,7 @@ def test_a_row_of_the_table_of_gpus_is_current():
     assert row in (ROOT / "docs/results/placement.md").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_the_plan_of_a_large_model_with_advice_takes_few_cpu_seconds(tmp_path, monkeypatch):
     """8 G parameters with whole weights, for a GPU that no stage fits: 50 plans of a stage."""
     placement.write_inputs(tmp_path, placement.MODELS["Qwen3-8B"])

@@ -91,7 +91,7 @@ def test_its_model_chats_is_exported_and_served(finished: Path, tmp_path: Path) 
     assert planned["eval"]["response_tokens"] == 24  # its policy has no settings of PPO
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bytes(finished: Path, tmp_path: Path) -> None:
     """Killed by SIGKILL in the real command, when it writes its second checkpoint or later."""
     folder = shutil.copytree(finished, tmp_path / "mine", ignore=shutil.ignore_patterns("dpo", "eval", "eval.yaml"))

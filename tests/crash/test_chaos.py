@@ -14,8 +14,8 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 ENVIRONMENT = {"PYTHONPATH": f"{HELPERS}:{HELPERS.parents[1]}", "HF_HUB_OFFLINE": "1", "CHAOS_STEPS": "12"}
 
 
-@pytest.mark.training
-@pytest.mark.parametrize("chains", [0, pytest.param(1, marks=pytest.mark.slow)])  # `rlhf run` starts new processes
+@pytest.mark.slow
+@pytest.mark.parametrize("chains", [0, 1])  # `rlhf run` starts new processes
 def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(tmp_path: Path, chains: int) -> None:
     """3 kills a stage, one fail point in 128, some troubles, and the planted faults, which must be found."""
     command = [sys.executable, "-W", "ignore", "-m", "chaos", "--jobs", "2", "--out", str(tmp_path / "runs")]
