@@ -23,6 +23,7 @@ COLUMNS = [
     "reward acc.",
     "guards",
 ]
+POLICIES = {"sft": "SFT", "ppo": "PPO", "best_of": "best-of-n SFT", "dpo": "DPO"}
 FRONTIER_COLUMNS = ["update", "reward", "gold", "KL, nats", "PPO over SFT, gold", "tokens"]
 
 
@@ -93,8 +94,7 @@ def policies_row(run: Path, judge: str, kls: list[float]) -> list[str]:
 
     shares = path([*report.get("interpolated", []), models["ppo"]])
     paths = [path(report["frontier"]), shares if len(shares) > 2 else []]
-    others = [models[name] for name in ("best_of", "dpo") if name in models]
-    points = [("SFT", models["sft"]), ("PPO", models["ppo"]), *zip(("best-of-n SFT", "DPO"), others, strict=False)]
+    points = [(name, models[key]) for key, name in POLICIES.items() if key in models]
     return [
         run.name,
         *(" / ".join(judge_at(path, kl) for path in paths if path) for kl in kls),

@@ -227,8 +227,7 @@ def test_the_plan_of_a_large_model_with_advice_takes_few_cpu_seconds(tmp_path, m
     planning, importing = (
         cost(lambda each=each: subprocess.run(each, check=True), turns=2) for each in (command, imports)
     )
-    # 1.5 to 1.9, of which 1 are the imports: 8 CPU seconds; up to 2.4 on a busy machine
-    assert planning <= 3 * importing
+    assert planning <= 2.1 * importing  # 1.5 to 1.9, of which 1 are the imports: 8 CPU seconds
 
 
 def test_fast_paths(monkeypatch, capsys):

@@ -66,11 +66,12 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=lambda value: repr(value[:30]),
 )
-def test_a_bad_file_is_refused_in_seconds(content: str | bytes, start: str, here: Path) -> None:
-    begin = time.process_time()
-    message = only("sft", content)
-    assert time.process_time() - begin < 3, "on an idle machine it takes less than one"
-    assert not (here / "pwned").exists()
+def test_a_bad_file_is_refused_in_under_a_second(content: str | bytes, start: str, here: Path) -> None:
+    seconds = []
+    for _ in range(3):  # a busy machine disturbs some of them
+        begin, message = time.process_time(), only("sft", content)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 1 and not (here / "pwned").exists()
     assert re.match(re.escape(f"error[{start}").replace(r"\.\.\.", ".*"), message), message
 
 
