@@ -1,7 +1,7 @@
 """Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -96,13 +96,20 @@ def _judge_of(required: str) -> str | None:
     return None
 
 
+class BuiltinJudge(Section):
+    """A built-in reward function as a judge."""
+
+    builtin: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
 class EvalConfig(Config):
     """eval.yaml: comparison of the models before and after PPO."""
 
     stage: Literal["eval"] = "eval"
     models: EvalModels = Field(default_factory=EvalModels)
     policies: dict[Annotated[Name, AfterValidator(_policy_name)], ModelPath] = Field(default_factory=dict)
-    judges: dict[Name, JudgePath] = Field(default_factory=dict)
+    judges: dict[Name, JudgePath | BuiltinJudge] = Field(default_factory=dict)
     data: EvalData
     eval: EvalSettings = Field(default_factory=EvalSettings)
 

@@ -1,34 +1,29 @@
-"""Rewards that read text: the protocol of reward sources, `function:`, `builtin:`, and how reward functions are called.
-
-To add a built-in reward, write a function at the end of this file and add it to BUILTIN_REWARDS.
-"""
+"""Rewards that read text: the protocol of reward sources, `function:`, and how reward functions are called."""
 
 import asyncio
 import importlib
 import inspect
 import math
-import re
 import reprlib
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.errors import Problem, RLHFError, did_you_mean
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
 
-MODULE_OF_KIND = {"url": "http", "pipeline": "classifier"}  # other kinds: modules of rewards/ with a function `make`
+# Other kinds than `function` -> module of rewards/ with a function `make`
+MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
 
 
 class RewardSource(Protocol):
@@ -53,8 +48,6 @@ def make_reward_fn(kind: str, section: RewardSection, context: RewardContext) ->
     if kind == "function":
         assert section.function is not None
         return load_function(section.function, folder=context.folder, where=context.where("function"))
-    if kind == "builtin":
-        return _make_builtin(section, context)
     reward_fn: RewardFn = importlib.import_module(f"rlhf_cli.rewards.{MODULE_OF_KIND[kind]}").make(section, context)
     return reward_fn
 
@@ -150,104 +143,3 @@ def _event_loop() -> asyncio.Runner:
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-# Built-in rewards. A function takes its parameters by keyword, raises ValueError for invalid combinations, and returns
-# a reward function of the response. pydantic checks types, bounds and names by its signature.
-
-PARAMETER_ERRORS = {"unexpected_keyword_argument": "is not a parameter", "missing_keyword_only_argument": "is missing"}
-Count = Annotated[int, Field(ge=0)]
-Factor = Annotated[float, Field(gt=0)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-
-
-def _make_builtin(section: RewardSection, context: RewardContext) -> RewardFn:
-    """Raises RLHFError C07 for an unknown name, C17 for bad parameters."""
-    assert section.builtin is not None
-    name, known = section.builtin, ", ".join(BUILTIN_REWARDS)
-    if name not in BUILTIN_REWARDS:
-        hint = did_you_mean(name, BUILTIN_REWARDS) or "or write a Python function: function: module:name"
-        raise RLHFError("C07", f'builtin "{name}" is not one of {known}', where=context.where("builtin"), hint=hint)
-    strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
-    try:
-        return strict(BUILTIN_REWARDS[name])(**section.parameters)
-    except ValidationError as error:
-        problems = []
-        for detail in error.errors(include_url=False):
-            key = ".".join(str(part) for part in detail["loc"]) or "parameters"
-            text = f"builtin {name}: {key}: {PARAMETER_ERRORS.get(detail['type'], detail['msg'])}"
-            problems.append(Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name)))
-        raise RLHFError.from_problems(problems) from error
-    except ValueError as error:
-        text = f"builtin {name}: {error}"
-        raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name)) from error
-
-
-def _parameter_hint(name: str) -> str:
-    """Return a hint that lists the parameters of a built-in reward."""
-    parameters = [parameter for parameter in BUILTIN_REWARDS[name].__annotations__ if parameter != "return"]
-    return f"{name} takes {', '.join(parameters)}; docs/rewards.md describes them"
-
-
-def _score_responses(score: Callable[[str], float]) -> RewardFn:
-    return lambda prompts, responses: [score(response) for response in responses]
-
-
-def length(
-    *, least: Count = 0, most: Count | None = None, unit: Literal["words", "characters"] = "words", scale: Factor = 1.0
-) -> RewardFn:
-    """Return 0 for a length in [`least`, `most`], else minus the distance to that range divided by `scale`."""
-    if most is None and not least:
-        raise ValueError("give least, most or both")
-    if most is not None and most < least:
-        raise ValueError(f"most {most} is below least {least}")
-
-    def score(text: str) -> float:
-        size = len(text) if unit == "characters" else len(text.split())
-        excess = 0 if most is None else max(0, size - most)
-        return -(max(0, least - size) + excess) / scale
-
-    return _score_responses(score)
-
-
-def regex(*, pattern: str, whole: bool = False, ignore_case: bool = False) -> RewardFn:
-    """Return 1 if the pattern (Python's re) occurs in the response, or with `whole` matches all of it; else 0.
-
-    `.` matches line breaks too. White space around the response is stripped.
-    """
-    if not pattern:
-        raise ValueError("an empty pattern matches everything")
-    try:
-        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
-    match = compiled.fullmatch if whole else compiled.search
-    return _score_responses(lambda text: float(match(text.strip()) is not None))
-
-
-def keyword(*, words: Texts, most: Annotated[int, Field(gt=0)] = 1, ignore_case: bool = True) -> RewardFn:
-    """Return the number of occurrences of `words` as separate words, capped at `most`, divided by `most`."""
-    if any(not word.strip() for word in words):
-        raise ValueError("words contains an empty word")
-    alternatives = "|".join(re.escape(word.strip()) for word in sorted(words, key=len, reverse=True))
-    compiled = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE if ignore_case else 0)
-    return _score_responses(lambda text: min(most, len(compiled.findall(text))) / most)
-
-
-def repetition(*, words: Annotated[int, Field(gt=0, le=100)] = 3) -> RewardFn:
-    """Return minus the fraction of n-grams of `words` words that repeat an earlier one; 0 without n-grams."""
-
-    def score(text: str) -> float:
-        tokens = text.split()
-        ngrams = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
-        return len(ngrams) / ngrams.total() - 1 if ngrams else 0.0
-
-    return _score_responses(score)
-
-
-BUILTIN_REWARDS: dict[str, Callable[..., RewardFn]] = {
-    "length": length,
-    "regex": regex,
-    "keyword": keyword,
-    "repetition": repetition,
-}

@@ -1,7 +1,7 @@
 """What a reward function is given by its parameters, and the columns of the data among them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -114,15 +114,15 @@ def check_columns(
 ) -> None:
     """Check the columns that reward functions name, by the prompts of a `source`; `where`: function -> FILE:LINE.
 
-    Raises RLHFError D02 for a required column that no row has, D12 for one whose values differ in type. None, the value
-    of rows without the column, is of any type.
+    Raises RLHFError D02 for a required column that no row has, D12 for one whose values differ in type, D06 for a value
+    that a verifier cannot read. None, the value of rows without the column, is of any type.
     """
     known = dict.fromkeys(chain.from_iterable(prompt.columns for prompt in prompts))
     problems: list[Problem] = []
     for name, function in functions.items():
         for column, required in Signature.of(function).columns.items():
             if column in known:
-                problems += _mixed_types(column, prompts)
+                problems += _mixed_types(column, prompts) or _unreadable(column, prompts, function)
             elif required:
                 text = f'the function of `{name}` takes "{column}", but {source} has no such column; '
                 text += f"further columns: {format_columns(known) or 'none'}"
@@ -132,16 +132,28 @@ def check_columns(
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))
 
 
-def _mixed_types(column: str, prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield a problem for the first row whose value has another type than those before it."""
+def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
+    """Return a problem for the first row whose value has another type than those before it."""
     with_value = [prompt for prompt in prompts if prompt.columns.get(column) is not None]
     for prompt in with_value:
         kind, first = (_type_name(each.columns[column]) for each in (prompt, with_value[0]))
         if kind != first:
             text = f'"{column}" is {kind} here, {first} in {with_value[0].location.short}'
             hint = "a reward function reads it: give it one type; null stands for no value"
-            yield Problem("D12", text, str(prompt.location), hint)
-            return
+            return [Problem("D12", text, str(prompt.location), hint)]
+    return []
+
+
+def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn) -> list[Problem]:
+    """Return a problem for the first row whose value the function's own `check_value` refuses with a ValueError."""
+    check_value: Callable[[Any], Any] | None = getattr(function, "check_value", None)
+    if check_value is not None:
+        for prompt in (each for each in prompts if each.columns.get(column) is not None):
+            try:
+                check_value(prompt.columns[column])
+            except ValueError as error:
+                return [Problem("D06", str(error), str(prompt.location), "correct it; null stands for no value")]
+    return []
 
 
 def _type_name(value: Any) -> str:

@@ -54,8 +54,9 @@ def references(config: Any) -> list[Reference]:
         expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": POLICY_STAGES}
         result = [Reference(f"models.{name}", getattr(models, name), stages) for name, stages in expected.items()]
         result += [Reference(f"policies.{name}", path, POLICY_STAGES) for name, path in config.policies.items()]
-        judges = {name: value for name, value in config.judges.items() if not FUNCTION.fullmatch(value)}
-        result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
+        judges = {name: judge for name, judge in config.judges.items() if isinstance(judge, str)}
+        models = {name: judge for name, judge in judges.items() if not FUNCTION.fullmatch(judge)}
+        result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in models.items()]
         return [reference for reference in result if reference.path]
     rewards: dict[str, str | None] = {}
     if models.value == "reward" or not config.rewards:  # reward sources have keys of their own

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
@@ -34,7 +34,8 @@ from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards.function import load_function, score_texts
+from rlhf_cli.rewards import builtin
+from rlhf_cli.rewards.function import RewardContext, load_function, score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.rewards.signature import RewardFn, TextRows, check_columns
 from rlhf_cli.runs.parents import Parent
@@ -148,16 +149,23 @@ def warn_of_selection_by_reward(config: EvalConfig) -> None:
 
 
 def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
-    """Load the judges that are Python functions, by name. Raises RLHFError C17."""
-    return {
-        name: load_function(spec, folder=config.file.parent, where=config.where(f"judges.{name}"))
-        for name, spec in config.judges.items()
-        if FUNCTION.fullmatch(spec)
-    }
+    """Load the judges that are Python or built-in functions, by name. Raises RLHFError C07, C17, E09."""
+    functions: dict[str, RewardFn] = {}
+    for name, judge in config.judges.items():
+        where, folder = partial(_where_judge, config, name), config.file.parent
+        if isinstance(judge, BuiltinJudge):
+            functions[name] = builtin.make(judge, RewardContext(folder, where))
+        elif FUNCTION.fullmatch(judge):
+            functions[name] = load_function(judge, folder=folder, where=where())
+    return functions
+
+
+def _where_judge(config: EvalConfig, name: str, key: str = "") -> str:
+    return config.where(f"judges.{name}.{key}".rstrip("."))
 
 
 def check_judges(config: EvalConfig, judges: Mapping[str, RewardFn], prompts: data.Rows[data.Prompt]) -> None:
-    """Check the columns that the functions among the judges name. Raises RLHFError D02, D12."""
+    """Check the columns that the functions among the judges name. Raises RLHFError D02, D06, D12."""
     check_columns(judges, prompts, prompts.source.shown(), lambda name: config.where(f"judges.{name}"))
 
 

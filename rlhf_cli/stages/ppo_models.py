@@ -255,8 +255,8 @@ def build_reward_fns(
 def check_reward_columns(
     config: PPOConfig, reward_fns: Mapping[str, RewardFn], *rows: data.Rows[data.Prompt] | None
 ) -> None:
-    """Check the columns that reward functions name, in all rows of prompts. Raises RLHFError D02, D12."""
+    """Check the columns that reward functions name, in all rows of prompts. Raises RLHFError D02, D06, D12."""
     for prompts in rows:
         if prompts is not None:
             source = prompts.source.shown()
-            check_columns(reward_fns, prompts, source, lambda name: config.where(f"rewards.{name}.function"))
+            check_columns(reward_fns, prompts, source, lambda name: config.where(f"rewards.{name}"))

@@ -53,7 +53,7 @@ def test_a_builtin_by_hand(name: str, parameters: dict[str, Any], expected: dict
         ("length", {"most": 9, "scale": 0}, "C17", "greater than 0"),
         ("length", {"most": 9, "scale": float("inf")}, "C17", "finite"),
         ("length", {"max": 9}, "C17", "max: is not a parameter"),
-        ("regex", {}, "C17", "pattern: is missing"),
+        ("regex", {}, "C17", "give pattern or column"),
         ("regex", {"pattern": ""}, "C17", "matches everything"),
         ("regex", {"pattern": "(a"}, "C17", "not a regular expression"),
         ("keyword", {"words": []}, "C17", "at least 1 item"),

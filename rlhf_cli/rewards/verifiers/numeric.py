@@ -1,0 +1,76 @@
+"""Verifier `numeric`: the response's number is the answer."""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rlhf_cli.rewards.signature import RewardFn
+from rlhf_cli.rewards.verifiers import Column, by_column, extraction, last_match, texts
+
+# 1,234.5, -$3, 3/4, 6e-3; a sign after a digit, letter or bracket is a minus between two numbers.
+NUMBER = re.compile(
+    r"(?<![\w./])(?P<sign>(?<![)\]])[-+])?[$€£]?(?P<value>(\d{1,3}(,\d{3})+(?!\d)|\d+)(\.\d+)?|\.\d+)"
+    r"(?P<exponent>[eE][-+]?\d{1,3}\b)?(\s?/\s?(?P<below>\d+)(?![\d./]))?"
+)
+MAX_DIGITS = 1000  # a longer number is none
+
+
+def numeric(
+    *,
+    column: Column = "answer",
+    extract: str | None = None,
+    tolerance: Annotated[float, Field(ge=0)] = 0.0,
+    latex: bool = False,
+) -> RewardFn:
+    r"""Return 1 if the response's last number, or the last in what `extract` finds, is that of the column; else 0.
+
+    Numbers are compared exactly, or may differ by `tolerance`. Units, currency and percent signs around them are
+    ignored. A column with text has its last number as the answer, as GSM8K's `#### 72`. With `latex`, math_verify reads
+    both and decides: formulas, \boxed{}, sets, intervals; `tolerance` does not apply.
+    """
+    if latex and tolerance:
+        raise ValueError("tolerance has no effect with latex")
+    find, same = extraction(extract), _same_formula() if latex else _same_number(tolerance)
+
+    def score(response: str, value: Any) -> float:
+        found = find(response)
+        return float(found is not None and any(same(answer, found) for answer in texts(value)))
+
+    return by_column(column, score)
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number in a text, None if there is none or its divisor is 0."""
+    last = last_match(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
+    if last is None or len(last[0]) > MAX_DIGITS:
+        return None
+    value = Fraction(last["value"].replace(",", "") + (last["exponent"] or ""))
+    below = Fraction(last["below"] or 1)
+    return None if below == 0 else (-value if last["sign"] == "-" else value) / below
+
+
+def _same_number(tolerance: float) -> Callable[[str, str], bool]:
+    def same(answer: str, found: str) -> bool:
+        expected, number = last_number(answer), last_number(found)
+        if expected is None:
+            raise ValueError(f"the answer {answer[:60]!r} has no number")
+        return number is not None and abs(number - expected) <= Fraction(tolerance)
+
+    return same
+
+
+def _same_formula() -> Callable[[str, str], bool]:
+    """Raises ModuleNotFoundError without math_verify."""
+    import math_verify
+
+    def same(answer: str, found: str) -> bool:
+        formula = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+        expected = math_verify.parse(formula, fallback_mode="no_fallback")
+        if not expected:
+            raise ValueError(f"math_verify cannot read the answer {answer[:60]!r}")
+        return bool(math_verify.verify(expected, math_verify.parse(found)))
+
+    return same

@@ -1,0 +1,43 @@
+"""Verifier `unit_tests`: the response is Python code that passes the tests of its row."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rlhf_cli.rewards.sandbox import SandboxError, passed_tests
+from rlhf_cli.rewards.signature import RewardFn
+from rlhf_cli.rewards.verifiers import Column, by_column, last_code_block, texts
+
+
+def unit_tests(
+    *,
+    column: Column = "tests",
+    partial: bool = False,
+    seconds: Annotated[float, Field(gt=0, le=600)] = 5.0,
+    megabytes: Annotated[int, Field(ge=64, le=65536)] = 256,
+) -> RewardFn:
+    """Return 1 if the response's code passes all tests in the column, a text or a list of them; else 0.
+
+    With `partial`, the share of the list that passes. The code is the last fenced Python block, or the whole response.
+    It runs in a process of its own, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
+    """
+    try:
+        passed_tests("", [""], seconds=seconds, megabytes=megabytes)
+    except SandboxError as error:
+        raise ValueError(f"this machine cannot limit what the code does: {error}") from None
+
+    def score(response: str, value: Any) -> float | None:
+        tests = texts(value)
+        passed = passed_tests(last_code_block(response, "py(?:thon)?3?"), tests, seconds=seconds, megabytes=megabytes)
+        share = sum(passed) / len(passed) if passed else None
+        return share if partial or share is None else float(share == 1)
+
+    return by_column(column, score, call=_in_threads, check=False)
+
+
+def _in_threads(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, *rows))

@@ -1,0 +1,205 @@
+"""Verifiers by hand, what they refuse, and what code under unit tests cannot do."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import without_packages
+
+from rlhf_cli.data.datasets import Prompt
+from rlhf_cli.data.readers import RowLocation
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.rewards import sandbox, verifiers
+from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
+from rlhf_cli.rewards.signature import TextRows, check_columns
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+DEEP, LONG = "[" * 50_000, "x" * 100_000
+
+
+def build(name: str, **parameters: Any) -> Any:
+    section: Any = SimpleNamespace(builtin=name, parameters=parameters)
+    return make_reward_fn("builtin", section, RewardContext(Path(), lambda key: f"ppo.yaml:{key}"))
+
+
+def scores(name: str, rows: list[tuple[str, Any]], **parameters: Any) -> list[float | None]:
+    """Score responses beside the values of their rows' column, `answer` or that of `parameters`."""
+    column = parameters.get("column", "tests" if name == "unit_tests" else "answer")
+    responses = [response for response, _ in rows]
+    records = tuple({"prompt": "", column: value} for _, value in rows)
+    texts = TextRows([""] * len(rows), responses, (), records)
+    return score_texts("check", build(name, **parameters), texts, every_row=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "rows"),
+    [
+        ("exact_match", {}, [("Paris.", "paris", 1), (" 'The  Sea' ", "the sea", 1), ("-5", "5", 0), ("5", 5, 1)]),
+        ("exact_match", {}, [("no", ["yes", "NO!"], 1), ("ﬁve", "five", 1), ("true", True, 1), (LONG, "x", 0)]),
+        ("exact_match", {"ignore_case": False}, [("Paris", "paris", 0), ("x", None, None)]),
+        ("exact_match", {"extract": "<a>(.*?)</a>"}, [("<a>1</a> <a>\nTwo</a>", "two", 1), ("two", "two", 0)]),
+        ("exact_match", {"extract": r"\d+", "column": "n"}, [("1 or 2", "2", 1), ("1 or 2", "1", 0)]),
+        ("numeric", {}, [("is 72.", "so 70\n#### 72", 1), ("1,234", 1234, 1), ("-$3", "-3", 1), ("3-5", 5, 1)]),
+        ("numeric", {}, [("1/2", 0.5, 1), ("x = .5", "1/2", 1), ("6e-3", 0.006, 1), ("50%", 50, 1), ("f(2)-1", 1, 1)]),
+        ("numeric", {}, [("none", 1, 0), ("1/0", 1, 0), ("1,2,3", 3, 1), ("\N{MINUS SIGN}3", -3, 1), ("v1.2.3", 3, 0)]),
+        ("numeric", {}, [("9" * 100_000, 9, 0), ("1e999", 1, 0), ("7.0", [6, 7], 1), ("7", None, None)]),
+        ("numeric", {"tolerance": 0.01}, [("3.14", 3.1416, 1), ("3.1", 3.1416, 0)]),
+        ("numeric", {"extract": "<a>(.*?)</a>"}, [("<a>1 + 1 = 2</a> of 3", 2, 1), ("2", 2, 0)]),
+        ("numeric", {"latex": True}, [(r"\boxed{\frac{1}{2}}", "0.5", 1), ("$x^2+2x+1$", "(x+1)^2", 1), (LONG, 1, 0)]),
+        ("numeric", {"latex": True}, [(r"\boxed{3}", r"so \boxed{4}", 0), ("$" + "(" * 5000, 1, 0)]),
+        ("regex", {"column": "answer"}, [("abc", "a.c", 1), ("abc", "^b", 0), ("abc", None, None)]),
+        ("json_schema", {"schema": OBJECT}, [('{"a": 1}', 0, 1), ('{"a": "x"}', 0, 0), ("NaN", 0, 0), (DEEP, 0, 0)]),
+        ("json_schema", {"schema": OBJECT}, [('So:\n```json\n{"a": 2}\n```\nDone', 0, 1), ('So {"a": 2}', 0, 0)]),
+        ("json_schema", {"column": "form"}, [("1", {"type": "integer"}, 1), ("1", '{"type": "string"}', 0)]),
+        ("unit_tests", {}, [("def f(x): return x", "assert f(1) == 1", 1), ("def f(x): return x", "f(1) / 0", 0)]),
+        ("unit_tests", {}, [("a = 1", ["assert a", "assert a > 1"], 0), ("a = 1", [], None), ("a", None, None)]),
+        ("unit_tests", {"partial": True}, [("a = 1", ["assert a", "assert a > 1"], 0.5), ("1 / 0", ["", ""], 0)]),
+        ("unit_tests", {}, [("First:\n```python\na = 1\n```\nor\n```\na = 2\n```\n.", "assert a == 2", 1)]),
+        ("unit_tests", {}, [("a = 1  # " + LONG, "assert a", 1), ("(" * 50_000, "", 0), ("a = '\0'", "", 0)]),
+    ],
+)
+def test_scores_by_hand(name: str, parameters: dict[str, Any], rows: list[tuple[str, Any, Any]]) -> None:
+    found = scores(name, [(response, value) for response, value, _ in rows], **parameters)
+    assert found == [score for *_, score in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "says"),
+    [
+        ("exact_match", {"column": "completions"}, "none that every function gets"),
+        ("exact_match", {"column": "the answer"}, "letters, digits and _"),
+        ("exact_match", {"extract": "(a"}, "not a regular expression"),
+        ("exact_match", {"extract": ""}, "matches everything"),
+        ("numeric", {"tolerance": -1.0}, "greater than or equal to 0"),
+        ("numeric", {"tolerance": 0.1, "latex": True}, "no effect with latex"),
+        ("regex", {"pattern": "a", "column": "b"}, "give pattern or column"),
+        ("json_schema", {}, "give schema or column"),
+        ("json_schema", {"schema": {"type": "objekt"}}, "not a JSON Schema"),
+        ("unit_tests", {"megabytes": 1}, "greater than or equal to 64"),
+    ],
+)
+def test_c17_wrong_parameters(name: str, parameters: dict[str, Any], says: str) -> None:
+    with pytest.raises(RLHFError, match=says) as caught:
+        build(name, **parameters)
+    assert caught.value.problems[0].code == "C17"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "value", "says"),
+    [
+        ("numeric", {}, "a word", "the answer 'a word' has no number"),
+        ("numeric", {"latex": True}, r"\frac{", "math_verify cannot read"),
+        ("exact_match", {}, {"a": 1}, "a text, a number or a list of them"),
+        ("regex", {"column": "answer"}, "(a", "not a regular expression"),
+        ("json_schema", {"column": "answer"}, "{", "unexpected end"),
+        ("json_schema", {"column": "answer"}, {"type": "objekt"}, "not a JSON Schema"),
+    ],
+)
+def test_d06_an_answer_that_cannot_be_read_is_found_before_anything_is_loaded(
+    name: str, parameters: dict[str, Any], value: Any, says: str
+) -> None:
+    rows = [
+        Prompt([], "", RowLocation(Path("rows.jsonl"), line), {"answer": each})
+        for line, each in ((1, None), (2, value))
+    ]
+    with pytest.raises(RLHFError) as caught:
+        check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where) == ("D06", "rows.jsonl:2") and says in problem.text
+    with pytest.raises(RLHFError, match="R05"):  # in data that were not checked
+        scores(name, [("1", value)], **parameters)
+
+
+def test_r05_a_pattern_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "MAX_PATTERN_SECONDS", 0.2)
+    slow = "(a+)+b"
+    for name, parameters in (
+        ("regex", {"pattern": slow}),
+        ("exact_match", {"extract": slow}),
+        ("json_schema", {"schema": {"pattern": slow}}),
+    ):
+        text = f'"{"a" * 40}"' if name == "json_schema" else "a" * 40
+        with pytest.raises(RLHFError, match=r"R05.*took more than 0.2 s on 4\d characters"):
+            scores(name, [(text, "a")], **parameters)
+
+
+def test_e09_a_package_that_is_missing() -> None:
+    code = """
+from pathlib import Path
+from types import SimpleNamespace
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.rewards.function import RewardContext, make_reward_fn
+for name, parameters, package in (("numeric", {"latex": True}, "math_verify"), ("json_schema", {}, "jsonschema")):
+    try:
+        section = SimpleNamespace(builtin=name, parameters=parameters)
+        make_reward_fn("builtin", section, RewardContext(Path(), lambda key: key))
+    except RLHFError as error:
+        (problem,) = error.problems
+        assert problem.code == "E09" and package in problem.text and "[verifiers]" in problem.hint, problem
+    else:
+        raise AssertionError(name)
+"""
+    without_packages.python(code, {"math_verify", "jsonschema"})
+
+
+# What code cannot do. Each is tried beside code that is right, which passes its test.
+
+RIGHT = "def f(x):\n    return x\n"
+FORK = "import os\nwhile True: os.fork()"
+HARMLESS = {
+    "process": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', ''])",
+    "thread": "import threading\nthreading.Thread(target=print).start()",
+    "write": "open({path!r} + '/new', 'w')",
+    "append": "open({path!r} + '/old', 'a').write('more')",
+    "truncate": "import os\nos.truncate({path!r} + '/old', 0)",
+    "remove": "import os\nos.remove({path!r} + '/old')",
+    "folder": "import os\nos.mkdir({path!r} + '/new')",
+    "link": "import os\nos.symlink('/', {path!r} + '/new')",
+    "mode": "import os\nos.chmod({path!r} + '/old', 0)",
+    "socket": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)",
+    "signal": "import os\nos.kill(os.getppid(), 9)",
+    "limit": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
+    "memory": "x = bytearray(2**30)",
+    "growing": "x = []\nwhile True: x.append('y' * 10**6)",
+    "files": "x = [open('/dev/null') for _ in range(99)]",
+    "exit": "import os\nos._exit(0)",
+    "quit": "raise SystemExit(0)",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "output": "import os\nfor i in range(3, 9):\n    os.write(i, b'limited\\n0\\n1\\n')\n1 / 0",
+    "fork": FORK,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_code_that_does_more_than_compute_fails_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("text")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        code = HARMLESS[name].replace("{path!r}", repr(str(tmp_path))).replace("{port}", str(server.getsockname()[1]))
+        before = time.perf_counter()
+        assert scores("unit_tests", [(f"{RIGHT}{code}\n", "assert f(1)"), (RIGHT, "assert f(1)")]) == [0, 1]
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert time.perf_counter() - before < 30
+    assert [(path.name, path.read_text(), path.stat().st_mode & 0o777) for path in tmp_path.iterdir()] == [
+        ("old", "text", 0o644)
+    ]
+
+
+def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock() -> None:
+    for code, at_least, at_most in (("while True: pass", 0.8, 9), ("import time\ntime.sleep(999)", 7, 20)):
+        before = time.perf_counter()
+        assert sandbox.passed_tests(code, [""], seconds=1.0, megabytes=128) == [False]
+        assert at_least < time.perf_counter() - before < at_most
+    with pytest.raises(ChildProcessError):  # no process is left
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_c17_a_machine_that_cannot_limit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
+    with pytest.raises(RLHFError, match="cannot limit what the code does: it needs Linux, this is darwin"):
+        build("unit_tests")
