@@ -193,6 +193,7 @@ class Config(Section):
         sources = getattr(self, "rewards", {})
         functions = {f"rewards.{name}.function": source.function for name, source in sources.items()}
         functions |= {f"judges.{name}": judge for name, judge in getattr(self, "judges", {}).items()}
-        modules = {key: name.partition(":")[0] for key, name in functions.items() if name and FUNCTION.fullmatch(name)}
+        texts = {key: name for key, name in functions.items() if isinstance(name, str) and FUNCTION.fullmatch(name)}
+        modules = {key: name.partition(":")[0] for key, name in texts.items()}
         files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
         return {key: path for key, path in files.items() if os.path.isfile(path)}

@@ -234,3 +234,27 @@ def test_d02_d12_a_column_that_is_missing_or_of_two_types(grpo_folder):
         for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder)):
             fails(result, code, *says)
     assert not (grpo_folder / "ppo/metrics.jsonl").exists()
+
+
+def test_verifiers_as_rewards_and_as_judges(grpo_folder):
+    right = {"builtin": "exact_match", "parameters": {"column": "letter", "extract": "[a-z]"}}
+    long = {"builtin": "regex", "parameters": {"column": "task"}, "weight": 0, "clip": None}
+    sources = {"right": {**right, "weight": 2.0}, "long": long}
+    write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": sources})
+    write(grpo_folder, "eval", {**EVAL, "judges": {"right": right}, "data": DATA})
+    must_succeed(rlhf("check", grpo_folder))
+    must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8", "ppo.missing_eos_penalty=null"))
+    must_succeed(rlhf("verify", grpo_folder))
+    must_succeed(rlhf("eval", "-c", grpo_folder / "eval.yaml"))
+    trained, evaluated = (lines(grpo_folder / f"{stage}/samples.jsonl") for stage in ("ppo", "eval"))
+    for row in trained + evaluated:
+        columns = row["columns"] if row in trained else COLUMNS[row["index"]]
+        last = [character for character in row["response"] if "a" <= character <= "z"][-1:]
+        assert row["scores"]["right"] == float(last == [columns["letter"]])
+    assert all(row["score"] == 2 * row["scores"]["right"] for row in trained)
+    write_rows(grpo_folder, PROMPTS, [{"letter": {"b": 1}}] * 20)
+    fails(
+        rlhf("eval", "-c", grpo_folder / "eval.yaml", "--fresh"), "D06", "rows.jsonl:1: ", "a text, a number or a list"
+    )
+    for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder, "--fresh")):
+        fails(result, "D02", 'the function of `long` takes "task", but', "further columns: n, letter")

@@ -220,9 +220,11 @@ class Card:
     def judges(self) -> dict[str, str]:
         judges = {}
         for name in at(self.report, "models.sft.judges") or ():
-            judge = str(self.evaluation.setting(f"judges.{name}"))
+            judge = self.evaluation.setting(f"judges.{name}")
             parent = self.evaluation.table("parents").get("models.reward" if name == "reward" else f"judges.{name}", {})
-            if FUNCTION.fullmatch(judge):
+            if isinstance(judge, Mapping):
+                judges[name] = f"the built-in function {code(str(judge.get('builtin')))}: a higher score is better"
+            elif FUNCTION.fullmatch(str(judge)):
                 judges[name] = f"the Python function {code(judge)}: a higher score is better"
             else:
                 judges[name] = OWN_JUDGE if parent.get("sha256") in self._reward_hashes else "a reward model"
