@@ -11,7 +11,7 @@ import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 
@@ -31,12 +31,12 @@ def make(section: Any, context: RewardContext) -> RewardFn:
 
     Raises RLHFError C07 for an unknown name, C17 for bad parameters, E09 for a missing package.
     """
-    name, known = section.builtin, [*REWARDS, *(module.name for module in pkgutil.iter_modules(verifiers.__path__))]
+    name, known = section.builtin, names()
     if name not in known:
         hint = did_you_mean(name, known) or "or write a Python function: function: module:name"
         text = f'builtin "{name}" is not one of {", ".join(known)}'
         raise RLHFError("C07", text, where=context.where("builtin"), hint=hint)
-    build = REWARDS.get(name) or getattr(importlib.import_module(f"{verifiers.__name__}.{name}"), name)
+    build = builder(name)
     strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
     try:
         return strict(build)(**section.parameters)
@@ -53,6 +53,17 @@ def make(section: Any, context: RewardContext) -> RewardFn:
     except ValueError as error:
         text = f"builtin {name}: {error}"
         raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name, build)) from error
+
+
+def names() -> list[str]:
+    """Return the names of all built-in rewards."""
+    return [*(module.name for module in pkgutil.iter_modules(verifiers.__path__)), *REWARDS]
+
+
+def builder(name: str) -> Callable[..., RewardFn]:
+    """Return the function that builds a reward from its parameters."""
+    verifier = REWARDS.get(name) or getattr(importlib.import_module(f"{verifiers.__name__}.{name}"), name)
+    return cast(Callable[..., RewardFn], verifier)
 
 
 def _parameter_hint(name: str, build: Callable[..., RewardFn]) -> str:

@@ -1,4 +1,4 @@
-"""Runs Python code that nobody has read, with its tests, in a process that can only compute. Linux on x86-64 or Arm.
+"""Runs Python code that a model wrote, with its tests, in a process that can only compute. Linux on x86-64 or Arm.
 
 `passed_tests` starts this file as a script, with the standard library alone. The process sets its limits, gives up all
 system calls but those listed in ALLOWED (seccomp, man 2 seccomp), and only then runs the code: no process or thread can

@@ -152,16 +152,16 @@ def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
     """Load the judges that are Python or built-in functions, by name. Raises RLHFError C07, C17, E09."""
     functions: dict[str, RewardFn] = {}
     for name, judge in config.judges.items():
-        where, folder = partial(_where_judge, config, name), config.file.parent
+        key, folder = f"judges.{name}", config.file.parent
         if isinstance(judge, BuiltinJudge):
-            functions[name] = builtin.make(judge, RewardContext(folder, where))
+            functions[name] = builtin.make(judge, RewardContext(folder, partial(_where_option, config, key)))
         elif FUNCTION.fullmatch(judge):
-            functions[name] = load_function(judge, folder=folder, where=where())
+            functions[name] = load_function(judge, folder=folder, where=config.where(key))
     return functions
 
 
-def _where_judge(config: EvalConfig, name: str, key: str = "") -> str:
-    return config.where(f"judges.{name}.{key}".rstrip("."))
+def _where_option(config: EvalConfig, key: str, option: str) -> str:
+    return config.where(f"{key}.{option}")
 
 
 def check_judges(config: EvalConfig, judges: Mapping[str, RewardFn], prompts: data.Rows[data.Prompt]) -> None:

@@ -22,7 +22,7 @@ def unit_tests(
     """Return 1 if the response's code passes all tests in the column, a text or a list of them; else 0.
 
     With `partial`, the share of the list that passes. The code is the last fenced Python block, or the whole response.
-    It runs in a process of its own, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
+    It runs in a separate process, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
     """
     try:
         passed_tests("", [""], seconds=seconds, megabytes=megabytes)
