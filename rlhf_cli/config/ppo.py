@@ -133,11 +133,16 @@ class PPOConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_value(cls, keys: Any) -> Any:
-        """Fill in models.value: none if ppo.advantage needs no value model."""
-        settings, models = keys.get("ppo"), keys.get("models") or {}
-        if not isinstance(settings, dict) or not isinstance(models, dict) or settings.get("advantage", "gae") == "gae":
+        """Fill in models.value: none if ppo.advantage needs no value model, policy_head if there is no reward model."""
+        settings, models, rewards = keys.get("ppo"), keys.get("models") or {}, keys.get("rewards")
+        if not isinstance(settings, dict) or not isinstance(models, dict):
             return keys
-        return {**keys, "models": {"value": "none", **models}}
+        if settings.get("advantage", "gae") != "gae":
+            return {**keys, "models": {"value": "none", **models}}
+        functions = isinstance(rewards, dict) and [source for source in rewards.values() if isinstance(source, dict)]
+        if functions and not any({"model", "models"} & source.keys() for source in functions):
+            return {**keys, "models": {"value": "policy_head", **models}}
+        return keys
 
     @model_validator(mode="before")
     @classmethod

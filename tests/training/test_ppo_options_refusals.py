@@ -77,6 +77,14 @@ def test_models_value_and_the_advantage_fit(run_folder, advantage, value, says):
         assert f"  value: {value or 'none'}" in stage.must_succeed(result).stdout
 
 
+@pytest.mark.parametrize(("source", "value"), [({"builtin": "repetition"}, "policy_head"), (None, "reward")])
+def test_without_a_reward_model_the_value_model_is_a_head_on_the_policy(run_folder, source, value):
+    config = {**stage.PPO, "rewards": {"fresh": {"builtin": "repetition"}, "reward": source}}
+    config["models"] = {name: path for name, path in config["models"].items() if name != "value"}
+    stage.write(run_folder, "ppo", config)
+    assert f"  value: {value}\n" in stage.must_succeed(stage.ppo(run_folder, "--dry-run")).stdout
+
+
 @pytest.mark.training
 def test_value_only_updates_are_compared_with_passes_over_the_prompts(run_folder):
     """20 prompts, 8 per update: one pass is three updates, which only the prompts determine."""
