@@ -24,6 +24,11 @@ KEY = re.compile(rb'"\s*:')  # follows each key; may also occur inside a string
 ONE_PER_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
 
 
+def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return some values of a data file's row, e.g. a date or NaN of Parquet, as JSON can write them."""
+    return {name: json.loads(json.dumps(row.get(name), default=str), parse_constant=str) for name in names}
+
+
 def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, row) for each line that is not blank.
 

@@ -18,8 +18,7 @@ from rlhf_cli.errors import at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import eval as eval_stage
-from rlhf_cli.stages import hardware, ppo_models, ppo_setup, setup, training_setup
+from rlhf_cli.stages import eval_inputs, hardware, ppo_models, ppo_setup, setup, training_setup
 from rlhf_cli.stages.plan_models import is_policy_key, is_scorer_key
 
 
@@ -142,24 +141,24 @@ class StageValidator:
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
         _, tokenizer, model_config = self._check_policies(stage)
-        judges = self.report.attempt(eval_stage.judge_functions, config) or {}
-        eval_stage.warn_of_selection_by_reward(config)
+        judges = self.report.attempt(eval_inputs.judge_functions, config) or {}
+        eval_inputs.warn_of_selection_by_reward(config)
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
-            self.report.attempt(eval_stage.check_interpolation, config, self.options, stage.parents)
+            self.report.attempt(eval_inputs.check_interpolation, config, self.options, stage.parents)
         scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
             if policy is not None:
-                settings = eval_stage.ppo_settings(policy)
+                settings = eval_inputs.ppo_settings(policy)
             if settings is not None or policy is not None:
-                length = eval_stage.sampling_params(config, settings, Path(config.models.ppo), None).response_length
+                length = eval_inputs.sampling_params(config, settings, Path(config.models.ppo), None).response_length
         rows = self._read_rows(
             stage, "data.prompts", partial(setup.read_prompts, config, "data.prompts", tokenizer, model_config, length)
         )
         if rows is not None:
             self._check_retokenized(stage, scorers, list(rows))
-            self.report.attempt(eval_stage.check_judges, config, judges, rows)
+            self.report.attempt(eval_inputs.check_columns_read, config, judges, rows)
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
 

@@ -30,7 +30,7 @@ from rlhf_cli.errors import (
     shell_word,
     shown,
 )
-from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.runs.discover import STAGES, configs_in
 from rlhf_cli.runs.parents import Parent
@@ -101,7 +101,7 @@ def run(
             try:
                 if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
                     report.write_beside(config.folder)
-                render.print_report(config.folder)
+                print_report(config.folder)
                 check_requirements(read_report(config.folder), config.eval.require, where=config.where)
             except RLHFError:
                 show_summary(folder, configs, routed, met=False)

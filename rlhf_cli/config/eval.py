@@ -59,6 +59,7 @@ class EvalSettings(Section):
     frontier: bool = True
     interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
     select: Name | Select | None = None
+    by: str | None = Field(None, min_length=1)
     temperature: float | None = Field(None, gt=0)
     response_length: int | None = Field(None, gt=0)
     per_device_batch_size: int = Field(64, gt=0)

@@ -1,18 +1,11 @@
-"""Result of an evaluation as text: tables, sample responses and a summary. Torch-free: `rlhf run` prints it."""
+"""Result of an evaluation as text: tables, pairs of responses and sentences. Torch-free: `rlhf run` prints it."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli import terminal
-from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.agreement import disagreement
-from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.jsonl import at, is_number, read_jsonl
-from rlhf_cli.runs.read import read_report
-from rlhf_cli.runs.status import REPORT
+from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.statistics import with_interval
 
 QUANTILES = (0.25, 0.5, 0.75)
@@ -33,51 +26,6 @@ RESULTS = {
 }
 Row = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]  # columns and rows
-
-
-def print_report(eval_folder: Path) -> None:
-    """Print an eval folder: policies, win rates, frontier, sample responses, reward model, warnings and a summary."""
-    report = read_report(eval_folder)
-    title = f"{report['n']} {HELD_OUT}, 95 % intervals in brackets; the reward is {UNPENALISED}"
-    terminal.table(*policies_table(report), title=title)
-    columns, rates = win_rate_table(report)
-    if rates:
-        terminal.out()
-        terminal.table(columns, rates)
-    _print_frontier(report)
-    if report.get("limit"):
-        terminal.out()
-        terminal.table(*limit_table(report), title=f"KL overhead: {limit_score(report)}")
-        for line in limit_lines(report):
-            terminal.out(line)
-    if (eval_folder / "samples.jsonl").is_file():
-        _print_samples([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
-    if "reward_model" in report:
-        terminal.out()
-        print_card(report["reward_model"])
-    elif "no_reward_card" in report:
-        terminal.out(f"reward model: no report card: {report['no_reward_card']}")
-    _print_warnings(report.get("warnings", []))
-    for sentence in worth_sentences(report):
-        terminal.out(sentence)
-    terminal.out(f"report: {shown(eval_folder / 'report.json')}")
-    if (eval_folder / REPORT).is_file():
-        terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
-    if summary := summary_sentence(report):
-        terminal.out(f"result: {summary}")
-
-
-def _print_warnings(warnings: Sequence[str]) -> None:
-    """Print the report's warnings; those already printed by this command are listed by code only."""
-    repeated: Counter[str] = Counter()
-    for warning in warnings:
-        if terminal.is_first_time(warning):
-            terminal.out(f"in report.json: {warning}")
-        else:
-            repeated[warning.partition("]")[0].removeprefix("warning[")] += 1
-    if repeated:
-        counts = [f"{code} ({count} times)" if count > 1 else code for code, count in repeated.items()]
-        terminal.out(f"in report.json, printed above: {', '.join(counts)}")
 
 
 # Policies
@@ -194,21 +142,6 @@ def deciding_judge(judges: Iterable[str]) -> str:
     return min(judges, key=lambda name: (name != "gold", name == "reward"))
 
 
-def _print_frontier(report: Row) -> None:
-    """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
-    if reason := report.get("no_frontier"):
-        terminal.out(f"no frontier: {reason}")
-    if has_frontier(report):
-        terminal.out()
-        legend = "" if report.get("selected_step") is None else " (*: selected)"
-        best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
-        snapshots = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
-        title = snapshots if report.get("frontier") else "Policies by their KL from SFT"
-        terminal.table(*frontier_table(report), title=title)
-        for line in selection_lines(report):
-            terminal.out(line)
-
-
 def has_frontier(report: Row) -> bool:
     """Return True if there is a limit, or a policy with another KL than SFT and PPO."""
     keys = ("frontier", "interpolated", "limit")
@@ -262,6 +195,31 @@ def selection_lines(report: Row) -> Iterator[str]:
             tied = ", ".join(map(str, selected["within_noise"]))
             yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
             yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
+
+
+# Groups of prompts
+
+
+def groups_table(report: Row) -> Table:
+    """Return a row for each value of `eval.by`: each policy's mean by the deciding judge, and PPO's gain over SFT."""
+    groups = report["by"]["groups"]
+    judge = deciding_judge(groups[0]["models"]["sft"]["judges"])
+    names = [model_label(name) for name in groups[0]["models"]]
+    names += [f"SFT, best of {row['n']}" for row in groups[0].get("best_of", [])]
+    rows = []
+    for group in groups:
+        means = [each["judges"][judge] for each in (*group["models"].values(), *group.get("best_of", []))]
+        gain = group["win_rate"]["ppo_vs_sft"][judge]
+        cells = [with_interval(each["mean"], each["ci95"]) for each in means]
+        gained = with_interval(gain["difference"], gain["difference_ci95"])
+        rows.append([group["value"], str(group["n"]), *cells, gained])
+    return [report["by"]["column"], "n", *names, "PPO - SFT"], rows
+
+
+def groups_title(report: Row) -> str:
+    """Return the title of `groups_table`."""
+    by = report["by"]
+    return f"Mean by {deciding_judge(by['groups'][0]['models']['sft']['judges'])} for each {by['column']}"
 
 
 # Limit
@@ -355,18 +313,9 @@ def quartile_examples(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
     return selected
 
 
-def _print_samples(samples: Sequence[Row]) -> None:
-    """Print both policies' responses to three prompts, at the quartiles of the gain."""
-    rows = []
-    for pair in quartile_examples(response_pairs(samples)):
-        rows.append(["prompt", "", str(pair.prompt)])
-        for name, row in (("SFT", pair.sft), ("PPO", pair.ppo)):
-            scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
-            rows.append([name, scores, str(row["response"])])
-    if rows:
-        terminal.out()
-        title = f"Sample responses at the quartiles of PPO's gain by {deciding_judge_of(samples)}"
-        terminal.table(["", "scores", "text"], rows, title=title)
+def columns_text(sample: Row) -> str:
+    """Return the columns that judges read of a sample's row, such as the right answer, as text."""
+    return ", ".join(f"{name}: {value}" for name, value in sample.get("columns", {}).items())
 
 
 # Summary

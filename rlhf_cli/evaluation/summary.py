@@ -1,5 +1,6 @@
 """Scored responses, and report.json: means and win rates with 95 % intervals, best of n, frontier, reward model."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -54,6 +55,11 @@ class EvalResponses:
     step: int | None = None  # number of PPO updates, for a policy on the frontier
     share: float | None = None  # of the way from SFT to PPO, for an interpolation
 
+    def rows(self, indices: Sequence[int]) -> "EvalResponses":
+        """Return the responses to some of the prompts."""
+        kl = None if self.kl is None else [self.kl[row] for row in indices]
+        return replace(_merge([self], lambda columns: [columns[0][row] for row in indices]), kl=kl)
+
 
 def concat_responses(parts: Sequence[EvalResponses]) -> EvalResponses:
     """Concatenate the rows of responses of one policy."""
@@ -77,14 +83,15 @@ def _merge(parts: Sequence[EvalResponses], merge: Callable[[list[list]], list]) 
     return replace(parts[0], **columns, scores=scores)
 
 
-def sample_rows(evaluated: Iterable[EvalResponses]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of samples.jsonl, one per response."""
+def sample_rows(evaluated: Iterable[EvalResponses], columns: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of samples.jsonl, one per response; `columns`: of each prompt's row, those that are read."""
     for batch in evaluated:
         for row, response in enumerate(batch.responses):
             kl = {"kl": batch.kl[row]} if batch.kl is not None else {}
             yield {
                 "index": row,
                 "prompt": batch.prompts[row],
+                **({"columns": columns[row]} if columns[row] else {}),
                 "model": batch.model,
                 "mode": batch.mode,
                 "response": response,
@@ -101,12 +108,15 @@ def sample_rows(evaluated: Iterable[EvalResponses]) -> Iterator[dict[str, Any]]:
 def build_report(
     config: EvalConfig,
     evaluated: Sequence[EvalResponses],
-    num_prompts: int,
+    columns: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,
     parents: Mapping[str, Parent],
     series: SnapshotSeries,
 ) -> Section:
-    """Return the contents of report.json; keys without a value are absent. Warns R10-R12 of the reward model."""
+    """Return the contents of report.json; keys without a value are absent. Warns R10-R12 of the reward model.
+
+    `columns`: of each prompt's row, among others that of `eval.by`.
+    """
     seed = config.seed
     keys = {*(key.removeprefix("models.") for key in parents), *config.policies}
     by_mode = {
@@ -114,15 +124,18 @@ def build_report(
     }
     sampled = by_mode["sampled"]
     report: Section = {
-        "n": num_prompts,
+        "n": len(columns),
         "temperature": sampling.temperature,
         "response_length": sampling.response_length,
         **_policies_section(sampled, seed),
     }
     if "greedy" in by_mode:
         report["greedy"] = _policies_section(by_mode["greedy"], seed)
-    if best_of_n := [e for e in evaluated if e.model in {f"best_of_{n}" for n in config.eval.best_of}]:
-        report["best_of"] = [_best_of_section(e, sampled, seed) for e in best_of_n]
+    best_of_n = [e for e in evaluated if e.model in {f"best_of_{n}" for n in config.eval.best_of}]
+    report |= _best_of_sections(best_of_n, sampled, seed)
+    if config.eval.by:
+        groups = group_rows(config.eval.by, columns)
+        report["by"] = {"column": config.eval.by, "groups": _group_sections(groups, sampled, best_of_n, seed)}
     if shares := [e for e in evaluated if e.share is not None]:
         report["interpolated"] = [{"share": e.share, **_point(e, sampled["sft"], seed)} for e in shares]
     if series.missing:
@@ -148,6 +161,34 @@ def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> Secti
             for policy, baseline in pairs
         },
     }
+
+
+def group_rows(column: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the indices of the rows with each value of a column, as text, in order of first occurrence."""
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        value = row.get(column)
+        groups.setdefault(value if isinstance(value, str) else json.dumps(value), []).append(index)
+    return groups
+
+
+def _group_sections(
+    groups: Mapping[str, Sequence[int]],
+    sampled: Mapping[str, EvalResponses],
+    best_of_n: Sequence[EvalResponses],
+    seed: int,
+) -> list[Section]:
+    """Return the sections of the report for the prompts of each group alone."""
+    sections = []
+    for value, rows in groups.items():
+        policies = {name: evaluated.rows(rows) for name, evaluated in sampled.items()}
+        best = _best_of_sections([each.rows(rows) for each in best_of_n], policies, seed)
+        sections.append({"value": value, "n": len(rows), **_policies_section(policies, seed), **best})
+    return sections
+
+
+def _best_of_sections(best_of_n: Sequence[EvalResponses], sampled: Mapping[str, EvalResponses], seed: int) -> Section:
+    return {"best_of": [_best_of_section(each, sampled, seed) for each in best_of_n]} if best_of_n else {}
 
 
 def _best_of_section(best_of_n: EvalResponses, sampled: Mapping[str, EvalResponses], seed: int) -> Section:

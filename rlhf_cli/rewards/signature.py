@@ -1,7 +1,7 @@
 """What a reward function is given by its parameters, and the columns of the data among them."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -107,6 +107,13 @@ class Signature:
 
 def _completion(prompt: Any, response: str) -> Any:
     return [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
+
+
+def named_columns(functions: Iterable[RewardFn], prompts: Iterable[Prompt]) -> list[str]:
+    """Return the columns that functions name by their parameters and the prompts have."""
+    known = {name for prompt in prompts for name in prompt.columns}
+    names = dict.fromkeys(chain.from_iterable(Signature.of(function).columns for function in functions))
+    return [name for name in names if name in known]
 
 
 def check_columns(

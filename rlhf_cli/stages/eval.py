@@ -4,20 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_cli import config as configs
 from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
-from rlhf_cli.config.paths import FUNCTION
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation.limit import build_limit
 from rlhf_cli.evaluation.summary import (
     EvalResponses,
@@ -29,17 +24,27 @@ from rlhf_cli.evaluation.summary import (
     select_best_of_n,
 )
 from rlhf_cli.models import devices, forward, interpolation, load, lora
-from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, StopTokenId, split_into_micro_batches
+from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.rewards import builtin
-from rlhf_cli.rewards.function import RewardContext, load_function, score_texts
+from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.rewards.signature import RewardFn, TextRows, check_columns
+from rlhf_cli.rewards.signature import TextRows
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
+from rlhf_cli.stages.eval_inputs import (
+    check_columns_read,
+    check_interpolation,
+    columns_read,
+    find_snapshots,
+    judge_functions,
+    missing_eos_penalty,
+    ppo_settings,
+    sampling_params,
+    warn_of_selection_by_reward,
+)
 from rlhf_cli.stages.ppo_models import SharedBaseModels
 from rlhf_cli.tracking import Trackers
 
@@ -69,104 +74,25 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
         usable = setup.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
     if usable.num_dropped or len(usable) < config.eval.n:
         terminal.say(f"eval     {setup.describe_rows(usable, 'held-out prompts')}; eval.n is {config.eval.n}")
-    check_judges(config, judge_functions(config), usable)
+    check_columns_read(config, judge_functions(config), usable)
     prompts = usable[: config.eval.n]
+    columns = columns_read(config, prompts)
     warn_of_selection_by_reward(config)
     series = find_snapshots(config, ppo)
     evaluated, draws = evaluate_policies(config, stage, tokenizer, prompts, sampling, series)
     runs.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
-        report = build_report(config, evaluated, len(prompts), sampling, parents, series)
+        report = build_report(config, evaluated, columns, sampling, parents, series)
         if config.eval.limit:
             report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)), config.seed)
-        jsonl.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated))
+        jsonl.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated, columns))
         runs.write_json(config.folder / "report.json", report)
-        track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
+        track(config, report, evaluated, columns)  # after report.json: a tracker's failure must not change the report
         return report
 
     report = stage.process_group.run_on_main(write)
     stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
-
-
-# Settings and inputs, also for `rlhf check` and `plan`
-
-
-def ppo_settings(ppo: Parent) -> PPOSettings | None:
-    """Load the settings a policy was trained with; None for an external model."""
-    return configs.load("ppo", ppo.path / "config.yaml").ppo if ppo.stage == "ppo" else None
-
-
-def sampling_params(
-    config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: StopTokenId
-) -> SamplingParams:
-    """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
-    temperature, length = config.eval.temperature, config.eval.response_length
-    if settings:
-        temperature, length = temperature or settings.temperature, length or settings.max_response_length
-        if settings.stop_token == "none":
-            return SamplingParams(temperature, length, None)
-        stop_token_id = stop_token_id if settings.stop_token_id is None else settings.stop_token_id
-    if temperature is None or length is None:
-        text, hint = "does not record how its policy was sampled", "set eval.temperature and eval.response_length"
-        raise RLHFError("C17", f"{shown(path)} {text}", where=config.where("models.ppo"), hint=hint)
-    return SamplingParams(temperature, length, stop_token_id)
-
-
-def missing_eos_penalty(settings: PPOSettings | None) -> float:
-    """Return PPO's penalty of an answer that does not end; 0 for an external policy."""
-    return settings.missing_eos_penalty or 0.0 if settings and settings.stop_token != "none" else 0.0
-
-
-def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
-    """Find the snapshots of a PPO run if `eval.frontier` is set. Warns (M05) of corrupt ones."""
-    if not config.eval.frontier:
-        return SnapshotSeries()
-    if ppo.stage != "ppo":
-        return SnapshotSeries(missing=f"{shown(ppo.path)} was not written by `rlhf ppo`")
-    folder = ppo.path / runs.SNAPSHOTS
-    valid = runs.valid_states(folder, instead="the frontier omits it")
-    if not valid:
-        return SnapshotSeries(missing=f"{shown(folder)} contains no snapshot")
-    last = ppo.manifest["step"]
-    return SnapshotSeries(last, {step: path for step, path in valid.items() if step != last})
-
-
-def check_interpolation(config: EvalConfig, options: Options, parents: Mapping[str, Parent]) -> None:
-    """Raise RLHFError C17 if `eval.interpolate` is set and the weights of PPO and SFT do not have the same shapes."""
-    if config.eval.interpolate:
-        with at_location(config.where("eval.interpolate")):
-            models = parents["models.ppo"], parents["models.sft"]
-            interpolation.check_interpolation(*models, options.trust_remote_code)
-
-
-def warn_of_selection_by_reward(config: EvalConfig) -> None:
-    """Warn (C18) if a policy is selected by the reward it was trained on."""
-    if config.eval.selection and config.eval.selection.judge == "reward":
-        text = "eval.select: the reward is what PPO was trained on, and keeps rising while the quality falls"
-        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); see docs/evaluation.md"
-        terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
-
-
-def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
-    """Load the judges that are Python or built-in functions, by name. Raises RLHFError C07, C17, E09."""
-    functions: dict[str, RewardFn] = {}
-    for name, judge in config.judges.items():
-        key, folder = f"judges.{name}", config.file.parent
-        if isinstance(judge, BuiltinJudge):
-            functions[name] = builtin.make(judge, RewardContext(folder, partial(_where_option, config, key)))
-        elif FUNCTION.fullmatch(judge):
-            functions[name] = load_function(judge, folder=folder, where=config.where(key))
-    return functions
-
-
-def _where_option(config: EvalConfig, key: str, option: str) -> str:
-    return config.where(f"{key}.{option}")
-
-
-def check_judges(config: EvalConfig, judges: Mapping[str, RewardFn], prompts: data.Rows[data.Prompt]) -> None:
-    """Check the columns that the functions among the judges name. Raises RLHFError D02, D06, D12."""
-    check_columns(judges, prompts, prompts.source.shown(), lambda name: config.where(f"judges.{name}"))
 
 
 # Sampling and scoring
@@ -373,7 +299,12 @@ def _response_logprobs(model: Any, micro: MicroBatch, temperature: float) -> Ten
 # Trackers
 
 
-def track(config: EvalConfig, report: Mapping[str, Any], evaluated: Sequence[EvalResponses]) -> None:
+def track(
+    config: EvalConfig,
+    report: Mapping[str, Any],
+    evaluated: Sequence[EvalResponses],
+    columns: Sequence[Mapping[str, Any]],
+) -> None:
     """Log `models`, `win_rate` and samples to the trackers at step 0, and each frontier point at its step."""
     with Trackers(config) as trackers:
         if not trackers:
@@ -383,7 +314,8 @@ def track(config: EvalConfig, report: Mapping[str, Any], evaluated: Sequence[Eva
         tables = {name: {str(each[key]): each for each in report.get(name, [])} for name, key in series.items()}
         trackers.metrics({"step": 0, **flatten_metrics({**headline, **tables})})
         sampled = [e for e in evaluated if e.mode == "sampled" and e.model in report["models"]]
-        trackers.table(0, "samples", [row for row in sample_rows(sampled) if row["index"] < MAX_TRACKED_PROMPTS])
+        rows = [row for row in sample_rows(sampled, columns) if row["index"] < MAX_TRACKED_PROMPTS]
+        trackers.table(0, "samples", rows)
         for point in report.get("frontier", []):
             fields = {key: value for key, value in point.items() if key != "step"}
             trackers.metrics({"step": point["step"], **flatten_metrics({"frontier": fields})})

@@ -20,8 +20,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
 from rlhf_cli.models.memory import Lengths
 from rlhf_cli.runs.parents import read_manifest
-from rlhf_cli.stages import eval as eval_stage
-from rlhf_cli.stages import plan_models, setup, training_setup
+from rlhf_cli.stages import eval_inputs, plan_models, setup, training_setup
 
 MAX_TOKENIZED_ROWS = 5000  # of a larger file so many rows are tokenized, spread over the file
 TOKENIZER_ROWS = 1000  # rows that the tokenizer of model.new is trained on
@@ -273,7 +272,7 @@ class ModelResolver:
         if isinstance(config, EvalConfig):
             trainer, policy = self.trainer(config), Path(config.models.ppo)
             settings = trainer.ppo if trainer else None
-            return eval_stage.sampling_params(config, settings, policy, None).response_length
+            return eval_inputs.sampling_params(config, settings, policy, None).response_length
         return 0
 
     def _mean_response(self, config: Config, limit: int) -> float:

@@ -1,23 +1,21 @@
 """Outputs of a PPO run besides its metrics: tables of sampled responses, and snapshots of the policy."""
 
-import json
 import math
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
 from rlhf_cli.rewards.function import FunctionReward
-from rlhf_cli.rewards.signature import Signature
+from rlhf_cli.rewards.signature import named_columns
 from rlhf_cli.stages.ppo_setup import PPOComponents
 from rlhf_cli.tracking import Log, LogPosition, Trackers
 
@@ -41,8 +39,7 @@ class SampleTables:
         count = settings.num_sample_generations
         self.interval = max(1, components.num_updates // count) if count else None
         functions = [each.function for each in components.trainer.rewards.values() if isinstance(each, FunctionReward)]
-        named = dict.fromkeys(chain.from_iterable(Signature.of(function).columns for function in functions))
-        self.columns = [name for name in named if any(name in prompt.columns for prompt in components.prompts)]
+        self.columns = named_columns(functions, components.prompts)
 
     def show(self, step: int) -> None:
         """Write and print the table of update `step` if one is due."""
@@ -55,8 +52,7 @@ class SampleTables:
             episode = step * episodes if from_eval else (step - 1) * episodes + index
             rows.append({"step": step, "episode": episode, **sample_row(tokenizer, experience, index)})
             if self.columns:
-                record = experience.rollout.records[index]
-                rows[-1]["columns"] = {name: _json_value(record.get(name)) for name in self.columns}
+                rows[-1]["columns"] = jsonl.values_of(experience.rollout.records[index], self.columns)
         rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
         columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
         if self.settings.generate_ref_response:
@@ -108,11 +104,6 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
 
 def _score(score: Tensor) -> float | None:
     return None if score.isnan() else float(score)
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value of a data file, e.g. a date or NaN of Parquet, as JSON can write it."""
-    return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ from report_run import report, win, with_policies
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 
 REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}
@@ -29,7 +30,7 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def show(report: dict[str, Any], *samples: dict[str, Any]) -> str:
         (tmp_path / "report.json").write_text(json.dumps(report))
         (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
-        render.print_report(tmp_path)
+        print_report(tmp_path)
         output = capsys.readouterr()
         assert output.err == ""
         return output.out
@@ -145,7 +146,7 @@ def test_a_damaged_report_is_an_error(tmp_path: Path) -> None:
         if content:
             (tmp_path / "report.json").write_text(content)
         with pytest.raises(RLHFError, match="M05"):
-            render.print_report(tmp_path)
+            print_report(tmp_path)
 
 
 GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.63

@@ -1,9 +1,11 @@
 """Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails; columns of the data."""
 
+import json
 import math
 import shutil
 import sys
 from pkgutil import resolve_name
+from statistics import fmean
 
 import families
 import pytest
@@ -241,20 +243,41 @@ def test_verifiers_as_rewards_and_as_judges(grpo_folder):
     long = {"builtin": "regex", "parameters": {"column": "task"}, "weight": 0, "clip": None}
     sources = {"right": {**right, "weight": 2.0}, "long": long}
     write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": sources})
-    write(grpo_folder, "eval", {**EVAL, "judges": {"right": right}, "data": DATA})
+    by_task = {**EVAL["eval"], "by": "task"}
+    write(grpo_folder, "eval", {**EVAL, "judges": {"right": right}, "data": DATA, "eval": by_task})
     must_succeed(rlhf("check", grpo_folder))
     must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8", "ppo.missing_eos_penalty=null"))
     must_succeed(rlhf("verify", grpo_folder))
-    must_succeed(rlhf("eval", "-c", grpo_folder / "eval.yaml"))
+    printed = must_succeed(rlhf("eval", "-c", grpo_folder / "eval.yaml")).stdout
     trained, evaluated = (lines(grpo_folder / f"{stage}/samples.jsonl") for stage in ("ppo", "eval"))
     for row in trained + evaluated:
-        columns = row["columns"] if row in trained else COLUMNS[row["index"]]
+        columns = row["columns"]
         last = [character for character in row["response"] if "a" <= character <= "z"][-1:]
         assert row["scores"]["right"] == float(last == [columns["letter"]])
     assert all(row["score"] == 2 * row["scores"]["right"] for row in trained)
-    write_rows(grpo_folder, PROMPTS, [{"letter": {"b": 1}}] * 20)
-    fails(
-        rlhf("eval", "-c", grpo_folder / "eval.yaml", "--fresh"), "D06", "rows.jsonl:1: ", "a text, a number or a list"
+    assert all(row["columns"] == COLUMNS[row["index"]] for row in evaluated)
+    by = json.loads((grpo_folder / "eval/report.json").read_text())["by"]
+    assert by["column"] == "task" and [group["value"] for group in by["groups"]] == ["long", "short"]
+    for group in by["groups"]:
+        for model, means in [*group["models"].items(), *((f"best_of_{row['n']}", row) for row in group["best_of"])]:
+            rows = [row for row in evaluated if (row["model"], row["mode"]) == (model, "sampled")]
+            scores = [row["scores"]["right"] for row in rows if row["columns"]["task"] == group["value"]]
+            assert len(scores) == group["n"] and means["judges"]["right"]["mean"] == pytest.approx(fmean(scores))
+    page = (grpo_folder / "eval/report.html").read_text()
+    assert (
+        "Mean by right for each task" in printed and "Data: letter: e, task: long" in page and "for each task" in page
     )
+    write_rows(grpo_folder, PROMPTS, [{"letter": {"b": 1}}] * 20)
+    result = rlhf("eval", "-c", grpo_folder / "eval.yaml", "--fresh")
+    fails(result, "D06", "rows.jsonl:1: ", "a text, a number or a list")
     for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder, "--fresh")):
         fails(result, "D02", 'the function of `long` takes "task", but', "further columns: n, letter")
+
+
+def test_d02_c17_a_column_of_groups_that_is_missing_or_has_too_many_values(grpo_folder):
+    write(grpo_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}, "data": DATA})
+    jsonl.write_jsonl(grpo_folder / "rows.jsonl", [{"prompt": f"tell me {n}", "line": n} for n in range(21)])
+    sampling = ["eval.temperature=1.0", "eval.response_length=4"]
+    for by, code, says in (("lin", "D02", "did you mean line?"), ("line", "C17", "21 different values, more than 20")):
+        for command in (["check", grpo_folder / "eval.yaml"], ["eval", "-c", grpo_folder / "eval.yaml"]):
+            fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, "eval.by: ", says)

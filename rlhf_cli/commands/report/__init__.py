@@ -9,6 +9,7 @@ from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.files import write_text
 from rlhf_cli.runs.read import Run, at_step, read_report, read_run
@@ -56,7 +57,7 @@ def show_evaluation(config: EvalConfig) -> None:
 
         draw_frontier(report, config.folder / "frontier.svg")
     write_beside(config.folder)
-    render.print_report(config.folder)
+    print_report(config.folder)
     check_requirements(report, config.eval.require, where=config.where)
 
 
