@@ -180,7 +180,7 @@ class Config(Section):
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
         for source in tree.get("rewards", {}).values():  # a run can resume with another timeout
-            for key in ("timeout", "retries", "headers"):
+            for key in ("timeout", "retries", "headers", "concurrency"):
                 del source[key]
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 

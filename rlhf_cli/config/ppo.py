@@ -16,7 +16,7 @@ KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
 OPTIONS = {
     "models": ("combine", "std_coef"),
     "builtin": ("parameters",),
-    "url": ("timeout", "retries", "headers", "batch_size"),
+    "url": ("protocol", "timeout", "retries", "headers", "batch_size", "concurrency", "output"),
     "pipeline": ("label", "output", "input", "batch_size"),
 }
 
@@ -40,8 +40,10 @@ class RewardSource(Section):
     builtin: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
     url: str | None = Field(None, pattern=r"^https?://[^\s/@?#]+(/[^\s@#]*)?$")
+    protocol: Literal["scores", "pooling", "classify", "rerank"] = "scores"
     timeout: float = Field(60.0, gt=0)
     retries: int = Field(3, ge=0, le=20)
+    concurrency: int = Field(8, gt=0, le=256)
     headers: dict[str, EnvName] = Field(default_factory=dict)
     pipeline: ModelPath | None = None
     label: str | None = None
@@ -71,6 +73,8 @@ class RewardSource(Section):
             kinds = [kind for kind, options in OPTIONS.items() if key in options]
             needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
             used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
+            if key == "output" and self.kind == "url" and self.protocol == "scores":
+                needs, used = "a protocol that can apply a sigmoid: pooling, classify or rerank", False
             if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
                 raise invalid(f"{key} has no effect without {needs}", "remove it", key)
         return self

@@ -1,78 +1,209 @@
-"""`url:`: a reward behind an HTTP endpoint.
+"""`url:`: a reward behind an HTTP endpoint, asked by one of the protocols that PROTOCOLS names.
 
-POST {"prompts": [...], "responses": [...]}, at most batch_size rows -> 200 {"scores": [...]}, a finite number per row.
+scores    POST {"prompts": [...], "responses": [...], "columns": {...}} -> {"scores": [...]}, a finite number per row
+pooling   vLLM's POST /pooling {"input": [...]} -> {"data": [{"index": 0, "data": [...]}, ...]}
+classify  vLLM's POST /classify {"input": [...]} -> {"data": [{"index": 0, "probs": [...]}, ...]}
+rerank    text-embeddings-inference's POST /rerank {"query": ..., "texts": [...]} -> [{"index": 0, "score": ...}, ...]
+
+The last three answer with a sigmoid of a reward model's score unless they are asked not to. `ScoringServer` asks, and
+checks by a probe that it was heard.
 """
 
+import asyncio
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.errors import RLHFError, collect_errors, register_secrets
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
+from rlhf_cli.jsonl import values_of
 from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.function import RewardContext
+from rlhf_cli.rewards.signature import RewardFn
+
+Body = dict[str, Any]
+PROBES = [
+    ("What is the capital of France?", "The capital of France is Paris."),
+    ("What is the capital of France?", "no no no no no no no no"),
+    ("Write a polite reply.", "Thank you very much for your message. I will gladly help you tomorrow."),
+    ("Write a polite reply.", ""),
+    ("Count to five.", "1, 2, 3, 4, 5"),
+    ("Count to five.", "The weather was bad, and everybody stayed at home."),
+]
 
 
 @dataclass(frozen=True)
-class HTTPReward:
-    """An async reward function that posts to `url`, `batch_size` rows per request.
+class Endpoint:
+    """An address that bodies are posted to, at most `concurrency` at the same time.
 
-    Raises RLHFError R05 if the client's retries are used up, or the answer is not 200 with {"scores": [...]}, one per
-    row.
+    Raises RLHFError R05 if the client's retries are used up, or the answer is not 200 with what `read` accepts.
     """
 
     url: str
     client: HTTPClient
     batch_size: int = 64
+    concurrency: int = 8
 
-    async def __call__(self, prompts: list[str], responses: list[str]) -> list[Any]:
-        scores: list[Any] = []
+    async def ask(self, bodies: Sequence[Body], read: Callable[[Any, Body], list[Any]]) -> list[Any]:
+        """Post the bodies; return the concatenated results of `read(answer, body)`, which raises ValueError."""
+        free = asyncio.Semaphore(self.concurrency)
         async with self.client.connections() as connections:
-            for start in track_progress("score: request", range(0, len(prompts), self.batch_size)):
-                rows = slice(start, start + self.batch_size)
-                body = {"prompts": prompts[rows], "responses": responses[rows]}
-                scores += self._read(await self._post(connections, body), len(prompts[rows]))
-        return scores
 
-    async def _post(self, connections: Any, body: Any) -> bytes:
+            async def post(body: Body) -> list[Any]:
+                async with free:
+                    return self._read(await self._post(connections, body), body, read)
+
+            tasks = [asyncio.create_task(post(body)) for body in bodies]
+            try:
+                answers = [await task for task in track_progress("score: request", tasks)]
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [score for scores in answers for score in scores]
+
+    async def _post(self, connections: Any, body: Body) -> bytes:
         try:
             return await self.client.request(connections, self.url, json.dumps(body).encode())
         except RefusalError as error:
-            raise self._protocol_error(str(error)) from None
+            raise self.error(str(error)) from None
         except NoAnswerError as error:
             hint = "once it answers, the same command resumes from the last checkpoint; "
             hint += "timeout and retries may be raised"
             raise RLHFError("R05", f"{self.url} {error}", hint=hint) from None
 
-    def _read(self, answer: bytes, count: int) -> list[Any]:
+    def _read(self, answer: bytes, body: Body, read: Callable[[Any, Body], list[Any]]) -> list[Any]:
         try:
-            found = json.loads(answer)["scores"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise self._protocol_error(f"answered {excerpt(answer)}") from None
-        if not isinstance(found, list) or len(found) != count:
-            problem = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
-            raise self._protocol_error(f"answered {problem} for {count} responses")
-        if None in found:
-            raise self._protocol_error(f"answered null for row {found.index(None)}")
-        return found
+            return read(json.loads(answer), body)
+        except (KeyError, TypeError, IndexError, RecursionError, json.JSONDecodeError):
+            raise self.error(f"answered {excerpt(answer)}") from None
+        except ValueError as error:
+            raise self.error(f"answered {error}") from None
 
-    def _protocol_error(self, problem: str) -> RLHFError:
-        hint = 'it must answer {"scores": [...]}, one finite number per response'
+    def error(self, problem: str, hint: str = "docs/rewards.md describes what it must answer") -> RLHFError:
         return RLHFError("R05", f"{self.url} {problem}", hint=hint)
 
 
-def make(section: RewardSection, context: RewardContext) -> HTTPReward:
+@dataclass(frozen=True)
+class HTTPReward:
+    """An async reward function by the protocol `scores`, `batch_size` rows a request, with the columns of the data."""
+
+    endpoint: Endpoint
+
+    async def __call__(self, prompts: list[str], responses: list[str], **columns: list[Any]) -> list[Any]:
+        bodies = []
+        for start in range(0, len(prompts), self.endpoint.batch_size):
+            rows = slice(start, start + self.endpoint.batch_size)
+            body = {"prompts": prompts[rows], "responses": responses[rows]}
+            more = {"columns": {name: values[rows] for name, values in values_of(columns, columns).items()}}
+            bodies.append(body | more if columns else body)
+        return await self.endpoint.ask(bodies, _scores)
+
+
+def _scores(answer: Any, body: Body) -> list[Any]:
+    found, count = answer["scores"], len(body["responses"])
+    if not isinstance(found, list) or len(found) != count:
+        problem = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
+        raise ValueError(f"{problem} for {count} responses")
+    if None in found:
+        raise ValueError(f"null for row {found.index(None)}")
+    return found
+
+
+@dataclass
+class ScoringServer:
+    """An async reward function by vLLM's or text-embeddings-inference's protocol, for a model with one label.
+
+    With `activation` the scores are those of the server's sigmoid, which flattens large ones. Without, the first call
+    probes whether the server heard: a few answers are scored both ways. Raises RLHFError R05 if all are the same and
+    within 0 and 1.
+    """
+
+    endpoint: Endpoint
+    protocol: str
+    activation: bool = False
+    probed: bool = field(default=False, init=False)
+
+    async def __call__(self, prompts: list[Any], completions: list[Any]) -> list[Any]:
+        if not (self.probed or self.activation):
+            asked, replies = zip(*PROBES, strict=True)
+            plain, squashed = [await self._ask(asked, replies, activation) for activation in (False, True)]
+            if plain == squashed and all(0 <= score <= 1 for score in plain):
+                text = "answers with probabilities, with and without being asked for them: large scores become equal"
+                hint = "serve the model without an activation, or set output: probability to train with them"
+                raise self.endpoint.error(text, hint)
+            self.probed = True
+        return await self._ask(prompts, completions, self.activation)
+
+    async def _ask(self, prompts: Sequence[Any], completions: Sequence[Any], activation: bool) -> list[Any]:
+        if self.protocol == "rerank":
+            return await self.endpoint.ask(self._queries(prompts, completions, activation), _reranked)
+        rows, bodies = list(zip(prompts, completions, strict=True)), []
+        for conversations, part in groupby(rows, key=lambda row: isinstance(row[0], list)):
+            texts = list(part)
+            size = 1 if conversations else self.endpoint.batch_size  # a request has one conversation at most
+            for start in range(0, len(texts), size):
+                joined = [prompt + completion for prompt, completion in texts[start : start + size]]
+                body = {"messages": joined[0], "add_generation_prompt": False} if conversations else {"input": joined}
+                bodies.append(body | {"use_activation": activation})
+        return await self.endpoint.ask(bodies, partial(_pooled, "probs" if self.protocol == "classify" else "data"))
+
+    def _queries(self, prompts: Sequence[Any], completions: Sequence[Any], activation: bool) -> list[Body]:
+        """Return a request for each run of rows with the same prompt; a conversation is the text of its messages."""
+        rows, bodies = [(_text(prompt), _text(text)) for prompt, text in zip(prompts, completions, strict=True)], []
+        for query, part in groupby(rows, key=lambda row: row[0]):
+            texts = [text for _, text in part]
+            for start in range(0, len(texts), self.endpoint.batch_size):
+                batch = texts[start : start + self.endpoint.batch_size]
+                bodies.append({"query": query, "texts": batch, "raw_scores": not activation})
+        return bodies
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def _pooled(key: str, answer: Any, body: Body) -> list[float]:
+    """Return the score of each input: the only number, or that of the last token."""
+    rows = sorted(answer["data"], key=lambda row: row["index"])
+    if len(rows) != len(body.get("input", [None])):
+        raise ValueError(f"{len(rows)} rows for {len(body.get('input', [None]))} inputs")
+    scores = []
+    for row in rows:
+        numbers = row[key]
+        while isinstance(numbers[-1], list):  # one list per token
+            numbers = numbers[-1]
+        if len(numbers) != 1:
+            raise ValueError(f"{len(numbers)} numbers for one text: a reward model has one label")
+        scores += numbers
+    return scores
+
+
+def _reranked(answer: Any, body: Body) -> list[float]:
+    scores = {row["index"]: row["score"] for row in answer}
+    if sorted(scores) != list(range(len(body["texts"]))) or len(answer) != len(scores):
+        raise ValueError(f"{len(answer)} rows for {len(body['texts'])} texts")
+    return [scores[index] for index in range(len(scores))]
+
+
+def make(section: RewardSection, context: RewardContext) -> RewardFn:
     """Build the reward of `url:` without contacting it. Raises RLHFError C17 for an invalid port or header."""
     assert section.url is not None
     headers = [partial(_check_header, name, variable, context) for name, variable in section.headers.items()]
     collect_errors(partial(_check_port, section.url, context), *headers)
     values = {name: os.environ[variable] for name, variable in section.headers.items()}
     register_secrets(*values.values())
-    return HTTPReward(section.url, HTTPClient(section.timeout, section.retries, values), section.batch_size)
+    client = HTTPClient(section.timeout, section.retries, values)
+    endpoint = Endpoint(section.url, client, section.batch_size, section.concurrency)
+    if section.protocol == "scores":
+        return HTTPReward(endpoint)
+    return ScoringServer(endpoint, section.protocol, section.output == "probability")
 
 
 def _check_port(url: str, context: RewardContext) -> None:

@@ -1,11 +1,13 @@
 """A reward behind HTTP, against a real server: slow, failing, wrong or missing; and the run that resumes afterwards."""
 
 import json
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,9 +88,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def ask(address: str, rows: int = 2, **changes: Any) -> list[float]:
-    options = {"url": address, "timeout": 5.0, "retries": 2, "batch_size": 64, "headers": {}, **changes}
-    reward = make_reward_fn("url", SimpleNamespace(**options), RewardContext(Path(), lambda key: f"ppo.yaml:{key}"))
+    reward = source(address, **changes)
     return score_texts("far", reward, TextRows(["p"] * rows, ["x" * row for row in range(rows)]))
+
+
+def source(address: str, **changes: Any) -> Any:
+    options = {"url": address, "timeout": 5.0, "retries": 2, "batch_size": 64, "headers": {}, "concurrency": 1}
+    options |= {"protocol": "scores", "output": "logit", **changes}
+    section: Any = SimpleNamespace(**options)
+    return make_reward_fn("url", section, RewardContext(Path(), lambda key: f"ppo.yaml:{key}"))
 
 
 def says(code: int, text: str) -> Plan:
@@ -219,6 +227,100 @@ def test_r05_no_server(server: Server, waits: list[float]) -> None:
     with pytest.raises(RLHFError, match=r"R05.*reward `far`.*gave no answer: .*connection.*3 tries"):
         ask(server.address)
     assert waits == [0.0, 1.0, 2.0]
+
+
+# Many requests at once, columns, and the protocols of servers
+
+
+def test_requests_run_at_once_up_to_the_limit_and_keep_their_order(server: Server) -> None:
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def slow(request: dict[str, list[str]]) -> Answer:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.02 + 0.02 * (len(request["responses"][0]) % 3))
+        with lock:
+            at_once -= 1
+        return good(request)
+
+    server.plan = [slow]
+    assert ask(server.address, rows=24, batch_size=1, concurrency=4) == [float(row) for row in range(24)]
+    assert most == 4
+    server.plan = [says(404, "gone")]
+    with pytest.raises(RLHFError, match=r"R05.*answered 404"):
+        ask(server.address, rows=24, batch_size=1, concurrency=4)
+
+
+def test_the_columns_of_the_data_are_in_each_request(server: Server) -> None:
+    records = tuple({"prompt": "p", "answer": row, "day": date(2026, 11, row + 1)} for row in range(3))
+    rows = TextRows(["p"] * 3, ["a", "b", "c"], (), records)
+    score_texts("far", source(server.address, batch_size=2), rows)
+    assert [body["columns"] for body, _ in server.requests] == [
+        {"answer": [0, 1], "day": ["2026-11-01", "2026-11-02"]},
+        {"answer": [2], "day": ["2026-11-03"]},
+    ]
+
+
+def serve(body: dict[str, Any], activates: str) -> Answer:
+    """Answer like a server whose score is the length of the text less 10; `activates`: asked, always or never."""
+    wants = body["use_activation"] if "use_activation" in body else not body["raw_scores"]
+    sigmoid = {"asked": wants, "always": True, "never": False}[activates]
+    if "query" in body:
+        texts = [body["query"] + text for text in body["texts"]]
+    else:
+        chat = "".join(message["content"] for message in body.get("messages", []))
+        texts = body.get("input", [chat])
+    scores = [1 / (1 + math.exp(10 - len(text))) if sigmoid else len(text) - 10.0 for text in texts]
+    fields = [{"score": score, "probs": [score], "data": [[0.0], [score]]} for score in scores]
+    rows = [{"index": row, **each} for row, each in enumerate(fields)]
+        {"index": row, "score": score, "probs": [score], "data": [[0.0], [score]]} for row, score in enumerate(scores)
+    ]
+    return 200, json.dumps(rows[::-1] if "query" in body else {"data": rows[::-1]}).encode()
+
+
+CHAT = [{"role": "user", "content": "How?"}]
+MIXED = TextRows(["", ""], ["yes", "no no"], [[1], [2]], ({"prompt": "Why?"}, {"prompt": CHAT}))
+
+
+@pytest.mark.parametrize("protocol", ["pooling", "classify", "rerank"])
+def test_the_protocol_of_a_server_and_the_probe_of_its_activation(server: Server, protocol: str) -> None:
+    def scores(activates: str, **changes: Any) -> list[float]:
+        server.plan, server.requests = [lambda body: serve(body, activates)], []
+        return score_texts("far", source(server.address, protocol=protocol, **changes), MIXED)
+
+    assert scores("asked") == scores("never") == [len("Why?yes") - 10, len("How?no no") - 10]
+    bodies = [body for body, _ in server.requests][-2:]
+    if protocol == "rerank":
+        assert bodies[0] == {"query": "Why?", "texts": ["yes"], "raw_scores": True}
+    else:
+        assert bodies[0] == {"input": ["Why?yes"], "use_activation": False}
+        chat = [*CHAT, {"role": "assistant", "content": "no no"}]
+        assert bodies[1] == {"messages": chat, "add_generation_prompt": False, "use_activation": False}
+    with pytest.raises(RLHFError, match=r"R05.*answers with probabilities(.|\n)*output: probability"):
+        scores("always")
+    assert scores("always", output="probability") == pytest.approx([1 / (1 + math.exp(3)), 1 / (1 + math.exp(1))])
+    assert len(server.requests) == 2  # no probe
+
+
+@pytest.mark.parametrize(
+    ("protocol", "answer", "wrong"),
+    [
+        ("pooling", '{"data": []}', "0 rows for 1 inputs"),
+        ("pooling", '{"data": [{"index": 0, "data": [1, 2]}]}', "2 numbers for one text"),
+        ("pooling", '{"data": [{"index": 0, "data": []}]}', "answered"),
+        ("classify", '{"data": [{"index": 0, "probs": 1}]}', "answered"),
+        ("classify", '{"data": [{"index": 0, "probs": ["a"]}]}', "returned 'a' for row 0"),
+        ("rerank", '[{"index": 1, "score": 1.0}]', "1 rows for 1 texts"),
+        ("rerank", '[{"index": 0, "score": NaN}]', "returned nan for row 0"),
+        ("rerank", "{}", "0 rows for 1 texts"),
+    ],
+)
+def test_r05_a_wrong_answer_of_a_server(server: Server, protocol: str, answer: str, wrong: str) -> None:
+    server.plan = [says(200, answer)]
+    with pytest.raises(RLHFError, match=f"R05.*{wrong}"):
+        ask(server.address, rows=1, protocol=protocol, output="probability")
 
 
 def test_c17_c16_a_wrong_endpoint_is_rejected_before_the_run(run_folder: Path, monkeypatch: Any) -> None:
