@@ -275,8 +275,6 @@ def serve(body: dict[str, Any], activates: str) -> Answer:
     scores = [1 / (1 + math.exp(10 - len(text))) if sigmoid else len(text) - 10.0 for text in texts]
     fields = [{"score": score, "probs": [score], "data": [[0.0], [score]]} for score in scores]
     rows = [{"index": row, **each} for row, each in enumerate(fields)]
-        {"index": row, "score": score, "probs": [score], "data": [[0.0], [score]]} for row, score in enumerate(scores)
-    ]
     return 200, json.dumps(rows[::-1] if "query" in body else {"data": rows[::-1]}).encode()
 
 
