@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, system, terminal
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, detect_version
 from rlhf_cli.commands.convert.read import read_settings
-from rlhf_cli.commands.convert.rules import NEW, OLD, OPTIONS, Conversion, convert_settings, detect_version
+from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.paths import path_entries, relative, resolve_paths
 from rlhf_cli.config.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
