@@ -91,8 +91,7 @@ class DPOSettings(TrainerSettings):
     def _check_label_smoothing(self) -> Self:
         if (self.loss_type == "robust") != (self.label_smoothing > 0):
             text = f"label_smoothing {self.label_smoothing:g} does not go with loss_type: {self.loss_type}"
-            hint = "set loss_type: robust with a label_smoothing above 0, or neither"
-            raise invalid(text, hint, "label_smoothing")
+            raise invalid(text, "set loss_type: robust with a label_smoothing above 0, or neither", "label_smoothing")
         return self
 
 

@@ -276,8 +276,7 @@ class DatasetReader:
         hint = f"map the columns, e.g. {self._column_mapping(missing, closest_match(missing, free) or answer)}"
         if self.converts and "messages" in raw:
             hint = "each row has one answer, but a pair needs two; use these rows for sft"
-        text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
-        raise BadRow("D02", text, hint)
+        raise BadRow("D02", f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}", hint)
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import shown
-from rlhf_cli.evaluation.agreement import disagreement
 from rlhf_cli.evaluation.reward_card import print_card
+from rlhf_cli.evaluation.reward_model import disagreement
 from rlhf_cli.jsonl import at, is_number, read_jsonl
 from rlhf_cli.runs.read import read_report
 from rlhf_cli.runs.status import REPORT
@@ -211,8 +211,7 @@ def _print_frontier(report: Row) -> None:
 
 def has_frontier(report: Row) -> bool:
     """Return True if there is a limit, or a policy with another KL than SFT and PPO."""
-    keys = ("frontier", "interpolated", "limit")
-    return any(report.get(key) for key in keys) or bool(other_policies(report))
+    return any(report.get(key) for key in ("frontier", "interpolated", "limit")) or bool(other_policies(report))
 
 
 def ppo_points(report: Row) -> list[tuple[str, Row]]:
@@ -280,8 +279,7 @@ def limit_table(report: Row) -> Table:
     for name, row in report["limit"]["policies"].items():
         label = f"PPO, update {row['step']}" if "step" in row and name != "ppo" else model_label(name)
         paid = _kl({"kl_bound": row["kl"]} if name in best_of_n else row)
-        score = with_interval(row["score"], row["score_ci95"])
-        rows.append([best_of_n.get(name, label), paid, score, *_overhead(row)])
+        rows.append([best_of_n.get(name, label), paid, with_interval(row["score"], row["score_ci95"]), *_overhead(row)])
     return ["policy", "KL", "score", "KL needed", "overhead"], rows
 
 

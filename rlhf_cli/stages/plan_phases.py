@@ -155,7 +155,6 @@ def _add(fixed: Bytes, moments: Iterable[Bytes]) -> list[Bytes]:
 
 
 def _learning_bytes(trained: list[Tensor], models: Iterable[nn.Module], *, eight_bits: bool) -> Bytes:
-    """Return the bytes of gradients and optimizer."""
     moments = memory.optimizer_bytes(trained, embedding_weights(models), eight_bits=eight_bits)
     return {"gradients": memory.size_bytes(trained), "optimizer": moments}
 
@@ -351,8 +350,7 @@ class PPOPlan:
         states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
         cast = sum(model.kept(self.width).copies for model in models.learning)
         reading = {"activations": states + cast + policy.working(self.rows, self.width)}
-        comparing = {"activations": states, "logits": copies * self.logits}
-        moments += _add(self._fixed("reference"), [reading, comparing])
+        moments += _add(self._fixed("reference"), [reading, {"activations": states, "logits": copies * self.logits}])
         return Phase("judge", self.rows, moments, flops)
 
     def _update(self) -> Phase:

@@ -116,14 +116,9 @@ class PPORunner:
             )
         if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
             text = f"kl_estimator {config.ppo.kl_estimator} in the reward does not have the KL's policy gradient"
-            where = config.where("ppo.kl_estimator")
-            terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
+            terminal.warn("C18", text, where=config.where("ppo.kl_estimator"), hint="k1 has it; or set kl_in: loss")
         save_interval = config.output.save_steps or max(1, num_updates // 10)
-        with (
-            GracefulStop() as stop,
-            self.trackers,
-            Progress("ppo", num_updates, "update", done=trainer.updates) as bar,
-        ):
+        with GracefulStop() as stop, self.trackers, Progress("ppo", num_updates, "update", done=trainer.updates) as bar:
             if trainer.updates == 0:
                 self.snapshots.save_if_due(0)
             while trainer.updates < num_updates:
@@ -140,7 +135,6 @@ class PPORunner:
         terminal.say(f"ppo      {self.cost}")
 
     def _update(self) -> Stats:
-        """Make one PPO update, log it and check it."""
         config, trainer, prompts = self.config, self.trainer, self.components.prompts
         count, step = config.ppo.prompts_per_update, trainer.updates + 1
         batch = [prompts[i] for i in data.prompt_batch(len(prompts), step, count, config.seed)]
@@ -184,7 +178,6 @@ class PPORunner:
                 terminal.warn("R13", alert.text + effect, hint=hint)
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint to resume from."""
         self.saved_step = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),

@@ -80,8 +80,7 @@ class SharedBaseModels:
         """Load a policy's adapter onto the shared weights; return the plain model. Raises RLHFError M01."""
         with at_location(self.config.where(parent.key)):
             model_config = load.read_config(parent.model, self.options.trust_remote_code)
-            model = sharding.clone_sharing_weights(self.model)
-            return self._load_adapter(model, parent, model_config).get_base_model()
+            return self._load_adapter(sharding.clone_sharing_weights(self.model), parent, model_config).get_base_model()
 
     def load_scorer(self, parent: Parent) -> Any:
         """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""

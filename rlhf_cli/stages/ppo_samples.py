@@ -56,7 +56,8 @@ class SampleTables:
             rows.append({"step": step, "episode": episode, **sample_row(tokenizer, experience, index)})
             if self.columns:
                 record = experience.rollout.records[index]
-                rows[-1]["columns"] = {name: _json_value(record.get(name)) for name in self.columns}
+                named = json.dumps({name: record.get(name) for name in self.columns}, default=str)
+                rows[-1]["columns"] = json.loads(named, parse_constant=str)  # dates and NaN of Parquet become texts
         rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
         columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
         if self.settings.generate_ref_response:
@@ -110,28 +111,20 @@ def _score(score: Tensor) -> float | None:
     return None if score.isnan() else float(score)
 
 
-def _json_value(value: Any) -> Any:
-    """Return a value of a data file, e.g. a date or NaN of Parquet, as JSON can write it."""
-    return json.loads(json.dumps(value, default=str), parse_constant=str)
-
-
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
-    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats."""
+    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats.
+
+    Special tokens have texts; a character of several tokens goes to the last one.
+    """
     tensors = {
         "reward": experience.rewards,
         "kl": experience.log_ratio,
         "value": experience.values,
         "advantage": experience.advantages,
     }
-    texts = token_texts(tokenizer, experience.rollout.response_tokens(row))
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return {"text": texts, **{name: tensor[row][experience.mask[row]].tolist() for name, tensor in given.items()}}
-
-
-def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return the text of each token, special tokens included; a character of several tokens goes to the last one."""
-    *texts, rest = data.decode_stream(tokenizer, ids, special=True)
-    return [*texts[:-1], texts[-1] + rest]
+    *texts, last, rest = data.decode_stream(tokenizer, experience.rollout.response_tokens(row), special=True)
+    given = {name: tensor[row][experience.mask[row]] for name, tensor in tensors.items() if tensor is not None}
+    return {"text": [*texts, last + rest], **{name: values.tolist() for name, values in given.items()}}
 
 
 def _format_cell(value: str | float) -> str:

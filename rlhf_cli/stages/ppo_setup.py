@@ -159,9 +159,8 @@ def server_engine(
     text = f"the server at {section.url} generates the responses; `rlhf serve {shown(config.run)} --rollouts`"
     terminal.say(f"ppo      {text} prints its command")
     seeds = tuple(derive_seed(config.seed, "probe", row) for row in range(len(rows)))
-    client = HTTPClient(section.timeout, section.retries)
     return VLLMEngine(
-        VLLMServer(section.url, config.models.server_sync, client),
+        VLLMServer(section.url, config.models.server_sync, HTTPClient(section.timeout, section.retries)),
         weights.ref,
         weights,
         replace(Prompts.from_lists(rows), seeds=seeds, response_length=min(PROBE_TOKENS, settings.max_response_length)),

@@ -240,8 +240,7 @@ def normalize_scores(
     config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
 ) -> dict[str, float]:
     """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
-    size = config.reward.per_device_eval_batch_size
-    scores = raw_scores(scorer, rows, size, process_group, bf16=use_bf16(config))
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
     raw = torch.tensor(scores, dtype=torch.float64)
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:

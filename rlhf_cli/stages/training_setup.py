@@ -106,8 +106,7 @@ def load_sft_model(config: TRLConfig, options: Options, parent: Parent, tokenize
     kwargs = load.load_kwargs(
         config.model, options.trust_remote_code, bf16_matrices=devices.use_bf16(settings_of(config).bf16)
     )
-    model = load.load_causal_lm(parent.model, **kwargs)
-    return grow_embeddings(model, tokenizer)
+    return grow_embeddings(load.load_causal_lm(parent.model, **kwargs), tokenizer)
 
 
 def grow_embeddings(model: Any, tokenizer: Any) -> Any:
@@ -306,11 +305,7 @@ def pair_lengths(config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]])
 
 
 def describe_batches(
-    config: TRLConfig,
-    rows: Sequence[Mapping[str, Sequence[int]]],
-    processes: int = 1,
-    *,
-    packed: int | None = None,
+    config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]], processes: int = 1, *, packed: int | None = None
 ) -> str:
     """Return rows, batch size and steps as one line.
 

@@ -136,8 +136,7 @@ def build_trainer(
     trainer = _construct(config, trainer_class, args=args, **datasets, **models)
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
-        hint = "remove the variables ACCELERATE_* from the environment, or use --nproc N"
-        raise RLHFError("E04", text, hint=hint)
+        raise RLHFError("E04", text, hint="remove the variables ACCELERATE_* from the environment, or use --nproc N")
     trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.init.pairs import Lengths
-from rlhf_cli.commands.init.placement import (
-    ADAPTER_RATE,
-    BEST_OF,
-    EPISODES_PER_UPDATE,
-    MemoryPlanner,
-    Placement,
-)
+from rlhf_cli.commands.init.placement import ADAPTER_RATE, BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
 from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
 from rlhf_cli.runs.parents import Parent
