@@ -22,7 +22,7 @@ from rlhf_cli.config.training import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages import setup, trl_common
 from rlhf_cli.stages.training_setup import (
@@ -93,12 +93,7 @@ def _train(config: DPOConfig, stage: setup.StageRun) -> None:
 
 
 def make_trainer(
-    config: DPOConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: PairRows,
-    eval_rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: DPOConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows {prompt_ids, chosen_ids, rejected_ids} are tokenized, and none is too long.
 
@@ -175,7 +170,7 @@ def summarize_pairs(
 
 @torch.no_grad()
 def pair_logprobs(
-    config: DPOConfig, model: Any, rows: PairRows, pad_id: int, process_group: ProcessGroup = SINGLE_PROCESS
+    config: DPOConfig, model: Any, rows: PairRows, pad_id: int, process_group: ProcessGroup
 ) -> list[list[float]]:
     """Return the log-probs of the chosen and of the rejected answer of each pair, on all ranks."""
     answers = [(row[side], len(row["prompt_ids"])) for row in rows for side in PAIR_SIDES]

@@ -134,12 +134,7 @@ def load_tokenizer_and_models(
 
 
 def make_trainer(
-    config: RewardConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: PairRows,
-    eval_rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: RewardConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
@@ -164,12 +159,7 @@ def use_bf16(config: RewardConfig) -> bool:
 
 @torch.no_grad()
 def raw_scores(
-    scorer: Any,
-    rows: Sequence[list[int]],
-    size: int,
-    process_group: ProcessGroup = SINGLE_PROCESS,
-    *,
-    bf16: bool = False,
+    scorer: Any, rows: list[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS, *, bf16: bool = False
 ) -> list[float]:
     """Return the pooled logit of each row of token ids, in batches of `size` rows of similar length, on all ranks."""
     rank_scores: dict[int, float] = {}
@@ -206,12 +196,7 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
 
 
 def sample_answers(
-    config: RewardConfig,
-    model: Any,
-    parent: Parent,
-    tokenizer: Any,
-    rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: RewardConfig, model: Any, parent: Parent, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
 ) -> list[list[int]]:
     """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 

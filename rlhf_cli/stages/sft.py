@@ -16,7 +16,7 @@ from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, forward, load, tokenizers
 from rlhf_cli.models.batch import right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages import best_of, setup, trl_common
 from rlhf_cli.stages.training_setup import (
@@ -95,12 +95,7 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
 
 
 def make_trainer(
-    config: SFTConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: TokenRows,
-    eval_rows: TokenRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: SFTConfig, model: Any, tokenizer: Any, rows: TokenRows, eval_rows: TokenRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import set_seed
 
 from rlhf_cli import data, distributed, terminal
 from rlhf_cli.config.base import Options
@@ -83,6 +82,8 @@ def load_tokenizer_and_model(
     Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01, M06-M08 and T05 for model.path, C07 and C17 for
     model.adapters.
     """
+    from transformers import set_seed  # imports peft
+
     parent = parents.get("model.path")
     if isinstance(config, SFTConfig) and config.model.new is not None:
         new_model_config(config)
@@ -128,7 +129,9 @@ def use_own_lm_head(model: Any) -> None:
     TRL's fused head saves GPU memory by computing the logits twice, on a CPU also those of unlabelled tokens. The own
     head gives the same values in less than half the time.
     """
-    model = lora.unwrap(model)
+    from accelerate.utils import is_peft_model  # takes time
+
+    model = model.get_base_model() if is_peft_model(model) else model
     original = type(model).forward
 
     def forward(*args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:

@@ -61,14 +61,7 @@ class SizingInputs:
 
 
 def measure_inputs(
-    base: Parent,
-    lengths: Lengths,
-    files: Mapping[str, Any],
-    target: Target,
-    adapters: str,
-    hint: str,
-    *,
-    baselines: bool = False,
+    base: Parent, lengths: Lengths, files: dict[str, Any], target: Target, adapters: str, hint: str, *, baselines: bool
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 
