@@ -26,7 +26,7 @@ ONE_PER_LINE = "JSON Lines hold one object a line; a list of objects is read fro
 
 def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return some values of a data file's row, e.g. a date or NaN of Parquet, as JSON can write them."""
-    return {name: json.loads(json.dumps(row.get(name), default=str), parse_constant=str) for name in names}
+    return json.loads(json.dumps({name: row.get(name) for name in names}, default=str), parse_constant=str)
 
 
 def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:

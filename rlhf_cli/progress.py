@@ -120,7 +120,6 @@ def _start_bar(progress: Progress) -> Any:
         return Group(bars, *(Text(f"  {text}", overflow="ellipsis", no_wrap=True) for text in texts))
 
     # on a terminal, stdout is printed above the bar
-    redirect = terminal.is_terminal(sys.stdout)
-    live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=redirect)
+    live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=terminal.is_terminal(sys.stdout))
     live.start()
     return live

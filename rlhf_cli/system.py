@@ -188,8 +188,7 @@ def require_writable(folder: Path, *, where: str | None = None, hint: str) -> No
     existing = nearest_existing(folder)
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         reason = "is read-only" if existing.is_dir() else "is a file"
-        text = f"{shown(folder)} cannot be written: {shown(existing)} {reason}"
-        raise RLHFError("E03", text, where=where, hint=hint)
+        raise RLHFError("E03", f"{shown(folder)} cannot be written: {shown(existing)} {reason}", where=where, hint=hint)
 
 
 def total_memory() -> int:

@@ -13,6 +13,7 @@ from rlhf_cli.cli.options import (
     AsJson,
     Debug,
     Set,
+    StageFolder,
     Step,
     Trailing,
     TrustRemoteCode,
@@ -23,12 +24,11 @@ from rlhf_cli.cli.options import (
 )
 from rlhf_cli.errors import RLHFError, did_you_mean
 
+SEARCHED_TEXT = "Folders to search. Default: ./runs if it exists, else the working directory."
+
 
 def ls(
-    folders: Annotated[
-        list[Path] | None,
-        argument("DIR...", "Folders to search. Default: ./runs if it exists, else the working directory."),
-    ] = None,
+    folders: Annotated[list[Path] | None, argument("DIR...", SEARCHED_TEXT)] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -51,15 +51,13 @@ def status(
     status.show(folder or only_run(), [*(set_ or []), *(assignments or [])], as_json=as_json)
 
 
+RUNS_TEXT = "Run folder; several are compared. Default: the only run here."
+OUT_TEXT = "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
+
+
 def report(
-    folders: Annotated[
-        list[Path] | None,
-        argument("RUN...", "Run folder; several are compared. Default: the only run here.", completion.runs),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option("--out", "FILE", "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."),
-    ] = None,
+    folders: Annotated[list[Path] | None, argument("RUN...", RUNS_TEXT, completion.runs)] = None,
+    out: Annotated[Path | None, option("--out", "FILE", OUT_TEXT)] = None,
     step: Step = "last",
     debug: Debug = False,
 ) -> None:
@@ -79,7 +77,7 @@ ModelStage = Annotated[str | None, option("--stage", "STAGE", STAGE_TEXT, comple
 
 
 def export(
-    folder: Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)],
+    folder: StageFolder,
     out: Annotated[Path | None, option("--out", "DIR", "New or empty folder to write to.")] = None,
     push: Annotated[
         str | None, option("--push", "OWNER/NAME", "Hub repository to upload to; created as private.")
@@ -124,7 +122,7 @@ def export(
 
 
 def serve(
-    folder: Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)],
+    folder: StageFolder,
     stage: ModelStage = None,
     rollouts: Annotated[bool, flag("--rollouts", "The server that models.engine of ppo.yaml samples from.")] = False,
     execute: Annotated[bool, flag("--exec", "Start it. Default: only print the command.")] = False,
@@ -143,28 +141,19 @@ def serve(
     serve.run(folder, options, stage=stage, rollouts=rollouts, execute=execute)
 
 
+CHAT_STAGE_TEXT = "ppo, sft or dpo. Default: PPO, or SFT if there is none."
+LENGTH_TEXT = "Maximum tokens of a reply. Default: the response length of PPO."
 COMPARE_TEXT = "Let both models answer each prompt, with the same random numbers."
 TEMPERATURE_TEXT = "Sampling temperature; 0 is greedy. Default: the temperature of PPO."
 
 
 def chat(
     folder: Annotated[Path, argument("RUN", "Run folder, or folder of its SFT or PPO stage.", completion.runs)],
-    stage: Annotated[
-        str | None,
-        option(
-            "--stage",
-            "STAGE",
-            "ppo, sft or dpo. Default: PPO, or SFT if there is none.",
-            completion.chat_stages,
-        ),
-    ] = None,
+    stage: Annotated[str | None, option("--stage", "STAGE", CHAT_STAGE_TEXT, completion.chat_stages)] = None,
     step: Step = "last",
     compare: Annotated[str | None, option("--compare", "sft,ppo", COMPARE_TEXT, completion.chat_pairs)] = None,
     temperature: Annotated[float | None, option("--temperature", "X", TEMPERATURE_TEXT, min=0.0)] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        option("--max-new-tokens", "N", "Maximum tokens of a reply. Default: the response length of PPO.", min=1),
-    ] = None,
+    max_new_tokens: Annotated[int | None, option("--max-new-tokens", "N", LENGTH_TEXT, min=1)] = None,
     seed: Annotated[int, option("--seed", "N", "Random seed of the replies.", min=0, max=2**32 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -218,13 +207,11 @@ def schema(
     terminal.out(json_schema.schema_text(stage).rstrip())
 
 
+NAME_TEXT = "Key (kl_coef, ppo.kl_coef), section (data) or error code (D10)."
+
+
 def explain(
-    name: Annotated[
-        str | None,
-        argument(
-            "KEY|CODE", "Key (kl_coef, ppo.kl_coef), section (data) or error code (D10).", completion.keys_and_codes
-        ),
-    ] = None,
+    name: Annotated[str | None, argument("KEY|CODE", NAME_TEXT, completion.keys_and_codes)] = None,
     all_: Annotated[bool, flag("--all", "All keys and all error codes.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -24,13 +24,7 @@ Complete = Callable[..., list[str]]
 
 def option(name: str, metavar: str, text: str, complete: Complete | None = None, **limits: Any) -> Any:
     """Declare an option with a value; `limits` are min and max."""
-    return typer.Option(
-        *name.split(),
-        metavar=metavar,
-        help=text,
-        autocompletion=ignore_errors(complete),
-        **limits,
-    )
+    return typer.Option(*name.split(), metavar=metavar, help=text, autocompletion=ignore_errors(complete), **limits)
 
 
 def flag(name: str, text: str) -> Any:
@@ -59,6 +53,7 @@ Set = Annotated[
 Trailing = Annotated[list[str] | None, argument("KEY=VALUE", "Same as --set.", completion.assignments)]
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Allow models to run the Python code in their folders.")]
 Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one per GPU. auto: one for each GPU.")]
+StageFolder = Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)]
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
 STEP_TEXT = "PPO policy: the last, the one that evaluation selected, or update N."

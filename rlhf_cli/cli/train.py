@@ -32,6 +32,8 @@ from rlhf_cli.system import die_with_parent
 if TYPE_CHECKING:
     from rlhf_cli.config.base import Config, Options
 
+PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
+DATA_TEXT = "preferences: file, folder or hub dataset of preference pairs."
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
 ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
 GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
@@ -41,15 +43,11 @@ MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 o
 
 
 def init(
-    preset: Annotated[
-        str | None, argument("PRESET", "Preset name; `rlhf init --list` shows them.", completion.presets)
-    ] = None,
+    preset: Annotated[str | None, argument("PRESET", PRESET_TEXT, completion.presets)] = None,
     folder: Annotated[Path | None, argument("DIR", "Folder to create.")] = None,
     list_: Annotated[bool, flag("--list", "List the presets.")] = False,
     seed: Annotated[int, option("--seed", "N", "Random seed of the generated data and configs.", min=0)] = 0,
-    data: Annotated[
-        str | None, option("--data", "PAIRS", "preferences: file, folder or hub dataset of preference pairs.")
-    ] = None,
+    data: Annotated[str | None, option("--data", "PAIRS", DATA_TEXT)] = None,
     base: Annotated[str | None, option("--base", "MODEL", "preferences: model to start from.")] = None,
     column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
     plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
@@ -240,8 +238,7 @@ def _runner(stage: str) -> "Callable[[Config, Options], None]":
 
 def run(
     folder: Annotated[
-        Path,
-        argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs),
+        Path, argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs)
     ],
     assignments: Trailing = None,
     set_: Set = None,

@@ -254,8 +254,7 @@ class StageValidator:
             loader = load.init_reward_model if config.stage == "reward" else loader
             loader = load.load_classifier if key.endswith(".pipeline") else loader
             with self.report.collecting():
-                tokenizer = setup.load_tokenizer(config, options, parent)
-                model = setup.load_model(loader, config, options, parent, tokenizer)
+                model = setup.load_model(loader, config, options, parent, setup.load_tokenizer(config, options, parent))
                 if parent.manifest.get("probes") and loader is load.load_reward_model:
                     setup.check_probes(model, parent, where=config.where(key))
                 self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")

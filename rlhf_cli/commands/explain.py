@@ -113,8 +113,7 @@ def _all_keys() -> list[StageKey]:
 
 def _find(name: str) -> list[StageKey]:
     """Return the keys with this path, else all that end in it, such as every learning_rate."""
-    exact = [(stage, key) for stage in config.CONFIGS if (key := _key_or_table(stage, name))]
-    return exact or _keys_ending_in(name)
+    return [(stage, key) for stage in config.CONFIGS if (key := _key_or_table(stage, name))] or _keys_ending_in(name)
 
 
 def _keys_ending_in(name: str) -> list[StageKey]:
@@ -229,7 +228,6 @@ def _shown(value: Any) -> str:
 
 
 def _describe_values(key: Key) -> str:
-    """Describe the values that a key accepts."""
     bounds = " and ".join(f"{word} {key.bounds[name]:.15g}" for name, word in BOUNDS.items() if name in key.bounds)
     words = []
     for part in key.parts:

@@ -112,8 +112,7 @@ def run(
 
 def stage_status(config: Config) -> StageStatus:
     """Compare a stage's output with its config, data and parents as they are now."""
-    parents = runs.open_parents(config)
-    return runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
+    return runs.stage_status(config, runs.compute_identity(config, runs.open_parents(config), config.sources()))
 
 
 def plan_stages(

@@ -111,8 +111,7 @@ def _headline(stage: StageInfo) -> str:
         return f"accuracy {with_interval(metrics['accuracy'], metrics.get('accuracy_ci95'))}{source}"
     if "objective/scores" in metrics:
         kl = metrics.get("objective/kl_k1")
-        text = format_reward(metrics, LAST_UPDATE if from_log else TRAINING)
-        return text + ("" if kl is None else f", KL {kl:.2f}")
+        return format_reward(metrics, LAST_UPDATE if from_log else TRAINING) + ("" if kl is None else f", KL {kl:.2f}")
     if "win_rate" in metrics:
         return f"PPO over SFT {with_interval(metrics['win_rate'], metrics.get('win_rate_ci95'))} by {metrics['judge']}"
     return ""

@@ -285,8 +285,7 @@ def _next_action(
         return NextAction("run", decisions)
     try:
         if isinstance(evaluation := configs.get("eval"), EvalConfig):
-            report = read.read_report(evaluation.folder)
-            check_requirements(report, evaluation.eval.require, where=evaluation.where)
+            check_requirements(read.read_report(evaluation.folder), evaluation.eval.require, where=evaluation.where)
     except RLHFError as error:
         return NextAction("nothing", decisions, error.problems)
     return NextAction("nothing", decisions)

@@ -95,7 +95,6 @@ def stage_of(path: Path) -> str:
 
 
 def _count_sections(tree: dict[str, Any]) -> dict[str, int]:
-    """Return how many sections of the file each stage has."""
     return {stage: len(model.model_fields.keys() & tree.keys()) for stage, model in CONFIGS.items()}
 
 

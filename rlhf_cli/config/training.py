@@ -91,8 +91,7 @@ class DPOSettings(TrainerSettings):
     def _check_label_smoothing(self) -> Self:
         if (self.loss_type == "robust") != (self.label_smoothing > 0):
             text = f"label_smoothing {self.label_smoothing:g} does not go with loss_type: {self.loss_type}"
-            hint = "set loss_type: robust with a label_smoothing above 0, or neither"
-            raise invalid(text, hint, "label_smoothing")
+            raise invalid(text, "set loss_type: robust with a label_smoothing above 0, or neither", "label_smoothing")
         return self
 
 
@@ -150,11 +149,13 @@ class SFTConfig(TrainingConfig):
 
 
 class _PairConfig(TrainingConfig):
+    model: RewardModel = Field(default_factory=RewardModel)
+    data: RewardData
+
     @model_validator(mode="after")
     def _check_lora_dropout(self) -> Self:
-        config: Any = self
-        adapters = config.model.adapters
-        if adapters and adapters.lora_dropout and config.trainer.get("disable_dropout") is not False:
+        adapters, trainer = self.model.adapters, getattr(self, "trainer", {})
+        if adapters and adapters.lora_dropout and trainer.get("disable_dropout") is not False:
             text = f"model.adapters.lora_dropout has no effect: {self.stage} training turns dropout off"
             hint = "set trainer.disable_dropout: false, or remove lora_dropout"
             raise invalid(text, hint, "model.adapters.lora_dropout")
@@ -165,8 +166,6 @@ class RewardConfig(_PairConfig):
     """reward.yaml: reward modelling."""
 
     stage: Literal["reward"] = "reward"
-    model: RewardModel = Field(default_factory=RewardModel)
-    data: RewardData
     reward: RewardSettings = Field(default_factory=RewardSettings)
     trainer: dict[str, Any] = Field(default_factory=dict)
 
@@ -175,8 +174,6 @@ class DPOConfig(_PairConfig):
     """dpo.yaml: direct preference optimization, an optional stage."""
 
     stage: Literal["dpo"] = "dpo"
-    model: RewardModel = Field(default_factory=RewardModel)
-    data: RewardData
     dpo: DPOSettings = Field(default_factory=DPOSettings)
     trainer: dict[str, Any] = Field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_cli.evaluation.agreement import disagreement
+from rlhf_cli.evaluation.reward_model import disagreement
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.statistics import with_interval
 
@@ -144,8 +144,7 @@ def deciding_judge(judges: Iterable[str]) -> str:
 
 def has_frontier(report: Row) -> bool:
     """Return True if there is a limit, or a policy with another KL than SFT and PPO."""
-    keys = ("frontier", "interpolated", "limit")
-    return any(report.get(key) for key in keys) or bool(other_policies(report))
+    return any(report.get(key) for key in ("frontier", "interpolated", "limit")) or bool(other_policies(report))
 
 
 def ppo_points(report: Row) -> list[tuple[str, Row]]:
@@ -238,8 +237,7 @@ def limit_table(report: Row) -> Table:
     for name, row in report["limit"]["policies"].items():
         label = f"PPO, update {row['step']}" if "step" in row and name != "ppo" else model_label(name)
         paid = _kl({"kl_bound": row["kl"]} if name in best_of_n else row)
-        score = with_interval(row["score"], row["score_ci95"])
-        rows.append([best_of_n.get(name, label), paid, score, *_overhead(row)])
+        rows.append([best_of_n.get(name, label), paid, with_interval(row["score"], row["score_ci95"]), *_overhead(row)])
     return ["policy", "KL", "score", "KL needed", "overhead"], rows
 
 

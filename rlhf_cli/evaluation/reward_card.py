@@ -90,8 +90,7 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
     if config.ppo.require_reward is None:
         return
     if not any(reference.key.startswith("rewards.") for reference in runs.references(config)):
-        text = f"{KEY} has no effect: no reward is a model"
-        raise RLHFError("C17", text, where=config.where(KEY), hint="remove it")
+        raise RLHFError("C17", f"{KEY} has no effect: no reward is a model", where=config.where(KEY), hint="remove it")
     # Several keys may name one folder.
     models = {parent.path: parent for key, parent in parents.items() if key.startswith("rewards.")}
     problems = [problem for parent in models.values() for problem in _unmet_requirements(config, parent)]

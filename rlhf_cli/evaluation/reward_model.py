@@ -1,15 +1,15 @@
-"""Report card of a reward model: accuracy, calibration, length bias and adversarial probes, with flags. No torch."""
+"""Report card of a reward model: accuracy, calibration, length bias, probes, flags, agreement with judges. No torch."""
 
 import math
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.errors import Problem
-from rlhf_cli.statistics import bonferroni_z, wilson, wilson_difference
+from rlhf_cli.statistics import bonferroni_z, wilson, wilson_difference, with_interval
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
@@ -304,3 +304,33 @@ def describe_confidence(card: Mapping[str, Any]) -> str:
 def mean_confidence(card: Mapping[str, Any]) -> float:
     """Return the mean confidence over the pairs."""
     return float(sum(entry["n"] * entry["confidence"] for entry in card["calibration"]) / card["n"])
+
+
+# Agreement with a judge
+
+Scores = Sequence[float]  # one per prompt
+LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
+
+
+def agreement(judge: tuple[Scores, Scores], reward: tuple[Scores, Scores]) -> dict[str, Any]:
+    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % Wilson interval.
+
+    Each has its scores of the two answers. Prompts on which one scores both the same do not count; without others the
+    result is empty.
+    """
+    agreed = [(a > b) == (c > d) for a, b, c, d in zip(*judge, *reward, strict=True) if a != b and c != d]
+    if not agreed:
+        return {}
+    interval = wilson(sum(agreed), len(agreed))
+    return {"agrees_with_reward": sum(agreed) / len(agreed), "agrees_with_reward_ci95": list(interval)}
+
+
+def disagreement(judge: str, rate: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence if all of the interval of a judge's agreement is below LOW."""
+    share, interval = rate.get("agrees_with_reward"), rate.get("agrees_with_reward_ci95")
+    if share is not None and interval and interval[1] < LOW:
+        yield (
+            f"The reward model and judge {judge} prefer the same of PPO's and SFT's answers on "
+            f"{with_interval(share, interval)} of the prompts, fewer than two of three: more training on this reward "
+            "may not please this judge"
+        )

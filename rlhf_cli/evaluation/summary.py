@@ -10,8 +10,8 @@ from typing import Any
 from rlhf_cli import runs, statistics, terminal
 from rlhf_cli.config.eval import EvalConfig, Select
 from rlhf_cli.errors import shown
-from rlhf_cli.evaluation.agreement import agreement
 from rlhf_cli.evaluation.reward_card import missing_card_reason
+from rlhf_cli.evaluation.reward_model import agreement
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.runs.parents import Parent
 
@@ -270,8 +270,7 @@ def frontier_section(
 
 def _point(policy: EvalResponses, sft: EvalResponses, seed: int) -> Section:
     """Return the means of a policy that is drawn over KL, and its win rate over SFT."""
-    means = _policy_means(policy, seed)
-    renamed = {"reward" if key == "reward_mean" else key: value for key, value in means.items()}
+    renamed = {"reward" if key == "reward_mean" else key: value for key, value in _policy_means(policy, seed).items()}
     return {**renamed, "win_rate": win_rates(policy, sft, seed)}
 
 

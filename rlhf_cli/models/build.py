@@ -189,8 +189,7 @@ def require_fit(
     groups = {"missing": missing, "not in the model": sorted(unexpected), "of another shape": reshaped}
     listed = "; ".join(f"{len(names)} {group} ({first_names(names)})" for group, names in groups.items() if names)
     text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
-    hint = "copy or download the folder again: weights and config.json must be of one model"
-    raise RLHFError("M13", text, hint=hint)
+    raise RLHFError("M13", text, hint="copy or download the folder again: weights and config.json must be of one model")
 
 
 def check_tied_embeddings(folder: Path | str, model: Any) -> None:
@@ -202,8 +201,7 @@ def check_tied_embeddings(folder: Path | str, model: Any) -> None:
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
         reason = "config.json has tie_word_embeddings, but the head differs from the embeddings"
-        hint = "set tie_word_embeddings to false in config.json"
-        raise RLHFError("M13", f"{shown(folder)}: {reason}", hint=hint)
+        raise RLHFError("M13", f"{shown(folder)}: {reason}", hint="set tie_word_embeddings to false in config.json")
 
 
 def backbone(model: Any) -> Any:

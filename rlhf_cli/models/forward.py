@@ -298,8 +298,7 @@ class _Float32Product(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cpu":
             return hidden.float() @ weight.float().t()
-        product = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-        return product.unflatten(0, hidden.shape[:-1])
+        return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -92,8 +92,7 @@ def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False
     config = read_classifier_config(folder, trust_remote_code)
     if config.num_labels != 1:
         text = f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one"
-        hint = "train a reward model with `rlhf reward`, or name one with num_labels 1"
-        raise RLHFError("M03", text, hint=hint)
+        raise RLHFError("M03", text, hint="train a reward model with `rlhf reward`, or name one with num_labels 1")
     return config
 
 

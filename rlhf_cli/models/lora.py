@@ -295,11 +295,6 @@ def scale_adapters(model: Any, share: float) -> None:
             layer.scale_layer(share)
 
 
-def remove_adapters(peft_model: Any) -> Any:
-    """Return the model inside a peft model without the adapters, as it was before they were added."""
-    return peft_model.unload()
-
-
 def merge_and_unload(model: Any) -> Any:
     """Return the transformers model with a peft model's adapters merged; any other model is returned unchanged."""
     return model.merge_and_unload() if is_peft_model(model) else model

@@ -85,18 +85,14 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
-        width, height = matrix_shape(base)
+        layer: Any = base  # a linear layer or Conv1D
+        width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
         self.base = base
         self.down = nn.Linear(width, rank, bias=False, device=base.weight.device)
         self.up = nn.Linear(rank, height, bias=False, device=base.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-def matrix_shape(layer: Any) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a linear layer or Conv1D."""
-    return (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
 
 
 def add_adapters(model: Any, adapters: LoRA) -> None:

@@ -135,8 +135,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], pa
     if isinstance(value, dict):
         return {"dict": [[key, _encode(item, tensors, storages, f"{path}/{key}")] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(item, tensors, storages, f"{path}/{i}") for i, item in enumerate(value)]
-        return {type(value).__name__: items}
+        return {type(value).__name__: [_encode(item, tensors, storages, f"{path}/{i}") for i, item in enumerate(value)]}
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} has no exact form"
     return {"value": value}
 

@@ -49,8 +49,7 @@ def shard(model: Any, mesh: DeviceMesh, *, trained: bool) -> None:
     share_comm_ctx(layers)  # each layer is a root: otherwise each keeps its unsharded gradients to the end
     broadcast_weights(model, device)
     for weight, modules in vocabulary_weights(model) if trained else ():
-        local = _distribute(weight.data, mesh)
-        _set_weight(nn.Parameter(local, requires_grad=weight.requires_grad), modules)
+        _set_weight(nn.Parameter(_distribute(weight.data, mesh), requires_grad=weight.requires_grad), modules)
 
 
 def broadcast_weights(model: Any, device: torch.device) -> None:

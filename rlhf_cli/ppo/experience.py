@@ -250,8 +250,7 @@ class Experience:
         """Tokens of one forward pass over the minibatches, padding included unless rows are packed."""
         if self.packed:
             return int(self.rollout.mask.sum())
-        rows = chain.from_iterable(self.minibatches)
-        return sum(len(part) * int(self.rollout.lengths[part].max()) for part in rows)
+        return sum(len(part) * int(self.rollout.lengths[part].max()) for part in chain.from_iterable(self.minibatches))
 
     def metrics(self, *, kl_in_reward: bool) -> Stats:
         """Return metrics by TRL's names: sums over a response's tokens, averaged over rows.
@@ -287,8 +286,7 @@ class Experience:
             metrics |= {"rollout/correction_mean": mean, "rollout/correction_capped": float(self.capped.float().mean())}
         explained = {}
         if self.values is not None and self.returns is not None:
-            variance = losses.explained_variance(self.values, self.returns, self.mask)
-            explained["val/explained_variance"] = float(variance)
+            explained["val/explained_variance"] = float(losses.explained_variance(self.values, self.returns, self.mask))
         return metrics | {
             "objective/kl_coef": self.kl_coef,
             "objective/response_length": float(rollout.response_lengths.float().mean()),

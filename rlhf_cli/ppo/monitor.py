@@ -19,6 +19,7 @@ from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats
+from rlhf_cli.rewards.function import may_skip_rows
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
 MIN_EOS_FRACTION = 0.05  # below it, the stop token gets no training signal
@@ -50,9 +51,7 @@ def check_scores(
     """Raise NonFiniteError for a score, (B,) by source, that is not finite; NaN is no score of `may_skip_rows`."""
     scores = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
     for name, each in raw.items():
-        scores[name] = (
-            torch.where(each.isnan(), 0, each) if getattr(sources.get(name), "may_skip_rows", False) else each
-        )
+        scores[name] = torch.where(each.isnan(), 0, each) if may_skip_rows(sources.get(name)) else each
     check_finite({f"score `{name}`": score for name, score in scores.items()}, step)
 
 
@@ -224,8 +223,7 @@ class Watchdog:
         if not exceeds:
             return None
         state.recent, state.fired = [], state.fired + 1
-        action = limits.action_on(signal)
-        return Alert(step, signal, source, reading.mean, reference.mean, limit, action, state.fired)
+        return Alert(step, signal, source, reading.mean, reference.mean, limit, limits.action_on(signal), state.fired)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next check depends on, without the settings; the keys are those of checkpoints."""

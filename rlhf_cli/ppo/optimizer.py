@@ -92,8 +92,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: PPOSettings, num
 
     `value` may have its own warm-up; the policy's schedule starts after value_only_updates.
     """
-    factors = [_lr_factor(group, settings, num_updates) for group in optimizer.param_groups]
-    return LambdaLR(optimizer, factors)
+    return LambdaLR(optimizer, [_lr_factor(group, settings, num_updates) for group in optimizer.param_groups])
 
 
 def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -> Callable[[int], float]:

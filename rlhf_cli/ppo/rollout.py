@@ -123,7 +123,6 @@ class HFEngine:
             decoder.append(tokens)
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder":
-        """Return a decoder that has read the prompts."""
         start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
         ids, mask = (tensor[:, start:].to(self.model.device) for tensor in (prompts.ids, prompts.mask))
         if not self.compact_batch:

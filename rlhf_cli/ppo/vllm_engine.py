@@ -54,8 +54,7 @@ class VLLMServer:
         async def send() -> list[bytes]:
             async with self.client.connections() as connections:
                 data = [None if body is None else json.dumps(body).encode() for body in bodies]
-                requests = [self.client.request(connections, self.url + path, each) for each in data]
-                return await asyncio.gather(*requests)
+                return await asyncio.gather(*[self.client.request(connections, self.url + path, each) for each in data])
 
         try:
             answers = asyncio.run(send())
@@ -239,8 +238,7 @@ class VLLMEngine:
         """Load `weights` and check them."""
         assert self.noise is not None
         served = self.server.load(*self.weights)
-        limit = min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise))
-        self._check(served, self.policy, limit)
+        self._check(served, self.policy, min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)))
         self.served = served
 
     def _check(self, name: str, model: Any, limit: float) -> float:
@@ -250,8 +248,7 @@ class VLLMEngine:
         """
         rollout = self._draw(name, self.probe)
         assert rollout.logprobs is not None
-        lengths = rollout.response_lengths.tolist()
-        theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
+        theirs = [row[:length] for row, length in zip(rollout.logprobs, rollout.response_lengths.tolist(), strict=True)]
         on_device = rollout.to(model.device)
         ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
         drawn = [Drawn(rollout.response_tokens(row), ours[row][0]) for row in range(len(rollout))]

@@ -27,9 +27,16 @@ MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
 
 
 class RewardSource(Protocol):
+    """Scores a rollout. A source that `may_skip_rows` has this attribute, True; a plain function has none."""
+
     def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
         """Return the raw score of each row, (B,) float32; NaN for none, if the source has `may_skip_rows`."""
         ...
+
+
+def may_skip_rows(source: RewardSource | None) -> bool:
+    """Return True if a NaN of the source is no score, rather than an error."""
+    return getattr(source, "may_skip_rows", False)
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_cli import distributed, terminal
+from rlhf_cli import distributed, files, terminal
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import (
-    atomic_folder,
-    find_damage,
-    hash_files,
-    list_files,
-    list_folder,
-    path_exists,
-    read_checked_json,
-    sync,
-    sync_files,
-    write_checked_json,
-)
 
 MANIFEST = "state.json"
 SCHEMA = 2
@@ -45,7 +33,7 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
         return folder / name
     assert keep is None or keep >= 1, "keep must be at least 1"
     remove_damaged_checkpoint(folder, name)
-    with atomic_folder(folder / name) as scratch:
+    with files.atomic_folder(folder / name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
     _prune(folder, name, keep)
@@ -71,17 +59,17 @@ def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
     Then keeps the newest `keep` checkpoints and those named in `spare`.
     """
     _write_manifest(state, state.name)
-    sync(state.parent)
+    files.sync(state.parent)
     _prune(state.parent, state.name, keep, spare)
 
 
 def _write_manifest(state: Path, name: str) -> None:
-    names = [name for name in list_files(state) if name != MANIFEST]
+    names = [name for name in files.list_files(state) if name != MANIFEST]
     with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(sync_files, state, names)  # the disk writes while processors hash
-        manifest = {"schema": SCHEMA, "name": name, "files": hash_files(state, names)}
+        synced = pool.submit(files.sync_files, state, names)  # the disk writes while processors hash
+        manifest = {"schema": SCHEMA, "name": name, "files": files.hash_files(state, names)}
         synced.result()
-    write_checked_json(state / MANIFEST, manifest)
+    files.write_checked_json(state / MANIFEST, manifest)
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -117,7 +105,9 @@ def valid_states(folder: Path, *, instead: str) -> dict[int, Path]:
 
 
 def _warn_of(path: Path, problem: str, instead: str) -> None:
-    state = f"is damaged: {problem}" if path_exists(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
+    state = (
+        f"is damaged: {problem}" if files.path_exists(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
+    )
     terminal.warn("M05", f"{shown(path)} {state}; {instead}")
 
 
@@ -150,8 +140,8 @@ def clear_leftovers(folder: Path) -> None:
 
 def _states(folder: Path) -> list[Path]:
     """Return the checkpoint folders, oldest first. Raises RLHFError E08 if the folder cannot be read now."""
-    paths = [folder / name for name in list_folder(folder) if _STEP.fullmatch(name)]
-    return sorted((path for path in paths if path_exists(path) and path.is_dir()), key=_step)
+    paths = [folder / name for name in files.list_folder(folder) if _STEP.fullmatch(name)]
+    return sorted((path for path in paths if files.path_exists(path) and path.is_dir()), key=_step)
 
 
 def _step(path: Path) -> int:
@@ -161,7 +151,7 @@ def _step(path: Path) -> int:
 
 
 def _problem(state: Path, *, content: bool = True) -> str | None:
-    manifest, problem = read_checked_json(state / MANIFEST)
+    manifest, problem = files.read_checked_json(state / MANIFEST)
     if manifest.get("schema") == 1:
         text = f"{shown(state)} was written by an older version, which saved less of a run"
         raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
@@ -169,7 +159,7 @@ def _problem(state: Path, *, content: bool = True) -> str | None:
         return problem
     if manifest["name"] != state.name:
         return f"{MANIFEST} is of {manifest['name']}"
-    return find_damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
+    return files.find_damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
 
 
 def keep_newest(folder: Path, keep: int) -> None:

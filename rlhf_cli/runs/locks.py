@@ -66,8 +66,7 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
         raise _used_by_another(folder, hint) from None
     _exclusive[folder] = lock
     owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
-    started = _since_boot(psutil.Process())
-    _note(folder, asdict(owner) | {"started": started, "inode": lock_path(folder).stat().st_ino})
+    _note(folder, asdict(owner) | {"started": _since_boot(psutil.Process()), "inode": lock_path(folder).stat().st_ino})
 
 
 @contextmanager

@@ -166,7 +166,6 @@ class ResolvedModel:
     report: dict[str, Any] | None  # of RUN/eval, if it evaluated this model
 
     def __str__(self) -> str:
-        """Return a description for messages."""
         if self.step is None:
             return shown(self.model.path)
         stopped = self.last and self.model.manifest.get("model_is") == "the best step"

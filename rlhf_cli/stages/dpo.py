@@ -7,7 +7,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import trl
 from torch.nn.functional import logsigmoid
-from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
@@ -23,18 +22,17 @@ from rlhf_cli.config.training import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup, trl_common
-from rlhf_cli.stages.lm_head import use_own_lm_head
 from rlhf_cli.stages.training_setup import (
     IGNORE_INDEX,
     PAIR_SIDES,
     load_sft_model,
+    load_tokenizer_and_model,
     pair_lengths,
-    prepare_tokenizer,
     read_rows,
+    use_own_lm_head,
 )
 from rlhf_cli.statistics import wilson, with_interval
 
@@ -94,24 +92,8 @@ def _train(config: DPOConfig, stage: setup.StageRun) -> None:
         terminal.say(f"dpo      {metrics['n']} held-out pairs: accuracy {accuracy}, margin {metrics['margin']:.4g}")
 
 
-def load_tokenizer_and_model(config: DPOConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
-    """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01, M06-M08, T05."""
-    parent = parents["model.path"]
-    tokenizer = setup.load_tokenizer(config, options, parent)
-    bf16_base = lora.trains_on_bf16(config)
-    model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-    tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
-    set_seed(config.seed)
-    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
-
-
 def make_trainer(
-    config: DPOConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: PairRows,
-    eval_rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: DPOConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows {prompt_ids, chosen_ids, rejected_ids} are tokenized, and none is too long.
 
@@ -188,7 +170,7 @@ def summarize_pairs(
 
 @torch.no_grad()
 def pair_logprobs(
-    config: DPOConfig, model: Any, rows: PairRows, pad_id: int, process_group: ProcessGroup = SINGLE_PROCESS
+    config: DPOConfig, model: Any, rows: PairRows, pad_id: int, process_group: ProcessGroup
 ) -> list[list[float]]:
     """Return the log-probs of the chosen and of the rejected answer of each pair, on all ranks."""
     answers = [(row[side], len(row["prompt_ids"])) for row in rows for side in PAIR_SIDES]

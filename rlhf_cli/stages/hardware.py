@@ -147,8 +147,7 @@ def _require_bitsandbytes(config: Config) -> None:
 
 def _check_disk(config: Config, checkpoint: int) -> None:
     """Raise RLHFError E03 if the disk cannot hold the checkpoints: those kept and one being written, minus existing."""
-    existing = len(runs.state_steps(config.folder / "state"))
-    count = max(1, config.output.keep + 1 - existing)
+    count = max(1, config.output.keep + 1 - len(runs.state_steps(config.folder / "state")))
     free = system.free_disk_bytes(config.folder)
     if free is not None and count * checkpoint > free:
         text = (

@@ -68,8 +68,7 @@ def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, targe
     options: dict[str, Any] = {"separate": separate}
     if isinstance(config, EvalConfig):
         mode = "full"  # evaluated adapters are loaded onto the full weights of models.sft
-        sampled = _num_sampled(config, chain, data.rows, target)
-        options = {"adapters": chain.adapters_of_sft(config), "sampled": sampled}
+        options = {"adapters": chain.adapters_of_sft(config), "sampled": _num_sampled(config, chain, data.rows, target)}
     models, phases = stage_phases(config, bodies, mode, target, data.lengths, **options)
     steps = _steps(config, data.rows, target.processes)
     if isinstance(config, TRLConfig):

@@ -172,8 +172,7 @@ class ModelResolver:
                     body = read_config(parent.model, self.options.trust_remote_code)
                 self.specs[path] = ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
             else:
-                trains = isinstance(writer, TRLConfig)
-                self.specs[path] = self.start(writer, "model.path" if trains else "models.sft")
+                self.specs[path] = self.start(writer, "model.path" if isinstance(writer, TRLConfig) else "models.sft")
         return self.specs[path]
 
     def _writer(self, folder: Path) -> Config | None:

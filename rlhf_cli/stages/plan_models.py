@@ -230,8 +230,8 @@ def ppo_plan(
     paths = {reference.key: reference.path for reference in runs.references(config)}
     if mode != "full" and "value" in keys and paths[keys["value"]] in [paths[keys[name]] for name in rewards]:
         sharing.add("value")  # its adapters use the reward model's weights
-    has_value = settings.needs_value_model
-    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing, has_value=has_value)
+    head = policy.value_head() if settings.needs_value_model and "value" not in models else None
+    ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing, head)
     sharded_over = target.per_machine if settings.fsdp == "hybrid" and target.per_machine else target.processes
     here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": sharded_over}
     return models, PPOPlan(ppo_models, settings, lengths, **here, engine=config.models.engine_name)

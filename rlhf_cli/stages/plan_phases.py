@@ -120,6 +120,10 @@ class StageModel:
             forward = [{"activations": stored + self.kept(length).copies + self.working(rows, length)}]
         return [{"activations": stored, "logits": logits}, {"activations": backward}, *forward]
 
+    def value_head(self) -> Tensor:
+        """Return the weight of a value head on this model."""
+        return nn.Linear(self.hidden, 1, bias=False, device="meta", dtype=self.model.dtype).weight
+
     @cached_property
     def matrices(self) -> tuple[int, int]:
         """Numbers of the backbone's matrices, and of those that are trained."""
@@ -155,7 +159,6 @@ def _add(fixed: Bytes, moments: Iterable[Bytes]) -> list[Bytes]:
 
 
 def _learning_bytes(trained: list[Tensor], models: Iterable[nn.Module], *, eight_bits: bool) -> Bytes:
-    """Return the bytes of gradients and optimizer."""
     moments = memory.optimizer_bytes(trained, embedding_weights(models), eight_bits=eight_bits)
     return {"gradients": memory.size_bytes(trained), "optimizer": moments}
 
@@ -218,7 +221,7 @@ def trl_phases(name: str, model: StageModel, settings: Any, lengths: Lengths, fi
 
 @dataclass
 class PPOModels:
-    """Models of a PPO run. Without `value` the policy has a value head, if the run `has_value`.
+    """Models of a PPO run; without a `value` model the policy may have a value head, whose weight is `head`.
 
     `sharing`: names of value and reward models that add only their adapters to the weights of other models.
     """
@@ -228,7 +231,7 @@ class PPOModels:
     rewards: dict[str, StageModel]
     mode: str
     sharing: Collection[str] = ()
-    has_value: bool = True
+    head: Tensor | None = None
 
     @property
     def learning(self) -> list[StageModel]:
@@ -236,12 +239,8 @@ class PPOModels:
 
     @property
     def trained(self) -> list[Tensor]:
-        head = [] if self.value or not self.has_value else [self.value_head]
+        head = [] if self.head is None else [self.head]
         return [weight for model in self.learning for weight in model.trained] + head
-
-    @cached_property
-    def value_head(self) -> Tensor:
-        return nn.Linear(self.policy.hidden, 1, bias=False, device="meta", dtype=self.policy.model.dtype).weight
 
     def share_layers(self, count: int) -> int:
         """Freeze the layers that policy and reference share; return the bytes that the reference saves."""
@@ -257,7 +256,7 @@ class PPOModels:
 
     def weights(self, *, bf16_reference: bool) -> dict[str, int]:
         """Return the bytes of weights that each model adds to those of the others."""
-        weights = {"policy": self.policy.weights, "value": self.value_head.nbytes * self.has_value, "reference": 0}
+        weights = {"policy": self.policy.weights, "value": 0 if self.head is None else self.head.nbytes, "reference": 0}
         if self.mode == "full":
             saved = 2 * self.policy.matrices[0] if bf16_reference and self.policy.model.dtype == torch.float32 else 0
             weights["reference"] = self.policy.weights - saved
@@ -351,8 +350,7 @@ class PPOPlan:
         states = 2 * self.answers * policy.hidden * policy.model.dtype.itemsize
         cast = sum(model.kept(self.width).copies for model in models.learning)
         reading = {"activations": states + cast + policy.working(self.rows, self.width)}
-        comparing = {"activations": states, "logits": copies * self.logits}
-        moments += _add(self._fixed("reference"), [reading, comparing])
+        moments += _add(self._fixed("reference"), [reading, {"activations": states, "logits": copies * self.logits}])
         return Phase("judge", self.rows, moments, flops)
 
     def _update(self) -> Phase:

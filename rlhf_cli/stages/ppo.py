@@ -18,16 +18,8 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience, Stats
 from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, Watchdog
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages import setup
+from rlhf_cli.stages import ppo_setup, setup
 from rlhf_cli.stages.ppo_samples import SampleTables, Snapshots
-from rlhf_cli.stages.ppo_setup import (
-    PPOComponents,
-    describe_batches,
-    load_components,
-    restore_policy,
-    scale_to_world_size,
-    set_rollout_rows,
-)
 from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import Log, MetricsLog, Trackers
 
@@ -46,9 +38,9 @@ def run(config: PPOConfig, options: Options) -> None:
 
 def _train(config: PPOConfig, stage: setup.StageRun) -> None:
     process_group = stage.process_group
-    config = scale_to_world_size(config, process_group.world_size)
-    components = load_components(config, stage.options, stage.parents, process_group)
-    set_rollout_rows(config, stage.parents, components)
+    config = ppo_setup.scale_to_world_size(config, process_group.world_size)
+    components = ppo_setup.load_components(config, stage.options, stage.parents, process_group)
+    ppo_setup.set_rollout_rows(config, stage.parents, components)
     stage.begin_training()
     runner = PPORunner(config, components, resume=stage.resumes)
     stopped: StopTraining | None = None
@@ -58,7 +50,7 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
     except StopTraining as stop:
         stopped, step = stop, runner.snapshots.best_step
         process_group.barrier()  # until the first rank has written the snapshot
-        restore_policy(config, stage.options, components, runs.state_at(runner.snapshots.folder, step))
+        ppo_setup.restore_policy(config, stage.options, components, runs.state_at(runner.snapshots.folder, step))
         outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
         runner.snapshots.prune(components.trainer.updates, finished=True)
     save_models(config, components, step)
@@ -85,7 +77,7 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
 class PPORunner:
     """The outer PPO loop: updates, logs, monitoring and checkpoints; resumes from the last checkpoint."""
 
-    def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
+    def __init__(self, config: PPOConfig, components: ppo_setup.PPOComponents, *, resume: bool):
         self.config, self.components, self.trainer = config, components, components.trainer
         self.state_folder, self.cost = config.folder / "state", runs.CheckpointTimer()
         self.watchdog = Watchdog(config.ppo, config.held_out)
@@ -115,21 +107,18 @@ class PPORunner:
         Raises RLHFError R01, R02, R05, R19, R20, StopTraining R04 and R13.
         """
         config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
-        terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
+        terminal.say(
+            f"ppo      {ppo_setup.describe_batches(config, self.components.prompts, trainer.process_group.world_size)}"
+        )
         if config.ppo.packing and not trainer.model_runner.packed:
             terminal.say(
                 "ppo      rows are padded, not packed: the models' layers are not all transformers' sdpa attention"
             )
         if config.ppo.kl_in == "reward" and config.ppo.kl_estimator != "k1":
             text = f"kl_estimator {config.ppo.kl_estimator} in the reward does not have the KL's policy gradient"
-            where = config.where("ppo.kl_estimator")
-            terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
+            terminal.warn("C18", text, where=config.where("ppo.kl_estimator"), hint="k1 has it; or set kl_in: loss")
         save_interval = config.output.save_steps or max(1, num_updates // 10)
-        with (
-            GracefulStop() as stop,
-            self.trackers,
-            Progress("ppo", num_updates, "update", done=trainer.updates) as bar,
-        ):
+        with GracefulStop() as stop, self.trackers, Progress("ppo", num_updates, "update", done=trainer.updates) as bar:
             if trainer.updates == 0:
                 self.snapshots.save_if_due(0)
             while trainer.updates < num_updates:
@@ -146,7 +135,6 @@ class PPORunner:
         terminal.say(f"ppo      {self.cost}")
 
     def _update(self) -> Stats:
-        """Make one PPO update, log it and check it."""
         config, trainer, prompts = self.config, self.trainer, self.components.prompts
         count, step = config.ppo.prompts_per_update, trainer.updates + 1
         batch = [prompts[i] for i in data.prompt_batch(len(prompts), step, count, config.seed)]
@@ -190,7 +178,6 @@ class PPORunner:
                 terminal.warn("R13", alert.text + effect, hint=hint)
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint to resume from."""
         self.saved_step = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
@@ -236,7 +223,7 @@ def status_line(stats: Stats) -> str:
     return f"{reward}  KL {kl:.2f}  length {length:.1f}  {stats['tokens_per_s']:.0f} tokens/s"
 
 
-def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
+def save_models(config: PPOConfig, components: ppo_setup.PPOComponents, step: int) -> None:
     """Save the policy after `step`, averaged with ppo.average, to model/ and the value model to value/.
 
     Both are full weights, or adapters of a base. A value head is saved as a sequence classifier, and not at all if the
@@ -258,7 +245,7 @@ def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None
     save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
 
 
-def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
+def headline_metrics(config: PPOConfig, components: ppo_setup.PPOComponents) -> Stats:
     """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
     prompts = Prompts.of(components.prompts[: config.ppo.episodes_per_update])
     experience = components.trainer.make_experience(components.trainer.generate(prompts, purpose="headline"))

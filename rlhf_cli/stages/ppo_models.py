@@ -60,35 +60,27 @@ class SharedBaseModels:
             return "an adapter with additional tokens"
         return None
 
-    def load_reward_model(self, parent: Parent, tokenizer: Any) -> Any:
-        """Load a reward model, on the shared weights if it is an adapter of them, else with its own weights.
+    def load_frozen_scorer(self, parent: Parent, tokenizer: Any, *, bf16: bool) -> Any:
+        """Return a frozen reward model that reads the tokens of `tokenizer`, on the shared weights if it can.
 
-        Raises RLHFError M01-M03, M06-M08.
+        PPO prints why it needs its own weights. Raises RLHFError M01-M03, M06-M08.
         """
         reason = self.own_weights_reason(parent, tokenizer)
         if reason is None:
-            return self.load_scorer(parent).get_base_model()
-        model = setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer)
-        size = system.format_bytes(sum(weight.nbytes for weight in model.parameters()))
-        hint = "an adapter of models.sft (reward.yaml: model.adapters) would need next to nothing"
-        terminal.say(f"ppo      {parent.key} is {reason}: {size} of additional memory; {hint}")
-        return model.to(devices.device())
-
-    def load_frozen_scorer(self, parent: Parent, tokenizer: Any, *, bf16: bool) -> Any:
-        """Return a frozen reward model that reads the tokens of `tokenizer`; raises as `load_reward_model`."""
-        if self.own_weights_reason(parent, tokenizer) is None:
             return self.load_scorer(parent).get_base_model().requires_grad_(False).eval()
         options = self.config, self.options, parent, tokenizer
-        return setup.place_frozen(setup.load_model(load.load_reward_model, *options, bf16_matrices=bf16), bf16=bf16)
+        model = setup.load_model(load.load_reward_model, *options, bf16_matrices=bf16)
+        if self.config.stage == "ppo":
+            size = system.format_bytes(sum(weight.nbytes for weight in model.parameters()))
+            hint = "an adapter of models.sft (reward.yaml: model.adapters) would need next to nothing"
+            terminal.say(f"ppo      {parent.key} is {reason}: {size} of additional memory; {hint}")
+        return setup.place_frozen(model, bf16=bf16)
 
     def load_policy(self, parent: Parent) -> Any:
         """Load a policy's adapter onto the shared weights; return the plain model. Raises RLHFError M01."""
         with at_location(self.config.where(parent.key)):
             model_config = load.read_config(parent.model, self.options.trust_remote_code)
-            model = sharding.clone_sharing_weights(self.model)
-            base = self.sft.hub or self.sft.model
-            adapted = lora.load_adapter(model, parent.model, model_config, base, self.sft.revision)
-            return lora.unwrap(adapted.to(devices.device()))
+            return self._load_adapter(sharding.clone_sharing_weights(self.model), parent, model_config).get_base_model()
 
     def load_scorer(self, parent: Parent) -> Any:
         """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""
@@ -99,8 +91,11 @@ class SharedBaseModels:
             head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, dtype=torch.float32)
             nn.init.zeros_(head.weight)
             model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head)
-            base = self.sft.hub or self.sft.model
-            return lora.load_adapter(model, parent.model, model_config, base, self.sft.revision).to(devices.device())
+            return self._load_adapter(model, parent, model_config)
+
+    def _load_adapter(self, model: Any, parent: Parent, model_config: Any) -> Any:
+        base = self.sft.hub or self.sft.model
+        return lora.load_adapter(model, parent.model, model_config, base, self.sft.revision).to(devices.device())
 
     def value_from_head(self, policy: Any, head: nn.Linear) -> Any:
         """Return the policy's value head as a separate model with the policy's adapters, for saving."""
@@ -154,7 +149,7 @@ class RewardModelCache:
     def _load(self, key: str, tokenizer: Any, loading: ProcessGroup) -> Any:
         """Load a new copy of a model that reads the tokens of `tokenizer`."""
         if self.base:
-            return self.base.load_reward_model(self.parents[key], tokenizer)
+            return self.base.load_frozen_scorer(self.parents[key], tokenizer, bf16=False)
         parent = self.parents[key]
         return setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer, loading)
 

@@ -107,22 +107,19 @@ def _score(score: Tensor) -> float | None:
 
 
 def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
-    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats."""
+    """Return text, reward, kl, value and advantage, if any, per response token; `kl` sums to the row's KL in nats.
+
+    Special tokens have texts; a character of several tokens goes to the last one.
+    """
     tensors = {
         "reward": experience.rewards,
         "kl": experience.log_ratio,
         "value": experience.values,
         "advantage": experience.advantages,
     }
-    texts = token_texts(tokenizer, experience.rollout.response_tokens(row))
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return {"text": texts, **{name: tensor[row][experience.mask[row]].tolist() for name, tensor in given.items()}}
-
-
-def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return the text of each token, special tokens included; a character of several tokens goes to the last one."""
-    *texts, rest = data.decode_stream(tokenizer, ids, special=True)
-    return [*texts[:-1], texts[-1] + rest]
+    *texts, last, rest = data.decode_stream(tokenizer, experience.rollout.response_tokens(row), special=True)
+    given = {name: tensor[row][experience.mask[row]] for name, tensor in tensors.items() if tensor is not None}
+    return {"text": [*texts, last + rest], **{name: values.tolist() for name, values in given.items()}}
 
 
 def _format_cell(value: str | float) -> str:

@@ -25,15 +25,8 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware, setup
+from rlhf_cli.stages import hardware, ppo_models, setup
 from rlhf_cli.stages.plan_models import Target
-from rlhf_cli.stages.ppo_models import (
-    RewardModelCache,
-    SharedBaseModels,
-    build_reward_fns,
-    build_reward_sources,
-    check_reward_columns,
-)
 
 PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each sync of a rollout server is checked
 
@@ -51,7 +44,7 @@ class PPOComponents:
     num_updates: int
     policy: Any
     value: Any  # None without a value model
-    base: SharedBaseModels | None
+    base: ppo_models.SharedBaseModels | None
 
 
 def load_components(
@@ -64,11 +57,11 @@ def load_components(
     settings, sft = hardware.settings_for_this_machine(config.ppo), parents["models.sft"]
     check_hub_push(config, sft)
     setup.check_same_tokenization(config, options, parents)
-    reward_fns = build_reward_fns(config, options, parents)
+    reward_fns = ppo_models.build_reward_fns(config, options, parents)
     tokenizer = setup.load_tokenizer(config, options, sft)
     loading = process_group if settings.fsdp else SINGLE_PROCESS
     start, ref = _load_sft_model(config, options, sft, tokenizer, loading)
-    base = SharedBaseModels(config, options, sft, start) if config.models.adapters else None
+    base = ppo_models.SharedBaseModels(config, options, sft, start) if config.models.adapters else None
     saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
@@ -78,10 +71,10 @@ def load_components(
     if "data.eval_prompts" in config.sources():
         eval_prompts = read_prompts(config, "data.eval_prompts", tokenizer, policy.config)
     check_prompt_counts(config, prompts, eval_prompts)
-    check_reward_columns(config, reward_fns, prompts, eval_prompts)
+    ppo_models.check_reward_columns(config, reward_fns, prompts, eval_prompts)
     policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
     placement = settings.offload, bool(settings.bf16), loading
-    cache = RewardModelCache(config, options, parents, policy_text, base, *placement)
+    cache = ppo_models.RewardModelCache(config, options, parents, policy_text, base, *placement)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
     sampling: Any = (stop_id, pad_id, settings.temperature, batch_size, settings.bf16)
@@ -97,7 +90,7 @@ def load_components(
         policy,
         ref if settings.offload or settings.fsdp else ref.to(devices.device()),
         lora.unwrap(saved_value),
-        build_reward_sources(config, reward_fns, cache),
+        ppo_models.build_reward_sources(config, reward_fns, cache),
         engine,
         settings,
         weights={name: source.weight for name, source in config.rewards.items()},
@@ -166,9 +159,8 @@ def server_engine(
     text = f"the server at {section.url} generates the responses; `rlhf serve {shown(config.run)} --rollouts`"
     terminal.say(f"ppo      {text} prints its command")
     seeds = tuple(derive_seed(config.seed, "probe", row) for row in range(len(rows)))
-    client = HTTPClient(section.timeout, section.retries)
     return VLLMEngine(
-        VLLMServer(section.url, config.models.server_sync, client),
+        VLLMServer(section.url, config.models.server_sync, HTTPClient(section.timeout, section.retries)),
         weights.ref,
         weights,
         replace(Prompts.from_lists(rows), seeds=seeds, response_length=min(PROBE_TOKENS, settings.max_response_length)),

@@ -26,16 +26,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import setup, trl_common
-from rlhf_cli.stages.training_setup import (
-    SAMPLING_BATCH_SIZE,
-    check_can_sample,
-    grow_embeddings,
-    load_sft_model,
-    pair_lengths,
-    prepare_tokenizer,
-    read_rows,
-)
+from rlhf_cli.stages import setup, training_setup, trl_common
 
 NUM_PROBES = 8
 HEADLINE = (
@@ -67,7 +58,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
     tokenizer, model, sft_model = load_tokenizer_and_models(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
-        rows, eval_rows = read_rows(config, tokenizer, model.config)
+        rows, eval_rows = training_setup.read_rows(config, tokenizer, model.config)
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
@@ -81,7 +72,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
             if base is None or sft_model is None:
                 base = sft_model = None  # before the next one is in memory
-                sft_model = load_sft_model(config, stage.options, parent, tokenizer)
+                sft_model = training_setup.load_sft_model(config, stage.options, parent, tokenizer)
             with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
                 answers = sample_answers(config, sft_model, parent, tokenizer, rows, process_group)
                 bar.advance()
@@ -125,15 +116,15 @@ def load_tokenizer_and_models(
     parent, adapters, sft_model = parents["model.path"], config.model.adapters, None
     tokenizer = setup.load_tokenizer(config, options, parent)
     with at_location(config.where(parent.key)):
-        check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
+        training_setup.check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
     loader = load.load_causal_lm if shares else load.init_reward_model
     bf16_base = lora.trains_on_bf16(config)
     model = setup.load_model(loader, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-    tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
+    tokenizer = training_setup.prepare_tokenizer(config, tokenizer, parent.stage)
     if shares:
-        sft_model = grow_embeddings(model, tokenizer)
+        sft_model = training_setup.grow_embeddings(model, tokenizer)
         model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
         if model is None:
             sft_model = None
@@ -143,12 +134,7 @@ def load_tokenizer_and_models(
 
 
 def make_trainer(
-    config: RewardConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: PairRows,
-    eval_rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: RewardConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
@@ -158,7 +144,7 @@ def make_trainer(
         for pairs in (rows, eval_rows)
     )
     return trl_common.build_trainer(
-        RewardTrainer, config, args, train_rows, heldout_rows, pair_lengths(config, rows), process_group,
+        RewardTrainer, config, args, train_rows, heldout_rows, training_setup.pair_lengths(config, rows), process_group,
         model=model, processing_class=tokenizer,
     )  # fmt: skip
 
@@ -173,12 +159,7 @@ def use_bf16(config: RewardConfig) -> bool:
 
 @torch.no_grad()
 def raw_scores(
-    scorer: Any,
-    rows: Sequence[list[int]],
-    size: int,
-    process_group: ProcessGroup = SINGLE_PROCESS,
-    *,
-    bf16: bool = False,
+    scorer: Any, rows: list[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS, *, bf16: bool = False
 ) -> list[float]:
     """Return the pooled logit of each row of token ids, in batches of `size` rows of similar length, on all ranks."""
     rank_scores: dict[int, float] = {}
@@ -215,12 +196,7 @@ def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list
 
 
 def sample_answers(
-    config: RewardConfig,
-    model: Any,
-    parent: Parent,
-    tokenizer: Any,
-    rows: PairRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: RewardConfig, model: Any, parent: Parent, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
 ) -> list[list[int]]:
     """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 
@@ -234,7 +210,7 @@ def sample_answers(
         length = max(1, min(length, context - max(map(len, selected))))
     stop_id = setup.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
     pad_id = tokenizer.pad_token_id
-    engine = HFEngine(model, stop_id, pad_id, 1.0, SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
+    engine = HFEngine(model, stop_id, pad_id, 1.0, training_setup.SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 
@@ -249,8 +225,7 @@ def normalize_scores(
     config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
 ) -> dict[str, float]:
     """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
-    size = config.reward.per_device_eval_batch_size
-    scores = raw_scores(scorer, rows, size, process_group, bf16=use_bf16(config))
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
     raw = torch.tensor(scores, dtype=torch.float64)
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:

@@ -36,6 +36,7 @@ WARN_DROPPED_FRACTION = 0.2
 IDENTICAL_HINT = "look at how the pairs were made: identical answers express no preference"
 Row = TypeVar("Row")
 AnyConfig = TRLConfig | PPOConfig | EvalConfig
+Check = Callable[[Mapping[str, Parent]], None]
 C = TypeVar("C", SFTConfig, RewardConfig, DPOConfig, PPOConfig, EvalConfig)
 
 
@@ -68,12 +69,7 @@ class StageRun:
         )
 
 
-def run_stage(
-    config: C,
-    options: Options,
-    train: Callable[[C, StageRun], None],
-    check: Callable[[Mapping[str, Parent]], None] | None = None,
-) -> None:
+def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None], check: Check | None = None) -> None:
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Raises RLHFError E04 and R14 as `ProcessGroup` does, as

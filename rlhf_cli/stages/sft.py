@@ -2,34 +2,30 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
 import torch
 import trl
-from transformers import set_seed
 
 from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
-from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import build, devices, forward, load, lora, tokenizers
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import build, devices, forward, load, tokenizers
 from rlhf_cli.models.batch import right_pad
-from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import best_of, setup, trl_common
-from rlhf_cli.stages.lm_head import use_own_lm_head
 from rlhf_cli.stages.training_setup import (
     IGNORE_INDEX,
+    load_tokenizer_and_model,
     log_packing,
-    new_model_config,
     packing_strategy,
-    prepare_tokenizer,
     read_rows,
-    train_tokenizer,
+    use_own_lm_head,
 )
 
 TokenRows = list[dict[str, list[int]]]
@@ -98,37 +94,8 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     stage.complete({**tokenizers.manifest_fields(tokenizer, stop_id), "metrics": metrics, "step": steps})
 
 
-def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
-    """Load or create the tokenizer and the model to train; the pad token is used for nothing else.
-
-    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path, C07 and C17 for
-    model.adapters.
-    """
-    new, parent = config.model.new, parents.get("model.path")
-    if new is not None:
-        new_model_config(config)
-        tokenizer = prepare_tokenizer(config, train_tokenizer(config))
-        set_seed(config.seed)
-        with at_location(config.where("model.new")):
-            attention = config.model.attn_implementation
-            model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
-    else:
-        assert parent is not None
-        tokenizer = setup.load_tokenizer(config, options, parent)
-        bf16_base = lora.trains_on_bf16(config)
-        model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-        tokenizer = prepare_tokenizer(config, tokenizer)
-        set_seed(config.seed)
-    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
-
-
 def make_trainer(
-    config: SFTConfig,
-    model: Any,
-    tokenizer: Any,
-    rows: TokenRows,
-    eval_rows: TokenRows,
-    process_group: ProcessGroup = SINGLE_PROCESS,
+    config: SFTConfig, model: Any, tokenizer: Any, rows: TokenRows, eval_rows: TokenRows, process_group: ProcessGroup
 ) -> Any:
     """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}

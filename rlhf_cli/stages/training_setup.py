@@ -4,12 +4,16 @@ It imports no TRL, which takes seconds.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rlhf_cli import data, distributed, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings, TRLConfig
+from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TrainerSettings, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
@@ -70,13 +74,40 @@ def new_model_config(config: SFTConfig) -> Any:
     return model_config
 
 
+def load_tokenizer_and_model(
+    config: SFTConfig | DPOConfig, options: Options, parents: Mapping[str, Parent]
+) -> tuple[Any, Any]:
+    """Load or create the tokenizer and the model to train; the pad token is used for nothing else.
+
+    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01, M06-M08 and T05 for model.path, C07 and C17 for
+    model.adapters.
+    """
+    from transformers import set_seed  # imports peft
+
+    parent = parents.get("model.path")
+    if isinstance(config, SFTConfig) and config.model.new is not None:
+        new_model_config(config)
+        tokenizer = prepare_tokenizer(config, train_tokenizer(config))
+        set_seed(config.seed)
+        with at_location(config.where("model.new")):
+            fields, attention = config.model.new.config_fields(), config.model.attn_implementation
+            model = build.new_causal_lm(fields, tokenizer, attn_implementation=attention)
+    else:
+        assert parent is not None
+        tokenizer = setup.load_tokenizer(config, options, parent)
+        bf16_base = lora.trains_on_bf16(config)
+        model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
+        tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
+        set_seed(config.seed)
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
+
+
 def load_sft_model(config: TRLConfig, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load model.path as a language model."""
     kwargs = load.load_kwargs(
         config.model, options.trust_remote_code, bf16_matrices=devices.use_bf16(settings_of(config).bf16)
     )
-    model = load.load_causal_lm(parent.model, **kwargs)
-    return grow_embeddings(model, tokenizer)
+    return grow_embeddings(load.load_causal_lm(parent.model, **kwargs), tokenizer)
 
 
 def grow_embeddings(model: Any, tokenizer: Any) -> Any:
@@ -90,6 +121,39 @@ def check_can_sample(config: RewardConfig, model_config: Any) -> None:
     if config.reward.normalize == "sft" and build.is_classifier(model_config):
         text = "reward.normalize: sft samples from model.path, which is not a causal model"
         raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
+
+
+def use_own_lm_head(model: Any) -> None:
+    """Make `model(..., labels=, fused_lm_head=True)` use the model's own LM head, for a CPU.
+
+    TRL's fused head saves GPU memory by computing the logits twice, on a CPU also those of unlabelled tokens. The own
+    head gives the same values in less than half the time.
+    """
+    from accelerate.utils import is_peft_model  # takes time
+
+    model = model.get_base_model() if is_peft_model(model) else model
+    original = type(model).forward
+
+    def forward(*args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        if not fused_lm_head or labels is None:
+            return original(model, *args, labels=labels, **inputs)
+        mask = labels[:, 1:] != IGNORE_INDEX
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, :-1][mask][None],))
+        try:
+            logits = original(model, *args, **inputs).logits[0].float()
+        finally:
+            hook.remove()
+        targets = labels[:, 1:][mask]
+        logprobs = torch.log_softmax(logits, -1)
+        with torch.no_grad():
+            entropy, top = -(logprobs.exp() * logprobs).sum(-1), logits.argmax(-1) == targets
+            mean = logits.mean(-1)
+        outputs = {"log_probs": logprobs.gather(-1, targets[:, None]), "entropy": entropy, "mean_logits": mean}
+        rows = {name: torch.zeros(mask.shape).masked_scatter(mask, values) for name, values in outputs.items()}
+        return SimpleNamespace(**rows, is_top1=torch.zeros_like(mask).masked_scatter(mask, top), label_mask=mask)
+
+    model.forward = wraps(original)(forward)
 
 
 # Rows
@@ -244,11 +308,7 @@ def pair_lengths(config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]])
 
 
 def describe_batches(
-    config: TRLConfig,
-    rows: Sequence[Mapping[str, Sequence[int]]],
-    processes: int = 1,
-    *,
-    packed: int | None = None,
+    config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]], processes: int = 1, *, packed: int | None = None
 ) -> str:
     """Return rows, batch size and steps as one line.
 

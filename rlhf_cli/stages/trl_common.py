@@ -136,8 +136,7 @@ def build_trainer(
     trainer = _construct(config, trainer_class, args=args, **datasets, **models)
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
-        hint = "remove the variables ACCELERATE_* from the environment, or use --nproc N"
-        raise RLHFError("E04", text, hint=hint)
+        raise RLHFError("E04", text, hint="remove the variables ACCELERATE_* from the environment, or use --nproc N")
     trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -158,13 +157,14 @@ def _construct(config: TRLConfig, trl_class: Any, **kwargs: Any) -> Any:
 # Training
 
 
-def train(
-    trainer: Any, config: TRLConfig, rows: Sequence[Mapping[str, Sequence[int]]], trackers: ExitStack
-) -> tuple[int, MetricsLog]:
-    """Train to the end, resuming from the newest valid checkpoint in state/. Return the number of steps and the log.
+def train_and_save(
+    trainer: Any, config: TRLConfig, stage: setup.StageRun, rows: Sequence[Mapping[str, Sequence[int]]], tokenizer: Any,
+    stop_token_id: int, note: str, trackers: ExitStack,
+) -> tuple[int, MetricsLog, Any]:  # fmt: skip
+    """Train to the end, resuming from the newest valid checkpoint in state/, and save to RUN/STAGE/model.
 
-    The log stays open, with its trackers, until the stack `trackers` closes. `rows` are the trainer's, for the line
-    printed before the first step.
+    Return the number of steps, the log and `trained_base`. The log stays open, with its trackers, until the stack
+    `trackers` closes. `rows` are the trainer's, for the line printed before the first step; the card has `note`.
     After SIGTERM or SIGINT, save after the step and raise SystemExit(143 or 130).
     Raises RLHFError R01 if the loss is not finite.
     """
@@ -188,15 +188,6 @@ def train(
     else:
         steps = _run_trainer(trainer, checkpoint, log, config.stage, resumed)
     sharding.disable_zero3()
-    return steps, log
-
-
-def train_and_save(
-    trainer: Any, config: TRLConfig, stage: setup.StageRun, rows: Sequence[Mapping[str, Sequence[int]]], tokenizer: Any,
-    stop_token_id: int, note: str, trackers: ExitStack,
-) -> tuple[int, MetricsLog, Any]:  # fmt: skip
-    """Do as `train`, and save to RUN/STAGE/model with a card that has `note`. Return steps, log and `trained_base`."""
-    steps, log = train(trainer, config, rows, trackers)
     card, model = model_card(config, stage.parents, len(rows), steps, note), trainer.model
     save.set_special_token_ids(model, tokenizer, stop_token_id)
     build.disable_router_logits(model)
@@ -213,7 +204,7 @@ def trained_base(trainer: Any, config: TRLConfig) -> Any:
     adapters = config.model.adapters
     if adapters is None or adapters.kind != "lora" or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return None
-    return lora.remove_adapters(trainer.model)
+    return trainer.model.unload()
 
 
 def load_saved_model(loader: Callable[..., Any], config: TRLConfig, options: Options, base: Any) -> Any:

@@ -59,7 +59,6 @@ class Trackers:
             self._guarded(name, self._open.pop(name).close, int(code or 0))
 
     def __bool__(self) -> bool:
-        """Return True if a tracker is open."""
         return bool(self._open)
 
     def metrics(self, line: Line) -> None:

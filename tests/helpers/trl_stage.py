@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
-from rlhf_cli.stages import dpo, reward, sft, trl_common
+from rlhf_cli.stages import dpo, reward, sft, training_setup, trl_common
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
@@ -53,8 +53,8 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     stage = STAGES[config.stage]
     load = stage.load_tokenizer_and_models if stage is reward else stage.load_tokenizer_and_model
     tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
-    token_rows, held_out = stage.read_rows(config, tokenizer, model.config)
-    trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out)
+    token_rows, held_out = training_setup.read_rows(config, tokenizer, model.config)
+    trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out, trl_common.SINGLE_PROCESS)
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers creates the folder
     return trainer, token_rows, tokenizer

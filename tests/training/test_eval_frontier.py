@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs, statistics
 from rlhf_cli.commands.report import charts
-from rlhf_cli.evaluation.agreement import disagreement
+from rlhf_cli.evaluation.reward_model import disagreement
 from rlhf_cli.evaluation.summary import EvalResponses, win_rates
 from rlhf_cli.models import tokenizers
 

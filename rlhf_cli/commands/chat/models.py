@@ -19,7 +19,7 @@ from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
 from rlhf_cli.ppo.experience import weighted_sum
 from rlhf_cli.progress import Progress
-from rlhf_cli.rewards.function import RewardSource
+from rlhf_cli.rewards.function import RewardSource, may_skip_rows
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
@@ -184,8 +184,7 @@ def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatMod
         sft = weights[chat_models.sft.model] if chat_models.sft else None
         loaded = [replace(info, weights=weights[info.parent.model]) for info in chat_models.models]
         vocab_size = loaded[0].weights.get_input_embeddings().weight.shape[0]
-        policy = chat_models.models[0].parent
-        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, policy, vocab_size)
+        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, chat_models.models[0].parent, vocab_size)
         scorer = ReplyScorer(chat_models, options, tokenizer, stop, sft)
         bar.advance(len(chat_models.rewards), note="rewards")
     return loaded, scorer
@@ -252,7 +251,7 @@ class ReplyScorer:
     def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float | None:
         scores = source(rollout)
         score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
-        if math.isnan(score) and getattr(source, "may_skip_rows", False):
+        if math.isnan(score) and may_skip_rows(source):
             return None
         if not math.isfinite(score):
             raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")

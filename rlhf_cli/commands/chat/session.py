@@ -196,7 +196,6 @@ class ChatSession:
         self.stopped = True
 
     def _score(self, reply: Reply, label: str) -> None:
-        """Score a reply, and show its metrics."""
         reply.stopped = self.stopped and not reply.ended
         try:
             reply.metrics = self.scorer.score(reply.model.weights, reply.prompt, reply.prompt_ids, reply.ids)
@@ -235,8 +234,7 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
         replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
         if session.prompt_format.kind == "text":
             for turn, fields in zip(turns, replies, strict=True):
-                completion = turn.replies[model.name].text
-                yield {"prompt": turn.prompt, "completion": completion, "chat": about | fields}
+                yield {"prompt": turn.prompt, "completion": turn.replies[model.name].text, "chat": about | fields}
         elif turns:
             messages = session.prompt_format.conversation(session.system, turns, model.name)
             yield {"messages": messages, "chat": about | {"replies": replies}}

@@ -47,8 +47,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     for container, name, key, field in path_entries(config.PPOConfig, tree):
         row = conversion.rows.get(key)
         if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
-            value = relative(container[name], field, Path(os.path.abspath(folder)))
-            conversion.rows[key] = replace(row, value=value)
+            conversion.rows[key] = replace(row, value=relative(container[name], field, Path(os.path.abspath(folder))))
     system.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".tmp-{FILE}"

@@ -81,7 +81,6 @@ def parse_word(text: str) -> Any:
 
 
 def _read_script(text: str, name: str) -> Source:
-    """Read the keyword arguments of config calls."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python, about escapes in the script
             tree = ast.parse(text)
@@ -167,8 +166,7 @@ def _words(text: str, name: str) -> list[str]:
         raise RLHFError("C08", f"not a valid command line: {error}", where=name, hint="close the quote") from error
     command = list(takewhile(lambda word: not word or not set(word) <= set("();<>|&"), words))
     if any(OPTION.fullmatch(word) for word in words[len(command) :]):
-        hint = "keep only the command that runs PPO"
-        raise RLHFError("C09", "the file has several commands", where=name, hint=hint)
+        raise RLHFError("C09", "the file has several commands", where=name, hint="keep only the command that runs PPO")
     return command
 
 

@@ -143,7 +143,6 @@ def _models(conversion: Conversion) -> None:
 
 
 def _prompts(conversion: Conversion) -> None:
-    """Convert the dataset and its splits."""
     splits = {"data.prompts": ""}
     for split in conversion.take("dataset_train_split", "dataset_test_split"):
         key = "data.prompts" if split.name == "dataset_train_split" else "data.eval_prompts"
@@ -162,7 +161,6 @@ def _prompts(conversion: Conversion) -> None:
 
 
 def _adapters(conversion: Conversion) -> None:
-    """Convert the adapter options, if adapters are used."""
     flags = conversion.take("use_peft", "is_peft_model")
     if not any(flag.value is True for flag in flags):
         for flag in flags:

@@ -105,8 +105,7 @@ def held_out_prompt(run_folder: Path) -> Prompt:
 
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
-        text = f"--dtype {dtype}: not one of {', '.join(DTYPES)}"
-        raise RLHFError("C07", text, hint=did_you_mean(dtype, DTYPES))
+        raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(DTYPES)}", hint=did_you_mean(dtype, DTYPES))
 
 
 def _check_share(share: float | None) -> None:
@@ -204,8 +203,7 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) ->
     needed, free = count * dtype.itemsize, system.free_disk_bytes(target)
     if free is not None and needed > free:
         text = f"the model needs at least {system.format_bytes(needed)}, {system.format_bytes(free)} are free"
-        hint = "free disk space, or use a folder on another disk"
-        raise RLHFError("E03", text, where=shown(target), hint=hint)
+        raise RLHFError("E03", text, where=shown(target), hint="free disk space, or use a folder on another disk")
 
 
 # Comparison of the exported folder with the run's model

@@ -149,8 +149,7 @@ class Card:
 
     @property
     def _reward_hashes(self) -> set[str]:
-        parents = self.stage.table("parents").items()
-        return {entry["sha256"] for key, entry in parents if key.startswith("rewards.")}
+        return {entry["sha256"] for key, entry in self.stage.table("parents").items() if key.startswith("rewards.")}
 
     def label(self, sha256: str, default: str) -> str:
         """Return the name of the stage with this model; for a stage of another run with that run and the hash."""

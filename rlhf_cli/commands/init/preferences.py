@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from rlhf_cli import config, runs, terminal
-from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
-from rlhf_cli.commands.init.baseline import write_best_of, write_dpo
+from rlhf_cli import runs, terminal
+from rlhf_cli.commands.init import all_or_nothing, remove_leftovers, write_best_of, write_config, write_dpo
 from rlhf_cli.commands.init.pairs import (
     MAX_ANSWERS,
     PART_USES,
@@ -30,7 +27,7 @@ from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, meas
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.config.yaml_io import align_comments, to_yaml
+from rlhf_cli.config.yaml_io import to_yaml
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
@@ -164,13 +161,8 @@ def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes
 
 def write_configs(folder: Path, values: Mapping[str, Any], rows: int | None = None) -> None:
     """Write the YAMLs from the templates of configs/preferences, and load each; baselines if DPO has `rows`."""
-    templates = FileSystemLoader(discover.configs_folder() / "preferences")
-    environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True)
     for stage in STAGES:
-        text = align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values))
-        file, schema = folder / f"{stage}.yaml", folder / json_schema.FOLDER / f"{stage}.json"
-        file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
-        config.load(stage, file)
+        write_config(stage, folder / f"{stage}.yaml", f"preferences/{stage}.yaml.jinja", values)
     if rows:
         write_dpo(folder, rows)
         write_best_of(folder)

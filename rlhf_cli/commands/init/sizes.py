@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.init.pairs import Lengths
-from rlhf_cli.commands.init.placement import (
-    ADAPTER_RATE,
-    BEST_OF,
-    EPISODES_PER_UPDATE,
-    MemoryPlanner,
-    Placement,
-)
+from rlhf_cli.commands.init.placement import ADAPTER_RATE, BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
 from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
 from rlhf_cli.runs.parents import Parent
@@ -67,14 +61,7 @@ class SizingInputs:
 
 
 def measure_inputs(
-    base: Parent,
-    lengths: Lengths,
-    files: Mapping[str, Any],
-    target: Target,
-    adapters: str,
-    hint: str,
-    *,
-    baselines: bool = False,
+    base: Parent, lengths: Lengths, files: dict[str, Any], target: Target, adapters: str, hint: str, *, baselines: bool
 ) -> SizingInputs:
     """Inspect the base model, choose how it is kept in memory, and measure its speed if it will run here.
 

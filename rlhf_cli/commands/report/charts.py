@@ -46,17 +46,10 @@ class Figure:
 
 
 def figure(
-    name: str,
-    title: str,
-    sentence: str,
-    draw: Draw,
-    size: tuple[float, float] = CARD,
-    *,
-    about: str = "",
-    key: str = "",
+    name: str, title: str, text: str, draw: Draw, size: tuple[float, float] = CARD, *, about: str = "", key: str = ""
 ) -> Figure:
     """Return a card with a drawing. `name` is unique on its page; `about` describes the drawing without seeing it."""
-    return Figure(title, sentence, draw_svg(name, f"{title}. {about or sentence}", size, draw), key=key)
+    return Figure(title, text, draw_svg(name, f"{title}. {about or text}", size, draw), key=key)
 
 
 # SVG

@@ -47,7 +47,6 @@ _TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encod
 
 
 def _finding(key: str, **values: Any) -> Finding:
-    """Return a finding of findings.toml with these values."""
     return Finding(**{name: text.format(**values) for name, text in _TABLE[key].items()})
 
 
@@ -64,8 +63,7 @@ def findings(run: Run, stage: str) -> list[Finding]:
 
 
 def _sft(run: Run) -> Iterator[Finding]:
-    stage = run.stages["sft"]
-    losses = list(_losses(stage))
+    losses = list(_losses(run.stages["sft"]))
     yield from losses
     yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in losses))
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
@@ -188,8 +186,7 @@ def _ppo_log(run: Run) -> Iterator[Finding]:
     if stopped:
         yield _finding("stopped", reason=stopped, since=since)
     elif signals:
-        times = count(len(run.firings), "time")
-        yield _finding("alarms", times=times, signals=", ".join(signals), since=since)
+        yield _finding("alarms", times=count(len(run.firings), "time"), signals=", ".join(signals), since=since)
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
             judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course

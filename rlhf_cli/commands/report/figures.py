@@ -8,14 +8,7 @@ from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
 from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation.render import (
-    has_frontier,
-    limit_score,
-    other_points,
-    ppo_points,
-    response_pairs,
-    win_rate_rows,
-)
+from rlhf_cli.evaluation import render
 from rlhf_cli.jsonl import at, is_number
 from rlhf_cli.runs.read import Run, Stage
 
@@ -88,13 +81,13 @@ def report_card(card: Mapping[str, Any]) -> list[Figure]:
 def frontiers(report: Mapping[str, Any]) -> list[Figure]:
     """Return a panel for each judge, if there is more to draw than SFT and PPO."""
     found, points = [], (report.get("frontier") or []) if report else []
-    for index, judge in enumerate(at(report, "models.sft.judges") if report and has_frontier(report) else ()):
+    for index, judge in enumerate(at(report, "models.sft.judges") if report and render.has_frontier(report) else ()):
         parts = [_course(judge, points)] if points else []
-        others = other_points(report) if points else [*ppo_points(report), *other_points(report)]
+        others = render.other_points(report) if points else [*render.ppo_points(report), *render.other_points(report)]
         means = [(name, number(row["judges"][judge]["mean"]), number(row["kl"])) for name, row in others]
         parts += ["; ".join(f"{name}: {mean} at {kl} nats" for name, mean, kl in means)] if means else []
         if judge == "reward" and at(report, "limit.missing_eos_penalty"):
-            parts.append(f"the picture shows the {limit_score(report)}")
+            parts.append(f"the picture shows the {render.limit_score(report)}")
         draw = partial(charts.draw_panel, judge, report, COLORS, legend=True)
         sentence = " ".join(f"{part[:1].upper()}{part[1:]}." for part in parts)
         found.append(figure(f"frontier-{index}", f"By {judge}", sentence, draw, (4.8, 3.2)))
@@ -114,7 +107,7 @@ def _course(judge: str, points: Sequence[Mapping[str, Any]]) -> str:
 
 def wins(report: Mapping[str, Any]) -> Figure | None:
     """Return the chart of all win rates, sampled ones first."""
-    rows = [(f"{pair}, {judge}", rate["value"], rate.get("ci95")) for pair, judge, rate in win_rate_rows(report)]
+    rows = [(f"{pair}, {judge}", rate["value"], rate.get("ci95")) for pair, judge, rate in render.win_rate_rows(report)]
     if not rows:
         return None
     about = "; ".join(f"{label}: {percent(value)}" for label, value, _ in rows)
@@ -124,7 +117,7 @@ def wins(report: Mapping[str, Any]) -> Figure | None:
 
 def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Return the histogram of the lengths of both policies' answers."""
-    pairs = response_pairs(answers)
+    pairs = render.response_pairs(answers)
     if not pairs:
         return None
     tokens = {"SFT": [pair.sft["length"] for pair in pairs], "PPO": [pair.ppo["length"] for pair in pairs]}

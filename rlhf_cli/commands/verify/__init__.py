@@ -180,8 +180,7 @@ def open_run(run: Path) -> PPORun:
     """Open the PPO run of a run folder or of RUN/ppo itself. Raises RLHFError M01 if there is none."""
     folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
     if folder is None or not (folder / "config.yaml").is_file():
-        hint = "name a run folder with ppo/, e.g. runs/demo"
-        raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint=hint)
+        raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint="name a run folder with ppo/, e.g. runs/demo")
     config = ppo_setup.load_run_config(folder)
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})  # a repeated update is not pushed
     config = config.model_copy(update={"ppo": settings})

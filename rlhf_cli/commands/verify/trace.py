@@ -119,8 +119,7 @@ def copy_weights(models: Mapping[str, nn.Module], average: Mapping[str, Tensor])
 
 def _frozen_weights(trainer: PPOTrainer) -> Tensor:
     """Return a copy of the weights that no update may change: of the reference policy and the reward models."""
-    models = (trainer.ref, *_reward_models(trainer))
-    return torch.cat([as_float64(p) for model in models for p in model.parameters()])
+    return torch.cat([as_float64(p) for model in (trainer.ref, *_reward_models(trainer)) for p in model.parameters()])
 
 
 def weight_changes(before: Weights, after: Weights) -> Quantities:
