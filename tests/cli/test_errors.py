@@ -29,13 +29,10 @@ def test_an_error_crosses_processes_whole() -> None:
     assert pickle.loads(pickle.dumps(error)).problems == error.problems
 
 
-def test_every_code_has_a_form_a_meaning_and_a_fix() -> None:
+def test_every_code_has_a_meaning_and_a_fix_and_tells_when_it_only_warns() -> None:
     for name, code in CODES.items():
         assert re.fullmatch(r"[CDTMERS][0-9]{2}", name) and code.exit in (0, 1, 2)
         assert code.title and code.meaning.endswith(".") and code.fix, name
-
-
-def test_a_code_that_warns_and_fails_explains_when_it_warns() -> None:
     warned = [
         code
         for file in (Path(__file__).parents[2] / "rlhf_cli").rglob("*.py")
@@ -54,15 +51,12 @@ def test_the_nearest_name(name: str, expected: str | None) -> None:
     assert closest_match(name, ["kl_coef", "gamma", "lam"]) == expected
 
 
-def test_the_nearest_file_may_be_in_a_misspelt_folder(here: Path) -> None:
+def test_the_nearest_file_may_be_in_a_misspelt_folder_and_only_a_folder_is_named_for_one(here: Path) -> None:
     (here / "data").mkdir()
     (here / "data" / "train.jsonl").touch()
     assert closest_path("data/trian.jsonl") == "data/train.jsonl"
     assert closest_path("dta/train.jsonl") == "data/train.jsonl"
     assert closest_path("data/zzz") is None
-
-
-def test_only_a_folder_is_named_for_a_folder(here: Path) -> None:
     (here / "demo.log").touch()
     assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
     (here / "demmo").mkdir()

@@ -314,7 +314,20 @@ def test_m12_a_folder_that_is_not_the_runs_model(copied: Path, monkeypatch: pyte
 # The output folder
 
 
-def test_nothing_is_overwritten(full: None) -> None:
+def test_e03_memory_and_disk_are_checked_before_loading(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", None)
+    size = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
+    for function, text in (("free_disk_bytes", "the model needs"), ("total_memory", "of memory, ")):
+        with monkeypatch.context() as patched:
+            patched.setattr(system, function, lambda *_: size)
+            assert is_error(rlhf("export", ".", "--out", "out"), "E03", text)
+
+
+def test_nothing_is_overwritten_and_c15_another_process_writes_the_folder(full: None) -> None:
+    with other_process("lock_folder", Path("out").resolve()):
+        result = rlhf("export", ".", "--out", "out")
+        assert result.exit_code == 2 and "error[C15]: another process is writing out" in result.stderr
+        assert "or name another folder" in result.stderr and not Path("out").exists()
     Path("full").mkdir()
     Path("full/mine.txt").write_text("mine")
     Path("full/.hidden").write_text("mine too")
@@ -329,22 +342,6 @@ def test_nothing_is_overwritten(full: None) -> None:
     Path("link").symlink_to("empty")
     assert rlhf("export", ".", "--out", "link").exit_code == 0
     assert Path("link").is_symlink() and Path("empty/model.safetensors").is_file()
-
-
-def test_e03_memory_and_disk_are_checked_before_loading(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", None)
-    size = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
-    for function, text in (("free_disk_bytes", "the model needs"), ("total_memory", "of memory, ")):
-        with monkeypatch.context() as patched:
-            patched.setattr(system, function, lambda *_: size)
-            assert is_error(rlhf("export", ".", "--out", "out"), "E03", text)
-
-
-def test_c15_another_process_writes_the_folder(full: None) -> None:
-    with other_process("lock_folder", Path("out").resolve()):
-        result = rlhf("export", ".", "--out", "out")
-        assert result.exit_code == 2 and "error[C15]: another process is writing out" in result.stderr
-        assert "or name another folder" in result.stderr and not Path("out").exists()
 
 
 def test_a_killed_export_leaves_only_a_hidden_folder(full: None, monkeypatch: pytest.MonkeyPatch) -> None:

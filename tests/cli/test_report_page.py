@@ -183,16 +183,13 @@ def height(root: ElementTree.Element, name: str) -> float:
     return max(ys) - min(ys)
 
 
-def test_a_curve_goes_through_its_points() -> None:
+def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_shaded() -> None:
     root = drawn(charts.draw_curves, {"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]})
     (x1, y1), (x2, y2), (x3, y3) = corners(group(root, "one"))
     assert x3 - x2 == pytest.approx(x2 - x1) and x2 > x1
     assert (y3 - y2) / (y1 - y2) == pytest.approx(0.5, abs=1e-4), "SVG counts downwards"
     assert len(corners(group(root, "two"))) == 2
     assert {"one", "two", "update"} <= {text.text for text in root.iter("text")}
-
-
-def test_the_visible_part_of_a_range_is_shaded() -> None:
     root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=([2.0, 2.0], [100.0, 100.0]))
     line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
     zero, ten = line[0][1], line[1][1]
@@ -348,15 +345,12 @@ def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     assert "<strong>one/demo</strong>: No stage is bad." in html
 
 
-def test_a_comparison_of_runs_that_have_only_started(tmp_path: Path) -> None:
+def test_a_comparison_of_runs_that_have_only_started_and_the_names_of_runs(tmp_path: Path) -> None:
     for name in ("one", "two"):
         begin(tmp_path / name / "sft", configs()["sft"])
     html = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")])
     assert "No run has made an update yet." in html and "Their configs have the same values." in html
     assert "The runs differ only in their seed" in html
-
-
-def test_names_of_runs_are_short_and_unique() -> None:
     assert compare.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert compare.short_names([Path("/x/a/demo"), Path("/x/b/demo")]) == ["a/demo", "b/demo"]
     assert compare.short_names([Path("/x/a"), Path("/x/a")]) == ["a (1)", "a (2)"]

@@ -58,7 +58,9 @@ def test_a_table_off_a_terminal_is_aligned_and_never_cut(capsys: pytest.CaptureF
     assert lines == expected
 
 
-def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_on_a_terminal_is_drawn_with_markup_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -67,9 +69,6 @@ def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.Monk
     assert "[link=http://x]here[/link]" in drawn and "[red]t" in drawn and "a[31mred" in drawn
     assert "┃" in drawn
     assert "\x1b[31m" not in drawn
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "dumb")

@@ -214,9 +214,6 @@ def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
             runs.check_same_tokenizer(a, other, where="ppo.yaml:5")
         assert (caught.value.problems[0].code, caught.value.problems[0].where) == (code, "ppo.yaml:5")
         assert all(sha in str(caught.value) for sha in hashes)
-
-
-def test_foreign_parents_are_compared_by_the_hashes_of_the_caller() -> None:
     a, foreign = parent("models.sft", "a", "1"), parent("models.reward")
     runs.check_same_tokenizer(a, foreign, where="w")  # unknown
     known = {"models.reward": {"tokenizer_sha256": "a", "template_sha256": None}}

@@ -113,25 +113,20 @@ def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
     assert same(logits(ref), logits(alone))
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_num_shared_layers_leaves_a_layer_to_train(layers):
-    with pytest.raises(ValueError, match=f"num_shared_layers {layers} of 2 layers leaves none to train"):
-        tiny.trainer_of(tiny.causal(), tiny.settings(num_shared_layers=layers))
+@pytest.mark.parametrize(
+    ("policy_seed", "layers", "says"),
+    [(0, 2, "2 of 2 layers leaves none to train"), (0, 3, "3 of 2 layers leaves none"), (3, 1, "differ")],
+)
+def test_num_shared_layers_leaves_a_layer_to_train_and_changes_no_reference(policy_seed, layers, says):
+    with pytest.raises(ValueError, match=says):
+        tiny.trainer(policy_seed=policy_seed, num_shared_layers=layers)
 
 
-def test_num_shared_layers_of_models_that_differ_would_change_the_reference():
-    with pytest.raises(ValueError, match="differ"):
-        tiny.trainer(policy_seed=3, num_shared_layers=1)
-
-
-def test_responses_are_sampled_under_the_autocast_of_the_log_probs():
+def test_responses_and_cache_have_the_autocast_of_the_log_probs(monkeypatch):
     trainer, enabled = tiny.trainer(bf16=True), []
     trainer.policy.register_forward_pre_hook(lambda *_: enabled.append(torch.is_autocast_enabled("cpu")))
     trainer.generate(tiny.prompts())
     assert enabled and all(enabled)
-
-
-def test_the_cache_is_in_autocasts_dtype_and_changes_no_token(monkeypatch):
     trainer, dtypes = tiny.trainer(bf16=True), set()
     update = rollout._AutocastCache.update
     monkeypatch.setattr(

@@ -24,14 +24,6 @@ pytestmark = pytest.mark.training
 Pair = tuple[list[int], list[int], list[int]]  # tokens of prompt, chosen and rejected answer
 
 
-@pytest.fixture(scope="module")
-def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished SFT stage."""
-    folder = tmp_path_factory.mktemp("parent")
-    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
-    return folder / "sft"
-
-
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> DPOConfig:
     sections["dpo"] = {"max_steps": 6, **sections.get("dpo", {})}
     return trl_stage.config_of(world, "dpo", folder, parent, pairs or world.pairs, **sections)

@@ -31,14 +31,6 @@ TRAIN_KEYS = METRICS | {"grad_norm", "lr", "epoch"}
 EVAL_KEYS = {f"eval_{name}" for name in METRICS} | {"epoch"}
 
 
-@pytest.fixture(scope="module")
-def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished SFT stage."""
-    folder = tmp_path_factory.mktemp("parent")
-    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
-    return folder / "sft"
-
-
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> RewardConfig:
     sections["reward"] = {"max_steps": 6, "normalize_samples": 24, **sections.get("reward", {})}
     return trl_stage.config_of(world, "reward", folder, parent, pairs or world.pairs, **sections)

@@ -103,14 +103,11 @@ def test_a_line_of_an_interrupted_step_is_sent(config: Config, monkeypatch: pyte
     assert Listener.calls == [("eval", 4), ("closed", 0)]
 
 
-def test_a_failed_run_is_marked_as_failed(config: Config) -> None:
+def test_a_failed_run_is_marked_and_only_the_main_process_logs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     for error, code in ((ValueError("no"), 1), (SystemExit(143), 143)):
         with pytest.raises(type(error)), Trackers(config):
             raise error
         assert Listener.calls == [("closed", code)]
-
-
-def test_only_the_main_process_logs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     Listener.calls = []
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -237,7 +234,7 @@ def test_the_project_unless_it_is_named(tmp_path: Path) -> None:
     assert tracker.place == "run x of project rlhf (trackio show --project rlhf)"
 
 
-def test_r16_a_server_that_goes_away(tmp_path: Path) -> None:
+def test_r16_a_server_that_goes_away_and_wandb_without_a_key(tmp_path: Path) -> None:
     with stand_in() as server:
         child = online(tmp_path, server.url, 1, 2, WANDB_API_KEY="ab" * 20)
         assert child.stdout and child.stdout.readline() == "True\n"
@@ -246,9 +243,6 @@ def test_r16_a_server_that_goes_away(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "sft/metrics.jsonl")] == [1, 2]
     out, err = online(tmp_path, server.url, 1, WANDB_API_KEY="ab" * 20).communicate("\n", timeout=60)
     assert out == "False\n" and err.startswith("warning[R16]: wandb: CommError: ") and len(err.splitlines()) == 2
-
-
-def test_without_a_key_wandb_fails_at_once(tmp_path: Path) -> None:
     out, err = online(tmp_path, "http://127.0.0.1:9").communicate("\n", timeout=60)
     assert out == "False\n" and err.startswith("warning[R16]: wandb: RuntimeError: there is no API key: ")
 

@@ -102,9 +102,6 @@ def test_a_held_out_judge_fires_by_standard_errors_below_its_best():
         assert fired(watchdog(), *up, *[{"judge": 2.0 - fall, "spread": 1.0}] * 2) == expected
     assert fired(watchdog(judge=3.0), *up, *[{"judge": 2.0 - 3.5 * one, "spread": 1.0}] * 2) == [(5, "judge")]
     assert fired(watchdog(judges=()), *up, *[{"judge": -9.0, "spread": 1.0}] * 4) == []
-
-
-def test_a_judge_that_falls_from_the_first_update_on_is_detected():
     assert fired(watchdog(), *({"judge": 1.0 - step / 2, "spread": 0.1} for step in range(4)))[0] == (2, "judge")
 
 

@@ -14,27 +14,21 @@ def test_rollout_from_lists_table():
     assert rollout.response_mask.int().tolist() == [[1, 0], [1, 1]]
     assert rollout.ended.tolist() == [False, True]
     assert rollout.prompt_tokens(1) == [9] and rollout.response_tokens(1) == [4, 2]
+    lists = [[7, 8], [9]], [[3], [4, 2]], [[1], [1, 0]]
+    plain, tensors = (Rollout.from_lists(*rows) for rows in (lists, [list(map(torch.tensor, rows)) for rows in lists]))
+    assert torch.equal(plain.ids, tensors.ids) and torch.equal(plain.response_mask, tensors.response_mask)
 
 
-def test_models_read_masked_response_tokens_that_are_not_trained():
+def test_micro_batches_have_no_left_padding_and_read_tokens_that_are_not_trained():
     micro = Rollout.from_lists([[7]], [[3, 4, 5]], [[True, False, True]]).micro_batch(torch.tensor([0]))
     assert micro.ids.tolist() == [[7, 3, 4, 5]]
     assert micro.response_ids.tolist() == [3, 5] and micro.logit_position.tolist() == [0, 2]
-
-
-def test_micro_batch_has_no_left_padding():
     micro = Rollout.from_lists([[7, 8, 9], [6]], [[3], [4, 2]]).micro_batch(torch.tensor([1, 0]))
     assert micro.ids.tolist() == [[6, 4, 2, 0], [7, 8, 9, 3]]
     assert micro.lengths.tolist() == [3, 4] and micro.response_ids.tolist() == [4, 2, 3]
     scattered = torch.zeros(2, 2)
     scattered[micro.response_index] = torch.tensor([1.0, 2.0, 3.0])
     assert scattered.tolist() == [[3.0, 0.0], [1.0, 2.0]]
-
-
-def test_lists_of_tensors_are_accepted():
-    lists = [[7, 8], [9]], [[3], [4, 2]], [[1], [1, 0]]
-    plain, tensors = (Rollout.from_lists(*rows) for rows in (lists, [list(map(torch.tensor, rows)) for rows in lists]))
-    assert torch.equal(plain.ids, tensors.ids) and torch.equal(plain.response_mask, tensors.response_mask)
 
 
 @pytest.mark.parametrize("bad", [([], []), ([[1]], [[]]), ([[]], [[1]]), ([[1], [2]], [[1]]), ([[1]], [[2]], [[0]])])

@@ -68,9 +68,6 @@ def test_same_seed_same_run_bit_for_bit():
         (run(trainer), tiny.weights(trainer.policy)) for trainer in (tiny.trainer(seed=seed) for seed in (0, 0, 1))
     )
     assert one == same and torch.equal(weights, same_weights) and not torch.equal(weights, other_weights)
-
-
-def test_extra_draws_in_between_change_no_training():
     plain, disturbed = tiny.trainer(), tiny.trainer()
     run(plain)
     disturbed.step(tiny.prompts(8, seed=0))

@@ -332,12 +332,9 @@ def test_files_of_other_names_become_train_with_one_message(
     assert capsys.readouterr().err == (f"data     a: {message}\n" if message else "")
 
 
-def test_d01_of_files_of_several_formats(here: Path) -> None:
+def test_d01_of_files_of_several_formats_and_files_may_be_empty(here: Path) -> None:
     found = folder_problem(folder(here / "a", "1.csv", "2.jsonl"))
     assert "several formats: 1.csv, 2.jsonl" in found.text and found.hint == "set one of them: a/1.csv"
-
-
-def test_files_may_be_empty(here: Path) -> None:
     (folder(here / "b", "1.csv", "3.csv") / "2.csv").write_text("")
     assert len(files(here / "b")) == 3
 
