@@ -181,13 +181,10 @@ def test_judges_that_are_functions_are_not_parents() -> None:
     assert "models.base" in [reference.key for reference in runs.references(config)]
 
 
-def test_all_missing_parents_are_reported_at_once(tmp_path: Path) -> None:
+def test_all_missing_parents_are_reported_at_once_and_a_stage_is_not_its_own(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         runs.open_parents(ppo_config(tmp_path))
     assert [problem.where for problem in caught.value.problems] == ["ppo.yaml:models.sft", "ppo.yaml:models.reward"]
-
-
-def test_a_stage_is_not_its_own_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     config = FakeConfig(tmp_path, "sft", model=SimpleNamespace(path=str(folder), revision=None))
     with pytest.raises(RLHFError, match="names the folder that this stage writes"):

@@ -2,6 +2,7 @@
 
 import ast
 import runpy
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def layer(module: str) -> int:
     return -1
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Modules of the package that a module imports, inside functions too."""
     found: set[str] = set()

@@ -89,8 +89,7 @@ def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
 
     monkeypatch.setattr(HFEngine, "generate", generate)
     assert sft(run_folder).exit_code and len(calls) == 4 and not (run_folder / "sft/best_of.jsonl").exists()
-    with monkeypatch.context() as patched:
-        signal_at(patched, 3)
+    with signal_at(3):
         assert sft(run_folder).exit_code == 143
     calls.clear()
     must_succeed(sft(run_folder), "resumes at step 3 of 6", "best of 5 answers to 20 prompts")

@@ -120,7 +120,7 @@ def test_the_loss_of_each_step_is_that_of_the_paper(
 
 @pytest.mark.parametrize("model", [{}, {"adapters": {"kind": "lora", "r": 4}}], ids=["full", "lora"])
 def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
-    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+    world: World, tmp_path: Path, sft_stage: Path, model: dict[str, Any]
 ) -> None:
     """With adapters the base stays as it was, and is what the policy is compared with."""
     rows = tmp_path / "held-out.jsonl"
@@ -131,10 +131,8 @@ def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
     }  # fmt: skip
     straight, stopped = (config_of(world, tmp_path / name, sft_stage, **sections) for name in ("straight", "stopped"))
     manifest = train(straight)
-    with monkeypatch.context() as patched:
-        signal_at(patched, 13)
-        with pytest.raises(SystemExit) as error:
-            trl_stage.run(stopped)
+    with signal_at(13), pytest.raises(SystemExit) as error:
+        trl_stage.run(stopped)
     assert error.value.code == 143
     assert train(stopped)["model_sha256"] == manifest["model_sha256"]
     assert metrics_of(stopped) == metrics_of(straight)
