@@ -178,5 +178,6 @@ def _make_base(world: World) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from the garbage collections of trainings."""
+    """Exclude imported modules from the garbage collections of trainings; only a loss of power needs flushed files."""
     gc.freeze()
+    os.fsync = lambda descriptor: None
