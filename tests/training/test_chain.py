@@ -28,12 +28,11 @@ def stage_lines(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder with a run of the preset ci in run/, with fewer steps, and the result of its first `rlhf run`."""
+    """A folder with a run of the preset ci in run/, with fewer steps of SFT, and the result of its first `rlhf run`."""
     folder = tmp_path_factory.mktemp("chain")
     must_succeed(canaries.rlhf(folder / "home", "init", "ci", str(folder / "run")))
-    for stage, steps, fewer in (("sft", 200, 40), ("reward", 60, 20)):
-        replace(str(folder / f"run/{stage}.yaml"), f"max_steps: {steps}", f"max_steps: {fewer}")
-        replace(str(folder / f"run/{stage}.yaml"), f"save_steps: {steps // 2}", f"save_steps: {fewer // 2}")
+    replace(str(folder / "run/sft.yaml"), "max_steps: 200", "max_steps: 40")
+    replace(str(folder / "run/sft.yaml"), "save_steps: 100", "save_steps: 20")
     return folder, canaries.run(folder / "home", "-m", "rlhf_cli", "run", "run")
 
 
