@@ -356,6 +356,8 @@ def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
 
 def test_an_external_policy_that_never_stops_loses_by_the_short_judge(run_folder):
     """An external policy needs sampling options."""
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
+    fails(evaluate(run_folder), "C17", "eval.temperature")
     shutil.copytree(run_folder / "sft_model", run_folder / "ppo_model")
     state = load_file(run_folder / "ppo_model/model.safetensors")
     state["lm_head.weight"][1] = 0.0  # it never stops
@@ -371,5 +373,3 @@ def test_an_external_policy_that_never_stops_loses_by_the_short_judge(run_folder
     again = evaluate(run_folder)
     fails(again, "R06", "finished already", exit_code=1)
     assert result.stderr.count("error[R06]") == again.stderr.count("error[R06]") == 2
-    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
-    fails(evaluate(run_folder), "C17", "eval.temperature")

@@ -96,7 +96,7 @@ def test_r03_r08_responses_that_never_end_and_skipped_minibatches_are_reported_o
     assert never.exit_code == 0 and warning in never.stderr and never.stderr.count("warning[R03]") == 1
     assert "hint: raise ppo.response_length" in never.stderr
     assert "R03" not in ppo(run_folder, *settings(ONE, "stop_token=none"), "--fresh").stderr
-    result = ppo(run_folder, *settings("learning_rate=0.1", "ratio_threshold=1.05"))
+    result = ppo(run_folder, *settings("learning_rate=0.1", "ratio_threshold=1.05"), "--fresh")
     assert result.stderr.count("warning[R08]") == 1 and "exceeds ppo.ratio_threshold 1.05" in result.stderr
     assert any(row["policy/skipped_minibatches"] > 0 for row in metrics_of(run_folder))
 
