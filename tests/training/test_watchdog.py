@@ -226,7 +226,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     hackable(run_folder, kl=0.1, judge=None, repetition=None, actions={"kl": "raise_kl_coef"}, kl_factor=4.0)
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
-    less = ("-s", f"ppo.total_episodes={32 * 24}", "-s", "output.save_steps=7")
+    less = ("-s", f"ppo.total_episodes={32 * 12}", "-s", "output.save_steps=7")
     result = must_succeed(ppo(straight, *less))
     metrics, found = lines(straight / "ppo/metrics.jsonl"), lines(straight / "ppo/watchdog.jsonl")
     expected = [1e-9 * 4.0 ** sum(firing["step"] < row["step"] for firing in found) for row in metrics]
