@@ -151,6 +151,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return files
 
 
+@pytest.fixture(scope="session")
+def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished SFT stage. Read only."""
+    import trl_stage
+
+    folder = tmp_path_factory.mktemp("parent")
+    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
+    return folder / "sft"
+
+
 def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
@@ -168,5 +178,6 @@ def _make_base(world: World) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from the garbage collections of trainings."""
+    """Exclude imported modules from the garbage collections of trainings; only a loss of power needs flushed files."""
     gc.freeze()
+    os.fsync = lambda descriptor: None

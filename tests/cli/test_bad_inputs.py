@@ -41,13 +41,10 @@ def test_c04_1e5_is_a_number(folder: Path) -> None:
     assert yaml.safe_load((folder / "sft/config.yaml").read_text())["sft"]["learning_rate"] == 1e-5
 
 
-def test_c09_config_missing(folder: Path) -> None:
+def test_c09_c11_a_missing_config_and_a_bad_override(folder: Path) -> None:
+    assert refused(rlhf("ppo", "-s", "ppo.kl_coef"), "C11", "--set ppo.kl_coef", "KEY=VALUE")
     (folder / "ppo.yaml").unlink()
     assert refused(rlhf("ppo"), "C09", "", "ppo.yaml", "sft.yaml")
-
-
-def test_c11_bad_override(folder: Path) -> None:
-    assert refused(rlhf("ppo", "-s", "ppo.kl_coef"), "C11", "--set ppo.kl_coef", "KEY=VALUE")
 
 
 def test_c13_a_new_model_of_fewer_positions_than_max_length(folder: Path) -> None:

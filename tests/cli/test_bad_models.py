@@ -197,12 +197,3 @@ def test_m06_a_token_that_the_policy_generates_beyond_a_scorers_embedding(folder
     rollout = Rollout.from_lists([[3]], [[size]])
     with pytest.raises(RLHFError, match=f"M06.*contains the token {size}"):
         forward.rollout_scores(tiny.scorer("llama", vocab_size=size), rollout, max_rows=1)
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_m07_weights_that_are_a_pickle(folder: Path, stage: str) -> None:
-    foreign_scorer(folder)
-    (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")
-    says = ("only as a pickle (pytorch_model.bin)", "hint: if you trust it: ", "save_pretrained(FOLDER)")
-    assert refused(rlhf(stage), "M07", f"{stage}.yaml:1: ", *says)
-    assert "error[M07]" in check(f"{stage}.yaml").stderr

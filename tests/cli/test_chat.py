@@ -254,7 +254,8 @@ def test_a_chat_at_a_terminal(run: Path, tmp_path: Path) -> None:
 # Through a pipe
 
 
-def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path) -> None:
+def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until stdout is closed, which ends the chat."""
     before = tree(run)
     result = piped(run, typed='a cat?\n\n/max 3\n"""\ntwo\nlines\n"""\n//etc\n/save saved.jsonl\n/quit\nnever\n')
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3 and "\x1b" not in result.output
@@ -263,9 +264,6 @@ def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path) -> None:
     assert ">" not in result.output and "Ctrl-C" not in result.output
     assert [row["prompt"] for row in lines(Path("saved.jsonl"))] == ["a cat?", "two\nlines", "/etc"]
     assert tree(run) == before
-
-
-def test_it_ends_when_stdout_is_closed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, True, False])
     monkeypatch.setattr(terminal, "is_stdout_open", lambda: next(answers))
     result = piped(run, typed="a\nb\nc\n")

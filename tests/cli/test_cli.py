@@ -290,12 +290,9 @@ def test_a_reader_that_closes_early_is_no_error() -> None:
 # The small commands
 
 
-def test_schema_prints_one_stage_or_all() -> None:
+def test_schema_prints_one_stage_or_all_and_env_the_versions() -> None:
     every, one = (json.loads(rlhf(*arguments).stdout) for arguments in (["schema"], ["schema", "ppo"]))
     assert len(every["anyOf"]) == 5 and "ppo" in one["properties"] and one["additionalProperties"] is False
-
-
-def test_env_prints_versions_and_devices() -> None:
     facts = json.loads(rlhf("env", "--json").stdout)
     assert facts["rlhf"] == rlhf_cli.__version__
     assert {"python", "torch", "transformers", "trl", "platform", "cpus", "gpus"} <= facts.keys()

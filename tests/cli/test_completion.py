@@ -114,13 +114,10 @@ def test_every_key_that_is_offered_is_a_key(here: Path) -> None:
         assert len(config.completion_values(stage)) > 10
 
 
-def test_invalid_and_half_typed_files_are_skipped(here: Path) -> None:
+def test_invalid_files_and_most_of_a_large_tree_are_skipped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "runs/demo/ppo.yaml").write_text("{")
     assert tab("rlhf check runs/demo/ppo.yaml ppo.") == []
     assert (steps := completion.ignore_errors(completion.steps)) and steps(ctx=None, incomplete="") == []
-
-
-def test_a_large_tree_is_searched_in_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion, "MAX_FOLDERS", 3)  # here, readme, runs
     assert tab("rlhf run ") == []
     assert tab("rlhf run runs/") == ["runs/demo"]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from bad_inputs import check, replace
 from conftest import World
-from run_cli import ROOT, child, fails, must_succeed, rlhf
+from run_cli import ROOT, child, fails, must_succeed, rlhf, run_here
 
 from rlhf_cli import config, jsonl
 from rlhf_cli.models.load import load_causal_lm
@@ -54,7 +54,7 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(world.pairs, folder / "pairs.jsonl")
     for name, text in (("sft.yaml", SFT), ("dpo.yaml", DPO), ("eval.yaml", EVAL), ("judge.py", JUDGE)):
         (folder / name).write_text(text)
-    must_succeed(child("run", folder))
+    must_succeed(run_here(folder))
     return folder
 
 

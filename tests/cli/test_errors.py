@@ -1,10 +1,12 @@
 """The words and exit codes of errors."""
 
+import ast
 import pickle
 import re
 from pathlib import Path
 
 import pytest
+from conftest import SHARED
 
 from rlhf_cli.errors import CODES, Problem, RLHFError, closest_folder, closest_match, closest_path
 
@@ -29,13 +31,10 @@ def test_an_error_crosses_processes_whole() -> None:
     assert pickle.loads(pickle.dumps(error)).problems == error.problems
 
 
-def test_every_code_has_a_form_a_meaning_and_a_fix() -> None:
+def test_every_code_has_a_meaning_and_a_fix_and_tells_when_it_only_warns() -> None:
     for name, code in CODES.items():
         assert re.fullmatch(r"[CDTMERS][0-9]{2}", name) and code.exit in (0, 1, 2)
         assert code.title and code.meaning.endswith(".") and code.fix, name
-
-
-def test_a_code_that_warns_and_fails_explains_when_it_warns() -> None:
     warned = [
         code
         for file in (Path(__file__).parents[2] / "rlhf_cli").rglob("*.py")
@@ -54,17 +53,66 @@ def test_the_nearest_name(name: str, expected: str | None) -> None:
     assert closest_match(name, ["kl_coef", "gamma", "lam"]) == expected
 
 
-def test_the_nearest_file_may_be_in_a_misspelt_folder(here: Path) -> None:
+def test_the_nearest_file_may_be_in_a_misspelt_folder_and_only_a_folder_is_named_for_one(here: Path) -> None:
     (here / "data").mkdir()
     (here / "data" / "train.jsonl").touch()
     assert closest_path("data/trian.jsonl") == "data/train.jsonl"
     assert closest_path("dta/train.jsonl") == "data/train.jsonl"
     assert closest_path("data/zzz") is None
-
-
-def test_only_a_folder_is_named_for_a_folder(here: Path) -> None:
     (here / "demo.log").touch()
     assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
     (here / "demmo").mkdir()
     (here / "demmo/sft.yaml").touch()
     assert closest_folder("demo") == "demmo" and closest_path("demo.log/sft.yaml") is None
+
+
+# Through the command line
+
+
+TESTS = Path(__file__).parents[1]
+# What runs the command line, in this process or in another one.
+RUNS_THE_COMMAND = {"rlhf", "check", "child", "CliRunner", "refused", "warned", "is_one_error", "run", "launch", "ppo"}
+# S01 has no message: hostile texts are printed harmlessly. E05 is tested where a stage starts, without the command, and
+# R14 by `stop_and_resume` of tests/helpers/group.py.
+EXEMPT = {"S01", "E05", "R14"}
+
+
+def codes_of_tests() -> set[str]:
+    """The codes that tests which run the command line name, in themselves or in a table of their module."""
+    codes: set[str] = set()
+    for path in TESTS.rglob("test_*.py"):
+        if path.samefile(__file__):
+            continue
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        tables = {ast.unparse(node.targets[0]): node for node in module.body if isinstance(node, ast.Assign)}
+        for test in [
+            node for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+        ]:
+            names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+            if names & RUNS_THE_COMMAND:
+                texts = [
+                    test.name.upper().replace("_", " "),
+                    *(ast.unparse(part) for part in (test, *(tables[name] for name in names & tables.keys()))),
+                ]
+                codes |= set(re.findall(r"\b[CDTMERS]\d\d\b", " ".join(texts)))
+    return codes
+
+
+def rows() -> dict[str, str]:
+    """Code -> exit column, of BAD-INPUTS.md."""
+    path = SHARED / "BAD-INPUTS.md"
+    if not path.is_file():
+        pytest.skip("../shared/BAD-INPUTS.md is not there")
+    return dict(re.findall(r"(?m)^\| ([A-Z]\d\d) \|.*\| ([^|]+) \|$", path.read_text(encoding="utf-8")))
+
+
+def test_every_code_is_put_through_the_command_line() -> None:
+    assert sorted(CODES.keys() - codes_of_tests() - EXEMPT) == []
+
+
+def test_exit_codes_are_those_of_the_shared_table() -> None:
+    """Of several exit codes the worst one; a code that only warns has 0."""
+    assert rows().keys() <= CODES.keys()
+    for code, exits in rows().items():
+        assert CODES[code].exit == max(map(int, re.findall(r"\b[012]\b", exits)), default=0) or code == "R02", code
+    assert CODES["R02"].exit == 1  # "1 after 10"

@@ -64,8 +64,10 @@ def test_the_bracket_at_the_end_is_the_source_and_no_other() -> None:
     assert split_description("Ends in a [SPLIT]") == ("Ends in a [SPLIT]", None)
 
 
-def test_every_default_has_a_source_and_no_required_key_has_one() -> None:
+def test_every_default_and_every_value_of_a_recipe_has_a_source_and_no_required_key_has_one() -> None:
     assert [key.path for stage, key in KEYS if key.field.is_required() == ((stage, key.path) in SOURCES)] == []
+    assert [(recipe, name) for recipe, name, text in IN_RECIPES if not parse_source(text)] == []
+    assert {name for _, name, _ in IN_RECIPES} <= PPOSettings.model_fields.keys()
 
 
 def test_every_text_belongs_to_a_key() -> None:
@@ -73,11 +75,6 @@ def test_every_text_belongs_to_a_key() -> None:
     known = {(name, key.name) for key in keys for name in ("shared", *(cls.__name__ for cls in key.owner.__mro__))}
     texts = {(table, name) for table, names in texts_by_class().items() for name in names if table != "sources"}
     assert texts <= known
-
-
-def test_every_value_of_a_recipe_has_a_source() -> None:
-    assert [(recipe, name) for recipe, name, text in IN_RECIPES if not parse_source(text)] == []
-    assert {name for _, name, _ in IN_RECIPES} <= PPOSettings.model_fields.keys()
 
 
 def test_every_page_that_is_named_exists() -> None:
@@ -303,7 +300,7 @@ def test_a_name_or_all_is_needed(arguments: list[str]) -> None:
 # All of it
 
 
-def test_all_lists_every_key_once_with_its_default_and_source() -> None:
+def test_all_lists_every_key_once_in_plain_text_of_a_hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     text, listed = " ".join(explain("--all").split()), []
     for entry in (entry for entries in every_key().values() for entry in entries):
         assert f" {entry.name}: {entry.default} ({entry.value}) {entry.meaning} " in text, entry.name
@@ -314,9 +311,6 @@ def test_all_lists_every_key_once_with_its_default_and_source() -> None:
     assert " ppo.kl_coef: 0.05 (" in text and " data.train: required (" in text
     lines = set(explain("--all").splitlines())
     assert {f"{code}  {entry.exit}  {entry.title}" for code, entry in CODES.items()} <= lines
-
-
-def test_all_is_plain_text_of_a_hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     text = explain("--all")
     assert max(map(len, text.splitlines())) <= 100 and "\x1b" not in text
     monkeypatch.setenv("COLUMNS", "80")

@@ -12,12 +12,13 @@ import adapter_folder
 import families
 import pytest
 import torch
-from adapter_folder import widen, write
+from adapter_folder import logits, widen, write
 from bad_inputs import replace
 from conftest import World
 from fake_config import other_process
 from huggingface_hub import ModelCard
 from ppo_folder import must_succeed, rlhf
+from run_cli import forked
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import Result
@@ -61,12 +62,6 @@ def full(here: Path, trained_folder: Path) -> None:
 def new_run(world: World, here: Path) -> Path:
     """Configs of a run that has not started."""
     return write(here / "run", world)
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.randint(2, 250, (3, 12), generator=torch.Generator().manual_seed(0))
-    return model.eval()(input_ids=ids).logits
 
 
 def with_adapter(base: Any, adapter: Path) -> torch.Tensor:
@@ -314,7 +309,16 @@ def test_m12_a_folder_that_is_not_the_runs_model(copied: Path, monkeypatch: pyte
 # The output folder
 
 
-def test_nothing_is_overwritten(full: None) -> None:
+def test_e03_memory_and_disk_are_checked_before_loading(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", None)
+    size = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
+    for function, text in (("free_disk_bytes", "the model needs"), ("total_memory", "of memory, ")):
+        with monkeypatch.context() as patched:
+            patched.setattr(system, function, lambda *_: size)
+            assert is_error(rlhf("export", ".", "--out", "out"), "E03", text)
+
+
+def test_nothing_is_overwritten_and_c15_another_process_writes_the_folder(full: None) -> None:
     Path("full").mkdir()
     Path("full/mine.txt").write_text("mine")
     Path("full/.hidden").write_text("mine too")
@@ -329,18 +333,6 @@ def test_nothing_is_overwritten(full: None) -> None:
     Path("link").symlink_to("empty")
     assert rlhf("export", ".", "--out", "link").exit_code == 0
     assert Path("link").is_symlink() and Path("empty/model.safetensors").is_file()
-
-
-def test_e03_memory_and_disk_are_checked_before_loading(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", None)
-    size = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
-    for function, text in (("free_disk_bytes", "the model needs"), ("total_memory", "of memory, ")):
-        with monkeypatch.context() as patched:
-            patched.setattr(system, function, lambda *_: size)
-            assert is_error(rlhf("export", ".", "--out", "out"), "E03", text)
-
-
-def test_c15_another_process_writes_the_folder(full: None) -> None:
     with other_process("lock_folder", Path("out").resolve()):
         result = rlhf("export", ".", "--out", "out")
         assert result.exit_code == 2 and "error[C15]: another process is writing out" in result.stderr
@@ -349,13 +341,11 @@ def test_c15_another_process_writes_the_folder(full: None) -> None:
 
 def test_a_killed_export_leaves_only_a_hidden_folder(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before its last step; the next export removes what is left of this folder, not of others."""
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(export, "verify_export", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        rlhf("export", ".", "--out", "out")
-        os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "verify_export", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert forked("export", ".", "--out", "out").returncode == -signal.SIGKILL
     (left,) = Path().glob(".tmp-out-*")
-    assert status == -signal.SIGKILL and not Path("out").exists() and (left / "model.safetensors").is_file()
+    assert not Path("out").exists() and (left / "model.safetensors").is_file()
     Path(".tmp-out-two-7").mkdir()
     assert rlhf("export", ".", "--out", "out").exit_code == 0
     assert not left.exists() and Path(".tmp-out-two-7").is_dir() and Path("out/model.safetensors").is_file()

@@ -115,8 +115,8 @@ def test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code(
     for name, value in environment(hub, tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
     (tmp_path / "policy").mkdir()
-    command = ("-m", "rlhf_cli", "export", secret, "--push", "me/policy", "--out", "policy/kept")
-    export = must_succeed(canaries.run(tmp_path / "home", *command))
+    command = ("export", secret, "--push", "me/policy", "--out", "policy/kept")
+    export = must_succeed(canaries.rlhf(tmp_path / "home", *command))
     (commit,) = hub.repos["me/policy"].commits[1:]
     assert commit.title.startswith("ppo of run [secret] after PPO update 4")
     assert "\x1b" not in export.stderr and "%|" not in export.stderr, "no bars off a terminal"

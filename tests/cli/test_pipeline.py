@@ -228,23 +228,31 @@ def test_contradictory_selections_and_ambiguous_or_unknown_sections_are_refused(
     assert error.problems[0].code == code and text in str(error) and error.exit_code == 2
 
 
-def test_a_selected_stage_needs_its_parents(run: Callable) -> None:
-    error = refused(run, only=("ppo",))
-    assert [problem.code for problem in error.problems] == ["M01", "M01"]
-    assert "rlhf sft --config sft.yaml" in str(error)
+MISSING = ("pairs.jsonl", "held-out.jsonl", "base/config.json")
+
+
+@pytest.mark.parametrize(
+    ("missing", "selection", "codes"),
+    [
+        ((), {"only": ("ppo",)}, ["M01", "M01"]),  # a selected stage needs its parents
+        (("eval.yaml",), {"only": ("eval",)}, ["C09"]),
+        (MISSING, {}, ["M01", "D01", "D01"]),
+    ],
+)
+def test_all_that_is_missing_is_reported_before_anything_runs(
+    run: Callable, missing: tuple[str, ...], selection: dict, codes: list[str]
+) -> None:
+    for name in missing:
+        Path(name).unlink()
+    error = refused(run, **selection)
+    assert [problem.code for problem in error.problems] == codes
+    assert "only" not in selection or missing or "rlhf sft --config sft.yaml" in str(error)
+    assert not Path("sft").exists()
 
 
 def test_a_stage_without_a_config_is_not_run(run: Callable) -> None:
     Path("eval.yaml").unlink()
     assert run().keys() == {"sft", "reward", "ppo"}
-    assert refused(run, only=("eval",)).problems[0].code == "C09"
-
-
-def test_all_missing_files_are_reported_before_anything_runs(run: Callable) -> None:
-    for name in ("pairs.jsonl", "held-out.jsonl", "base/config.json"):
-        Path(name).unlink()
-    assert [problem.code for problem in refused(run).problems] == ["M01", "D01", "D01"]
-    assert not Path("sft").exists()
 
 
 def test_all_config_errors_of_all_files_are_reported_at_once(run: Callable) -> None:
@@ -384,15 +392,19 @@ def test_a_child_whose_parent_is_killed_stops(folder: Path) -> None:
     until((folder / "sft/stopped").exists, "the child continues")
 
 
-def test_the_exit_code_of_a_killed_child_is_that_of_a_shell() -> None:
-    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert pipeline._run_child([sys.executable, "-c", script]) == 137
+ENDS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+ENDS_ITS_PARENT = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.5)
+"""
 
 
-def test_after_a_signal_the_next_stage_does_not_start() -> None:
-    script = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
-    script += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"
-    assert pipeline._run_child([sys.executable, "-c", script]) == 143
+@pytest.mark.parametrize(("script", "code"), [(ENDS_ITSELF, 137), (ENDS_ITS_PARENT, 143)])
+def test_the_exit_code_after_a_signal_to_the_child_or_to_its_parent(script: str, code: int) -> None:
+    """That of a shell; after a signal to the parent the next stage does not start."""
+    assert pipeline._run_child([sys.executable, "-c", script]) == code
 
 
 def test_a_child_gets_the_options_of_the_command_line(folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_ppo_keeps_four_models_and_trains_two(three: Path) -> None:
         assert (kinds.get("gradients", 0), kinds["optimizer"]) == (gradients, 8 * (policy + scorer))
 
 
-def test_value_heads_and_shared_layers_save_their_weights(three: Path) -> None:
+def test_value_heads_shared_layers_and_advantages_without_values_save_memory(three: Path) -> None:
     policy = load_causal_lm("model")
     head = size(ppo("models.value=policy_head"), "update")
     assert head["gradients"] == 4 * (policy.num_parameters() + policy.config.hidden_size)
@@ -122,9 +122,6 @@ def test_value_heads_and_shared_layers_save_their_weights(three: Path) -> None:
     full, part = size(ppo(), "update"), size(ppo("ppo.num_shared_layers=1"), "update")
     saved = {kind: full[kind] - part[kind] for kind in ("weights", "gradients", "optimizer")}
     assert saved == pytest.approx({"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}, abs=100)
-
-
-def test_without_a_value_model_its_memory_is_saved(three: Path) -> None:
     policy, scorer = policy_and_scorer()
     without, full = ppo("ppo.advantage=rloo", "ppo.num_samples_per_prompt=2"), ppo()
     assert without["parameters"] == {"policy": policy, "reference": policy, "reward": scorer}
@@ -599,13 +596,20 @@ def test_where_a_stage_starts(three: Path) -> None:
     assert planned("sft.yaml")["sft"]["rows"] > 0
 
 
-def test_snapshots_are_evaluated_too(three: Path) -> None:
-    """Beside two policies in two modes, seven snapshots in one: PPO's eighth is its result."""
+def test_snapshots_and_the_draws_of_the_limit_are_evaluated_too(three: Path) -> None:
+    """Seven snapshots, as PPO's eighth is its result; and once the draws of the limit, also those of best of n."""
     text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n"
     (three / "eval.yaml").write_text(text)
     long, short = (planned("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
     for one, other in zip(long, short, strict=True):
         assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
+    text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, frontier: false, best_of: []}\n"
+    (three / "eval.yaml").write_text(text)
+    without = planned("eval.yaml")["eval"]["phases"]
+    for rounds, best_of in ((16, 4), (20, 16)):
+        sets = ("-s", "eval.limit.samples=12", "-s", f"eval.best_of=[{best_of}]")
+        for one, other in zip(planned("eval.yaml", *sets)["eval"]["phases"], without, strict=True):
+            assert one["flops"] / other["flops"] == pytest.approx(rounds / 4, rel=0.01)
 
 
 def test_an_evaluation_counts_the_responses_that_ppo_measured(three: Path) -> None:
@@ -645,17 +649,6 @@ def test_policies_and_interpolations_are_sampled_one_at_a_time(three: Path) -> N
 
 def plan_weights(phases: list[dict[str, Any]]) -> int:
     return next(each["bytes"]["weights"] for each in phases if each["name"] == "judge")
-
-
-def test_the_draws_of_the_limit_are_counted_once(three: Path) -> None:
-    """Two policies in two modes, and the draws of the limit, among which are those of best of n."""
-    text = "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, frontier: false, best_of: []}\n"
-    (three / "eval.yaml").write_text(text)
-    without = planned("eval.yaml")["eval"]["phases"]
-    for rounds, best_of in ((16, 4), (20, 16)):
-        sets = ("-s", "eval.limit.samples=12", "-s", f"eval.best_of=[{best_of}]")
-        for one, other in zip(planned("eval.yaml", *sets)["eval"]["phases"], without, strict=True):
-            assert one["flops"] / other["flops"] == pytest.approx(rounds / 4, rel=0.01)
 
 
 def test_a_new_model_is_planned_without_its_weights(three: Path) -> None:
@@ -731,12 +724,9 @@ def test_advice_is_a_combination_that_fits(
     assert "does not fit" in out and all(f", with {combination}" in out for combination in combinations)
 
 
-def test_an_optimizer_that_is_not_counted_may_fit(three: Path) -> None:
+def test_the_table_and_an_optimizer_that_is_not_counted(three: Path) -> None:
     (only,) = planned("sft.yaml", "--gpu", "0.0001", "trainer.optim=adafactor").values()
     assert only["fits"] is None
-
-
-def test_the_table(three: Path) -> None:
     result = plan(".")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()

@@ -201,7 +201,10 @@ def test_invalid_requests_write_nothing(data: dict[str, Path], world: World, tmp
         (["ci", new, "--gpu", "24"], ("error[C11]: --gpu belongs to presets of a large model, and ci has none",)),
         (["tldr", new, "--gpu", "h10"], ("error[C07]: --gpu h10", "did you mean h100?")),
         (["tldr", new, "--gpu", "h100", "--adapters", "lor"], ("error[C07]: --adapters lor", "did you mean lora?")),
-        (["tldr", new, "--gpu", "0.5"], ("error[E03]: --gpu: with LoRA adapters on one 4-bit base and gradient ",)),
+        (
+            ["tldr", new, "--gpu", "0.5", "--adapters", "qlora"],
+            ("error[E03]: --gpu: with LoRA adapters on one 4-bit base and gradient ",),
+        ),
     ]
     for arguments, texts in cases:
         result = rlhf("init", *arguments)

@@ -106,15 +106,12 @@ def test_without_a_progress_nothing_is_printed(monkeypatch: pytest.MonkeyPatch, 
     assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._open == []
 
 
-def test_a_loop_that_is_left_early_is_no_longer_shown() -> None:
+def test_nested_progress_ends_with_a_loop_that_is_left_early_and_with_an_error() -> None:
     with Progress("ppo", 1) as bar:
         for _ in track_progress("rollout: token", range(9)):
             assert bar.nested_status() == "rollout: token 0/9"
             break
         assert bar.nested_status() == ""
-
-
-def test_an_error_ends_nested_progress_too() -> None:
     with pytest.raises(KeyError), Progress("ppo", 1):
         open_still = track_progress("rollout: token", range(9))
         next(open_still)

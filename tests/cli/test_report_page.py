@@ -13,6 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import report_run
 from matplotlib.figure import Figure as Canvas
 from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
 
@@ -183,16 +184,13 @@ def height(root: ElementTree.Element, name: str) -> float:
     return max(ys) - min(ys)
 
 
-def test_a_curve_goes_through_its_points() -> None:
+def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_shaded() -> None:
     root = drawn(charts.draw_curves, {"one": [(1, 0.0), (2, 4.0), (3, 2.0)], "two": [(1, 1.0), (3, 1.0)]})
     (x1, y1), (x2, y2), (x3, y3) = corners(group(root, "one"))
     assert x3 - x2 == pytest.approx(x2 - x1) and x2 > x1
     assert (y3 - y2) / (y1 - y2) == pytest.approx(0.5, abs=1e-4), "SVG counts downwards"
     assert len(corners(group(root, "two"))) == 2
     assert {"one", "two", "update"} <= {text.text for text in root.iter("text")}
-
-
-def test_the_visible_part_of_a_range_is_shaded() -> None:
     root = drawn(charts.draw_curves, {"a": [(1, 0.0), (2, 10.0)]}, band=([2.0, 2.0], [100.0, 100.0]))
     line, shade = corners(group(root, "a")), corners(group(root, "healthy"))
     zero, ten = line[0][1], line[1][1]
@@ -233,12 +231,22 @@ def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: P
         assert len(list(group(root, "dpo").iter("use"))) == 1
         assert all(f">{label}<" in text for label in ("0.3", "0.7", "dpo")), "labels beside the points"
         assert len(list(group(root, "PPO-snapshots" if frontier else "PPO").iter("use"))) == (4 if frontier else 2)
-    text = page.of_run(read_run(write_run(tmp_path / "run", evaluation=evaluation)))
+    text = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
     assert "PPO over dpo by judge gold: 0.630 [0.570, 0.690] at 12.30 nats against 4.00 nats: PPO is better." in text
     assert "Share 0.3: 0.5 at 2 nats; share 0.7: 0.6 at 5 nats; dpo: 0.4 at 4 nats." in text
     assert "SFT + share (PPO - SFT)" in text and text.count("<td>PPO over dpo</td>") == 2
     at_ten = at_step(read_run(tmp_path / "run"), "10").report
     assert at_ten is not None and "interpolated" not in at_ten and "ppo_vs_dpo" not in at_ten["win_rate"]
+
+
+def page_with_frontiers(run: Path) -> str:
+    """The page without its other figures, which take seconds."""
+    drawn = charts.draw_svg
+    with pytest.MonkeyPatch.context() as patch:
+        report_run.draws_nothing(patch)
+        kinds = {True: drawn, False: charts.draw_svg}
+        patch.setattr(charts, "draw_svg", lambda name, *rest: kinds[name.startswith("frontier")](name, *rest))
+        return page.of_run(read_run(run))
 
 
 def plotted(judge: str, evaluation: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -269,7 +277,7 @@ def test_the_panel_of_the_reward_has_the_scores_of_the_limit(tmp_path: Path, *, 
     others = {"between SFT and PPO", "dpo"} if policies else set()
     assert shown.keys() == {"SFT and its best of n (KL bound)"} | ppo | others
     assert plotted("gold", evaluation).keys() == shown.keys()
-    html = page.of_run(read_run(write_run(tmp_path / "run", evaluation=evaluation)))
+    html = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
     assert html.count('series-limit"') == 1 and "The picture shows the score by the reward model, less 1 for" in html
     charts.draw_frontier(evaluation, tmp_path / "frontier.svg")
     assert 'series-limit"' in (tmp_path / "frontier.svg").read_text()
@@ -348,15 +356,12 @@ def test_a_comparison_has_curves_and_settings(tmp_path: Path) -> None:
     assert "<strong>one/demo</strong>: No stage is bad." in html
 
 
-def test_a_comparison_of_runs_that_have_only_started(tmp_path: Path) -> None:
+def test_a_comparison_of_runs_that_have_only_started_and_the_names_of_runs(tmp_path: Path) -> None:
     for name in ("one", "two"):
         begin(tmp_path / name / "sft", configs()["sft"])
     html = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")])
     assert "No run has made an update yet." in html and "Their configs have the same values." in html
     assert "The runs differ only in their seed" in html
-
-
-def test_names_of_runs_are_short_and_unique() -> None:
     assert compare.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert compare.short_names([Path("/x/a/demo"), Path("/x/b/demo")]) == ["a/demo", "b/demo"]
     assert compare.short_names([Path("/x/a"), Path("/x/a")]) == ["a (1)", "a (2)"]

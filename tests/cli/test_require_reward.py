@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from ppo_folder import PPO, as_reward_stage, fails, must_succeed, ppo, rlhf, write
+from run_cli import run_here
 
 from rlhf_cli import jsonl
 
@@ -93,14 +94,12 @@ def test_a_value_model_is_not_a_reward_and_without_a_reward_model_the_key_has_no
         )
 
 
-def test_rlhf_run_finds_it_before_anything_trains(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rlhf_run_finds_it_before_anything_trains(run_folder: Path) -> None:
     as_reward_stage(run_folder, metrics=CARD)
     (run_folder / "reward.yaml").unlink()  # its stage is not part of this run
     write_ppo(run_folder, {"accuracy": 0.9})
     write(run_folder, "sft", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}, "run": "other"})
-    assert rlhf("run", run_folder).exit_code == 2
-    message = capfd.readouterr().err
-    assert "error[M11]" in message and "has 0.7, required at least 0.9" in message
+    fails(run_here(run_folder), "M11", "has 0.7, required at least 0.9")
     assert not (run_folder / "ppo").exists() and not (run_folder / "other").exists()
 
 

@@ -160,18 +160,14 @@ def test_next_is_what_rlhf_run_would_do(run: Path, change: Any, expected: list[s
         assert result.stderr.startswith(status["next"]["problems"][0]["code"], len("error["))
 
 
-def test_the_reasons_of_unfinished_stages_are_below_the_table(run: Path) -> None:
+def test_the_reasons_of_stale_and_stopped_stages_are_below_the_table(run: Path) -> None:
+    """A stopped one resumes by its own config: settings of --set are in no file of the user's."""
     change_key(run)
     lines = rlhf("status", run).splitlines()
     assert "reward   reward.learning_rate 1e-05 -> 2e-05" in lines
     why = "(stale: reward.learning_rate 1e-05 -> 2e-05)"
     assert lines[-1] == f"next: rlhf run run runs reward {why}, then ppo, eval if their inputs change"
     assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
-
-
-def test_a_stage_stopped_with_other_settings_resumes_by_its_own_config(run: Path) -> None:
-    """Such as those of --set, which are in no file of the user's."""
-    change_key(run)
     unfinished(run, "reward")
     (run / "reward/config.yaml").touch()
     (line,) = [line for line in rlhf("status", run).splitlines() if line.startswith("reward   reward.learning_rate")]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from fake_terminal import Tty
-from run_cli import child, python
+from run_cli import child, must_succeed, python, rlhf
 
 from rlhf_cli import terminal
+from rlhf_cli.commands import run
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,9 @@ def test_a_table_off_a_terminal_is_aligned_and_never_cut(capsys: pytest.CaptureF
     assert lines == expected
 
 
-def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_on_a_terminal_is_drawn_with_markup_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -67,9 +70,6 @@ def test_a_table_on_a_terminal_is_drawn_with_markup_off(monkeypatch: pytest.Monk
     assert "[link=http://x]here[/link]" in drawn and "[red]t" in drawn and "a[31mred" in drawn
     assert "┃" in drawn
     assert "\x1b[31m" not in drawn
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "dumb")
@@ -108,13 +108,10 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
     assert screen.getvalue() == shown
 
 
-def test_no_prompt_is_printed_off_a_terminal() -> None:
+def test_no_prompt_is_printed_off_a_terminal_and_a_closed_stdin_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
     output = python("-c", code, input=b"a\n\ncaf\xe9\r\nlast", text=False)
     assert output.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
-
-
-def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert terminal.ask("> ") is None and not terminal.is_interactive()
 
@@ -155,7 +152,7 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
             done = child(*arguments, cwd=tmp_path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
         return done.returncode, done.stderr
 
-    assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
+    assert ended("init", "ci", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
     code, output = ended("ls")
     assert code == 1 and output.startswith("error[E03]: stdout cannot be written: No space left")
     assert len(output.splitlines()) == 2
@@ -187,3 +184,47 @@ def test_a_duration_has_at_most_two_units(seconds: float, expected: str) -> None
 )
 def test_ages_have_one_unit(seconds: float, expected: str) -> None:
     assert terminal.ago(seconds) == expected
+
+
+# Messages that one process of a command printed
+
+
+WARN = "from rlhf_cli import terminal; terminal.warn('R10', 'too long', where='run/reward', hint='shorter')"
+LINE = "warning[R10]: run/reward: too long\nhint: shorter\n"
+
+
+def printed(code: str = WARN, **environment: str) -> str:
+    return str(must_succeed(python("-c", code, env=os.environ | environment)).stderr)
+
+
+def test_a_message_of_one_process_is_not_repeated_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with terminal.share_seen_messages():
+        assert (printed(), printed()) == (LINE, "")
+        assert printed(WARN.replace("long", "short")) == LINE.replace("long", "short")
+        assert terminal.is_first_time("ours") and not terminal.is_first_time("ours")
+        assert printed("from rlhf_cli import terminal; assert not terminal.is_first_time('ours')") == ""
+        assert not terminal.is_first_time(LINE.partition("\n")[0])
+    assert printed() == LINE, "another command"
+    with terminal.share_seen_messages():
+        monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/seen")
+        assert (printed(), printed()) == (LINE, LINE)
+
+
+def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[str] = []
+    monkeypatch.setattr(run, "run", lambda *_: outputs.extend(printed() for _ in range(2)) or 0)
+    assert rlhf("run", ".").exit_code == 0
+    assert outputs == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
+
+
+def test_a_printed_warning_is_kept_for_the_report_and_marked_by_the_first_rank() -> None:
+    """The other ranks print nothing: what they find first, the first one must still print."""
+    with terminal.share_seen_messages():
+        printed()
+        kept = "; import sys; print(terminal.emitted_warnings(), file=sys.stderr)"
+        assert printed(WARN + kept) == f"{[LINE.partition(chr(10))[0]]}\n"
+    with terminal.share_seen_messages():
+        assert printed(RANK="1", WORLD_SIZE="2") == ""
+        assert printed(RANK="0", WORLD_SIZE="2") == LINE

@@ -322,15 +322,12 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     assert worst(quantities).error > 1e-4  # far from any tolerance
 
 
-def test_a_change_of_a_frozen_model_is_found() -> None:
+def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> None:
     trained_ref, trained_reward = trained(), trained()
     trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
     trained_reward.rewards["model"].model = trained_reward.value  # type: ignore[attr-defined]
     for trainer in (trained_ref, trained_reward):
         assert first_apart(verify(trainer)) == "frozen weights, change"
-
-
-def test_a_scheduler_off_by_one_is_found() -> None:
     trainer = trained(lr_scheduler_type="linear", warmup_steps=3)
     trainer.scheduler.step()
     assert {"lr", "policy weights, change"} <= {q.name for q in verify(trainer) if q.error > EXACT}

@@ -181,13 +181,10 @@ def test_judges_that_are_functions_are_not_parents() -> None:
     assert "models.base" in [reference.key for reference in runs.references(config)]
 
 
-def test_all_missing_parents_are_reported_at_once(tmp_path: Path) -> None:
+def test_all_missing_parents_are_reported_at_once_and_a_stage_is_not_its_own(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         runs.open_parents(ppo_config(tmp_path))
     assert [problem.where for problem in caught.value.problems] == ["ppo.yaml:models.sft", "ppo.yaml:models.reward"]
-
-
-def test_a_stage_is_not_its_own_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     config = FakeConfig(tmp_path, "sft", model=SimpleNamespace(path=str(folder), revision=None))
     with pytest.raises(RLHFError, match="names the folder that this stage writes"):
@@ -214,9 +211,6 @@ def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
             runs.check_same_tokenizer(a, other, where="ppo.yaml:5")
         assert (caught.value.problems[0].code, caught.value.problems[0].where) == (code, "ppo.yaml:5")
         assert all(sha in str(caught.value) for sha in hashes)
-
-
-def test_foreign_parents_are_compared_by_the_hashes_of_the_caller() -> None:
     a, foreign = parent("models.sft", "a", "1"), parent("models.reward")
     runs.check_same_tokenizer(a, foreign, where="w")  # unknown
     known = {"models.reward": {"tokenizer_sha256": "a", "template_sha256": None}}

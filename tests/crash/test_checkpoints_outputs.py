@@ -46,7 +46,7 @@ def test_differences_read_like_a_changelog() -> None:
     assert "ppo.x: new key 3" in runs.identity_difference(old, new, {"ppo.x": 4})
 
 
-def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
+def test_identity_follows_content_and_not_dates_and_all_missing_files_are_named(tmp_path: Path) -> None:
     path, config = tmp_path / "rows.jsonl", FakeConfig(tmp_path)
 
     def identity() -> dict:
@@ -58,9 +58,6 @@ def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
     assert identity() == first
     path.write_text("{} \n")
     assert runs.identity_difference(first, identity()) == ["data.train: other content"]
-
-
-def test_missing_data_files_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
     data = {f"data.{name}": DataSource.of(tmp_path / name) for name in ("row.jsonl", "nothing-like-it")}
     with pytest.raises(RLHFError) as caught:
@@ -127,11 +124,19 @@ def test_a_folder_that_no_stage_wrote_is_not_overwritten(tmp_path: Path) -> None
         begin(FakeConfig(tmp_path))
 
 
-def test_a_model_card_may_be_edited(tmp_path: Path) -> None:
+def test_edited_cards_and_logs_and_deleted_snapshots_leave_a_stage_finished(tmp_path: Path) -> None:
     folder = make_stage(tmp_path / "run", "sft")
     (folder / "model/README.md").write_text("My own words.")
     assert begin(FakeConfig(tmp_path / "run")) == "finished"
     assert begin(FakeConfig(tmp_path / "run", "reward"), {"k": open_parent(folder, "sft", key="k")}) == "new"
+    config = FakeConfig(tmp_path)
+    begin(config)
+    write_model(tmp_path / "sft/snapshots/step_000001")
+    complete(config)
+    for path in (tmp_path / "sft/snapshots/step_000001").iterdir():
+        path.unlink()
+    (tmp_path / "sft/config.yaml").write_text("# a note of mine")
+    assert status(config).state == "finished"
 
 
 def test_a_finished_stage_keeps_no_more_checkpoints_than_output_keep(tmp_path: Path) -> None:
@@ -202,17 +207,6 @@ def test_a_start_compares_hashes_and_a_look_only_sizes(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(RLHFError, match=r"M05.*model/model\.safetensors is missing"):
         begin(config)
-
-
-def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path) -> None:
-    config = FakeConfig(tmp_path)
-    begin(config)
-    write_model(tmp_path / "sft/snapshots/step_000001")
-    complete(config)
-    for path in (tmp_path / "sft/snapshots/step_000001").iterdir():
-        path.unlink()
-    (tmp_path / "sft/config.yaml").write_text("# a note of mine")
-    assert status(config).state == "finished"
 
 
 def test_e05_a_run_that_resumes_in_another_environment_warns_once(

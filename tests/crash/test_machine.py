@@ -1,7 +1,9 @@
 """E01, E03, E04 through the real CLI: what this machine cannot do is reported before a training, or ends it."""
 
 import errno
+import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import run_cli
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
-from rlhf_cli import distributed, runs, system
+from rlhf_cli import distributed, runs, system, tracking
 from rlhf_cli.commands import verify
 from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.models import devices, load, save
@@ -168,39 +170,30 @@ def test_e09_what_bits_need_is_an_extra(
     assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
 
 
-# The limit comes with the second line of the log: one state is written by then.
-CHILD = """
-import resource, signal
-from rlhf_cli.cli import app
-from rlhf_cli import tracking
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-plain = tracking.MetricsLog.log
-
-def log(self, step, *rest):
-    plain(self, step, *rest)
-    if step == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-
-tracking.MetricsLog.log = log
-app({command})
-"""
-
-
 @pytest.mark.training
 def test_e03_a_disk_that_is_full_on_the_way(three: Path) -> None:
     """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good.
 
     The reward stage is written by the same trainer, and full disks of PPO are in tests/helpers/chaos.
     """
-    sets = "sft.logging_steps=1"
-    code = CHILD.format(limit=40_000, command=["sft", "-c", "sft.yaml", "-s", sets])
-    done = run_cli.python("-c", code, cwd=three)
+    log, limit = tracking.MetricsLog.log, 40_000
+
+    def limited(self: Any, step: int, *rest: Any) -> None:
+        log(self, step, *rest)
+        if step == 2:  # one state is written by then
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    def limit_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        tracking.MetricsLog.log = limited  # type: ignore[method-assign]
+
+    command = ("sft", "-c", "sft.yaml", "-s", "sft.logging_steps=1")
+    done = run_cli.forked(*command, before=limit_files)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert len(errors) == 1 and errors[0].startswith("error[E03]: sft: could not write to disk"), done.stderr
     assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
-    run_cli.must_succeed(rlhf("sft", "-s", sets), "resumes at step 1 of 4")
+    run_cli.must_succeed(run_cli.rlhf(*command), "resumes at step 1 of 4")
 
 
 DISK = [

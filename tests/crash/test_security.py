@@ -119,16 +119,23 @@ def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path)
 # 2. Pickles
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
-def test_m07_weights_in_a_pickle_are_never_read(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        *(("sft", f"model.{suffix}") for suffix in ("pt", "pth", "ckpt", "pkl")),
+        *((stage, "pytorch_model.bin") for stage in ("sft", "reward", "ppo")),
+    ],
+)
+def test_m07_weights_in_a_pickle_are_never_read(folder: Path, stage: str, name: str) -> None:
+    foreign_scorer(folder)
     Path("model/model.safetensors").unlink()
     torch.save({"weight": Trap(folder / "executed")}, Path("model", name))
-    says = (f"model has its weights only as a pickle ({name})", "hint: if you trust it: ")
-    assert refused(rlhf("sft"), "M07", "sft.yaml:1: ", *says) and not Path("executed").exists()
+    place, says = f"{stage}.yaml:1: ", (f"only as a pickle ({name})", "hint: if you trust it: ", "_pretrained(FOLDER)")
+    assert refused(rlhf(stage), "M07", place, *says) and "error[M07]" in check(f"{stage}.yaml").stderr
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy("model/config.json", "model/other.safetensors")
-    assert refused(rlhf("sft"), "M07", "sft.yaml:1: ", *says) and not Path("executed").exists()
+    assert refused(rlhf(stage), "M07", place, *says) and not Path("executed").exists()
 
 
 def test_m01_a_pickle_named_like_safetensors(folder: Path) -> None:
@@ -327,15 +334,12 @@ def test_fresh_moves_a_link_and_not_its_target(tmp_path: Path, precious: Path) -
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 
-def test_a_model_is_not_saved_through_a_link(folder: Path, tmp_path: Path, precious: Path) -> None:
+def test_neither_a_saved_model_nor_a_manifest_follows_a_link(folder: Path, tmp_path: Path, precious: Path) -> None:
     (tmp_path / "out").symlink_to(precious)
     model, tokenizer = load.load_causal_lm("model"), tokenizers.load_tokenizer("model")
     with pytest.raises(OSError, match="symbolic link"):
         save.save_model(model, tokenizer, tmp_path / "out", "A card.")
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
-
-
-def test_a_manifest_does_not_follow_links(tmp_path: Path, precious: Path) -> None:
     config = FakeConfig(tmp_path / "run")
     make_stage(tmp_path / "run", "sft")
     (config.folder / "snapshots").symlink_to(precious)

@@ -1,48 +1,51 @@
 """Training leaves no secret and no pickle, however it ends, and executes no code. The full chain: test_chain.py."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
+import canaries
 import pytest
 import torch
 from bad_inputs import replace, rlhf
-from canaries import Trap, leaks, run
+from canaries import Trap, leaks
+from run_cli import must_succeed
 from test_security import ACTIVE, HOSTILE
 
 from rlhf_cli import jsonl, runs
+from rlhf_cli.stages.trl_common import TrainingCallback
 
 pytestmark = pytest.mark.training
 
 
-ENDED = """
-import os, signal
-from rlhf_cli.stages.trl_common import TrainingCallback
-real = TrainingCallback.{call}
-def at(self, args, state, control, **more):
-    if state.global_step == 3: {end}
-    return real(self, args, state, control, **more)
-TrainingCallback.{call} = at
-from rlhf_cli.cli import app
-app()
-"""
-
-
 @pytest.mark.parametrize(
     ("stage", "call", "end", "code"),
-    [("sft", "on_step_end", "os.kill(os.getpid(), signal.SIGTERM)", 143), ("reward", "on_save", "os._exit(137)", 137)],
+    [
+        ("sft", "on_step_end", lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
+        ("reward", "on_save", lambda: os._exit(137), 137),
+    ],
 )
-def test_no_token_stays_however_a_training_ends(folder: Path, stage: str, call: str, end: str, code: int) -> None:
+def test_no_token_stays_however_a_training_ends(folder: Path, stage: str, call: str, end: Any, code: int) -> None:
     """Stopped within a step; killed after transformers wrote a checkpoint and before rlhf sealed it."""
     replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 5")
     with Path(f"{stage}.yaml").open("a") as file:
         file.write("output: {save_steps: 1}\n")
-    done = run(folder / "home", "-c", ENDED.format(call=call, end=end), stage, "-c", f"{stage}.yaml")
+    real = getattr(TrainingCallback, call)
+
+    def at(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        if state.global_step == 3:
+            end()
+        return real(self, args, state, control, **more)
+
+    command = (folder / "home", stage, "-c", f"{stage}.yaml")
+    done = canaries.rlhf(*command, before=lambda: setattr(TrainingCallback, call, at))
     assert done.returncode == code, done.stderr
     assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
-    again = run(folder / "home", "-m", "rlhf_cli", stage, "-c", f"{stage}.yaml")
-    assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
+    must_succeed(canaries.rlhf(*command), "resumes at step")
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
 
 
@@ -64,21 +67,22 @@ def reseal(checkpoint: Path) -> None:
     runs.seal_state(checkpoint, keep=2)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"])
-def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path, name: str) -> None:
-    if name == "pytorch_model.bin":
-        (interrupted / "model.safetensors").unlink()
-    torch.save({"state": Trap(interrupted / "it ran")}, interrupted / name)
-    reseal(interrupted)
-    result = rlhf("sft")
-    errors = [line for line in result.stderr.splitlines() if line.startswith(("error", "hint"))]
-    assert result.exit_code == 1 and "Traceback" not in result.stderr and len(errors) == 2, result.stderr
-    assert errors[0].startswith("error[M05]: sft/state/checkpoint-2 contains non-tensor objects")
-    assert "weights_only" not in result.stderr, "torch's advice how to execute it is not printed"
-    assert not (interrupted / "it ran").exists() and not Path("sft/manifest.json").exists()
-
-
-def test_pickled_arguments_are_never_read(interrupted: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path) -> None:
+    """And pickled arguments are never read."""
+    whole = shutil.copytree(interrupted, "whole")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
+        if name == "pytorch_model.bin":
+            (interrupted / "model.safetensors").unlink()
+        torch.save({"state": Trap(interrupted / "it ran")}, interrupted / name)
+        reseal(interrupted)
+        result = rlhf("sft")
+        errors = [line for line in result.stderr.splitlines() if line.startswith(("error", "hint"))]
+        assert result.exit_code == 1 and "Traceback" not in result.stderr and len(errors) == 2, result.stderr
+        assert errors[0].startswith("error[M05]: sft/state/checkpoint-2 contains non-tensor objects")
+        assert "weights_only" not in result.stderr, "torch's advice how to execute it is not printed"
+        assert not (interrupted / "it ran").exists() and not Path("sft/manifest.json").exists()
+        shutil.rmtree(interrupted)
+        shutil.copytree(whole, interrupted)
     torch.save(Trap(interrupted / "it ran"), interrupted / "training_args.bin")
     reseal(interrupted)
     assert rlhf("sft").exit_code == 0 and not (interrupted / "it ran").exists()

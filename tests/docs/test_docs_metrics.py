@@ -69,6 +69,7 @@ def test_every_key_of_ppo_is_described_and_every_described_key_exists(ppo_keys: 
 
 
 @pytest.mark.training
+@pytest.mark.usefixtures("no_page")
 def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     (run_folder / "columns.py").write_text("def score(completions, n):\n    return n\n")
     write_jsonl(run_folder / "prompts.jsonl", [{"prompt": prompt, "n": n} for n, prompt in enumerate(PROMPTS)])
@@ -79,7 +80,7 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     assert [key for key in logged(run_folder / "ppo/metrics.jsonl") if described(key, known) is None] == []
     agree(logged(run_folder / "ppo/samples.jsonl"), keys("samples.jsonl"))
     policies = f"policies={{NAME: {run_folder / 'sft_model'}}}"
-    changes = ("eval.select=short", "eval.limit={}", "eval.interpolate=[0.5]", policies)
+    changes = ("eval.select=short", "eval.limit.samples=4", "eval.interpolate=[0.5]", policies)
     options = [part for change in changes for part in ("-s", change)]
     assert rlhf("eval", "-c", run_folder / "eval.yaml", *options).exit_code == 0
     report = json.loads((run_folder / "eval/report.json").read_text())

@@ -2,6 +2,7 @@
 
 import ast
 import runpy
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def layer(module: str) -> int:
     return -1
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Modules of the package that a module imports, inside functions too."""
     found: set[str] = set()
@@ -46,13 +48,10 @@ def imports(module: str) -> set[str]:
     return found - {module}
 
 
-def test_a_package_imports_only_from_below() -> None:
+def test_a_package_imports_only_from_below_and_no_module_in_a_circle() -> None:
     for module in MODULES:
         for target in imports(module):
             assert layer(target) <= layer(module), f"{module} imports {target} from a higher layer"
-
-
-def test_no_module_imports_in_a_circle() -> None:
     TopologicalSorter({module: imports(module) & MODULES.keys() for module in MODULES}).prepare()
 
 

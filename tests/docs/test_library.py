@@ -44,7 +44,7 @@ def test_every_part_is_exported() -> None:
     assert len(set(imports)) == len(imports)
 
 
-def test_an_update_without_the_rest_of_the_house() -> None:
+def test_an_update_without_the_rest_of_the_house_and_settings_without_torch() -> None:
     code = """
 import tiny
 from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas, Rollout
@@ -56,7 +56,4 @@ experience = trainer.make_experience(rollout, scores=__import__('torch').ones(2)
 trainer.update(experience)
 """
     python(code, {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "tensorboard", "wandb", "trackio"})
-
-
-def test_the_settings_need_no_torch() -> None:
     python("from rlhf_cli.ppo import PPOSettings; PPOSettings(total_episodes=8)", {"torch", "transformers", "numpy"})

@@ -3,18 +3,21 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 import zipfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from run_cli import ROOT
 
-ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_dir())
 
 
@@ -76,20 +79,28 @@ def test_every_dependency_is_pinned_inside_its_range() -> None:
     assert pins["torch"] == "2.13.0"
 
 
+def roots_of(name: str) -> set[str]:
+    """What an installed distribution lets one import."""
+    with suppress(metadata.PackageNotFoundError):
+        top_level = metadata.distribution(name).read_text("top_level.txt") or ""
+        return set(top_level.split()) or {file.parts[0].removesuffix(".py") for file in metadata.files(name) or ()}
+    return set()
+
+
 def test_imported_packages_are_the_declared_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         name: {Requirement(text).name for text in texts} for name, texts in project["optional-dependencies"].items()
     }
     declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
-    theirs = metadata.packages_distributions()
+    theirs = {root: name for name in sorted(declared.union(*extras.values())) for root in roots_of(name)}
     found: set[str] = set()
     for path in (ROOT / "rlhf_cli").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rlhf_cli"}
-            found |= {canonicalize_name(theirs.get(root, [root])[0]) for root in roots}
+            found |= {canonicalize_name(theirs.get(root, root)) for root in roots}
     # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scaling.md); pydantic pins its own core.
     others = (
         extras["qlora"] | extras["verifiers"] | extras["trackers"] - {"tensorboard"} | {"deepspeed", "pydantic-core"}
@@ -133,3 +144,41 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
     assert f"rlhf ppo --config {run}/ppo.yaml" in planned
     assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
     assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
+
+
+# Workflows
+
+
+PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)
+
+
+def steps(workflow: str, job: str) -> list[str]:
+    jobs = yaml.safe_load(workflow)
+    assert jobs[True], "YAML 1.1 reads `on` as True"
+    return [step["run"] for step in jobs["jobs"][job]["steps"] if "run" in step]
+
+
+def test_our_workflow_runs_the_targets_of_the_script_and_tests_both_bounds() -> None:
+    """`scripts/lowest.py` prints each lower bound of pyproject.toml, extras included."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert steps(OURS, "test") == [f"make {target}" for target in re.findall(r"^make \S+ (\w+)", script, re.MULTILINE)]
+    job = yaml.safe_load(OURS)["jobs"]["bounds"]
+    assert job["strategy"]["matrix"] == {"versions": ["newest", "lowest"]}
+    *_, tests = steps(OURS, "bounds")
+    files = re.findall(r"tests/\w+/\w+\.py", tests)
+    assert len(files) > 5 and all((ROOT / file).is_file() for file in files)
+    lowest = runpy.run_path(str(ROOT / "scripts/lowest.py"))["lowest"](["torch==2.13.0"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["qlora"]]
+    versions = dict(line.split("==") for line in lowest)
+    assert versions.pop("torch") == "2.13.0"
+    assert [text for text in texts if f">={versions.get(Requirement(text).name, '')}" not in text] == []
+
+
+def test_the_example_workflow_is_the_tiny_chain_and_keeps_its_report() -> None:
+    install, *rest = steps(EXAMPLE, "smoke")
+    assert install.startswith("pip install ") and install.endswith(" -c rlhf-cli/constraints.txt ./rlhf-cli")
+    assert rest == ["rlhf init ci smoke", "rlhf run smoke"]
+    assert "smoke/eval/report.html" in EXAMPLE

@@ -55,7 +55,14 @@ def widen(folder: Path, world: Any) -> None:
 def some_ids() -> Any:
     import torch
 
-    return torch.randint(2, 300, (3, 12), generator=torch.Generator().manual_seed(0))
+    return torch.randint(2, 250, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(input_ids=some_ids()).logits
 
 
 def adapter_settings(folder: Path, base: str) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import os
 import re
 import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from run_cli import python
+from run_cli import forked, python
 
 SECRETS = {
     "HF_TOKEN": "hf_" + "CanaryOne0123456789abcdefghijklmn",
@@ -20,12 +21,24 @@ PICKLES = re.compile(r"(sft|reward)/state/checkpoint-\d+/(optimizer\.pt|schedule
 
 
 def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with secrets in its environment, which it must not print; `home` gets its caches."""
-    home.mkdir(exist_ok=True)
-    environment = {**os.environ, **SECRETS, "HOME": str(home), "TMPDIR": str(home)}
-    environment |= {"RLHF_CACHE": str(home / "cache"), "XDG_CACHE_HOME": str(home / "xdg")}
+    """Run Python with secrets in its environment, which it must not print; `home` gets its caches."""
+    environment = {**os.environ, **_variables(home)}
     environment.pop("HF_HOME", None)
-    done = python("-P", *arguments, cwd=home.parent, env=environment)
+    return _silent(python("-P", *arguments, cwd=home.parent, env=environment))
+
+
+def rlhf(home: Path, *arguments: str, before: Callable[[], object] = lambda: None) -> subprocess.CompletedProcess[str]:
+    """The same of `rlhf` in a fork of this process, in its working directory."""
+    return _silent(forked(*arguments, before=before, **_variables(home)))
+
+
+def _variables(home: Path) -> dict[str, str]:
+    home.mkdir(exist_ok=True)
+    places = {"HOME": home, "TMPDIR": home, "RLHF_CACHE": home / "cache", "XDG_CACHE_HOME": home / "xdg"}
+    return SECRETS | {name: str(place) for name, place in places.items()}
+
+
+def _silent(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     assert not any(secret in done.stdout + done.stderr for secret in SECRETS.values())
     return done
 

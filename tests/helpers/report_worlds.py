@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -106,7 +107,9 @@ def limited(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     """PPO's scores have SFT's distribution plus a gain."""
     n = int(rng.choice((32, 64)))
     policies = {"ppo": (rng.normal(gain, 1.0, n).tolist(), [1.0] * n)}
-    yield from render.limit_lines({"limit": limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8], 0)})
+    with patch.object(statistics, "RESAMPLES", 200):  # of whole curves
+        section = limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8], 0)
+    yield from render.limit_lines({"limit": section})
 
 
 def rewarded(

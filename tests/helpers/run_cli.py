@@ -1,14 +1,18 @@
 """Run `rlhf` or a script in this process or in another one."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import cli
+from rlhf_cli import cli, runs, terminal
+from rlhf_cli.commands import run as pipeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +30,45 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
     options["env"] = {**options.get("env", os.environ), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, **options})
+
+
+def forked(
+    *arguments: object, before: Callable[[], object] = lambda: None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `rlhf` in a fork of this process, which has all imported. `before` is called in it; no output if it dies."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            os.environ.update(variables)
+            before()
+            result = rlhf(*arguments)
+            with os.fdopen(writer, "w") as pipe:
+                json.dump([result.stdout, result.stderr], pipe)
+            code = result.exit_code
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        output = json.loads(pipe.read() or '["", ""]')
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return subprocess.CompletedProcess(arguments, code, *output)
+
+
+def run_here(*arguments: object) -> Result:
+    """`rlhf run` whose checks and stages run in this process, each like in a new one. Its output has theirs."""
+
+    def child(command: Sequence[str]) -> int:
+        terminal.reset()
+        result = rlhf(*command[4:])
+        runs.release()
+        sys.stdout.write(result.stdout)
+        sys.stderr.write(result.stderr)
+        return result.exit_code
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_run_child", child)
+        return rlhf("run", *arguments)
 
 
 def must_succeed(result: Any, *says: str) -> Any:

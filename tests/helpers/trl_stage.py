@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,8 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     return trainer, token_rows, tokenizer
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
+@contextmanager
+def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
     """Send this process a signal during step `step`."""
     real = trl_common.TrainingCallback.on_step_end
 
@@ -69,7 +72,9 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
             os.kill(os.getpid(), number)
         real(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+        yield
 
 
 def base_padded_with_eos(world: World, folder: Path) -> Path:

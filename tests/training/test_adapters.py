@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,11 @@ import pytest
 import tiny
 import torch
 import trl_stage
-from adapter_folder import adapter_settings, run, some_ids, widen, write
+from adapter_folder import adapter_settings, logits, run, widen, write
 from bad_inputs import refused, replace, rlhf, warned
 from conftest import World
 from ppo_folder import untimed
+from run_cli import must_succeed, python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,11 +27,6 @@ from rlhf_cli.stages import hardware, trl_common
 from rlhf_cli.stages.plan_models import Target
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=some_ids()).logits
 
 
 def sizes(folder: Path) -> int:
@@ -236,22 +229,38 @@ def test_the_embedding_of_a_new_pad_token_is_the_same_in_every_load(
     assert not [name for name in load_file("sft/model/adapter_model.safetensors") if "embed" in name]
 
 
-@pytest.mark.parametrize(("stage", "parent", "reads"), [("sft", "", 2), ("reward", "", 2), ("reward", "whole", 3)])
-def test_the_base_is_read_once_for_its_hash_and_once_for_its_weights(
-    adapters_copy: Path, stage: str, parent: str, reads: int
-) -> None:
+READS = """
+import json, sys
+from collections import Counter
+from benchmarks.chain import counting_reads
+reads = Counter()
+with counting_reads(reads):
+    from rlhf_cli import runs
+    from rlhf_cli.cli import app
+    for folder, stage in zip(sys.argv[1::2], sys.argv[2::2]):
+        before = Counter(reads)
+        try:
+            app([stage, "--config", f"{folder}/{stage}.yaml"])
+        except SystemExit as end:
+            assert not end.code
+        runs.release()
+        print(json.dumps(reads - before))
+"""
+
+
+def test_the_base_is_read_once_for_its_hash_and_once_for_its_weights(adapters_run: Path, tmp_path: Path) -> None:
     """Whole weights are read again for the answers of reward.normalize: training changed those in memory."""
-    shutil.rmtree(stage)
-    if parent:
-        replace("reward.yaml", "{path: sft, adapters: {kind: lora, r: 4}}", "{path: model}")
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "benchmarks.chain", "--stage", stage, str(adapters_copy / f"{stage}.yaml")]
-    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
-    result = json.loads(child.stdout.splitlines()[-1])
-    assert result["exit_code"] == 0, child.stderr
-    counted = {Path(path).relative_to(adapters_copy).as_posix(): count for path, count in result["reads"].items()}
-    assert counted.pop("model/model.safetensors") == reads and counted
-    assert {count for name, count in counted.items() if "/state/" not in name} == {2}
+    cases = (("sft", "sft", 2), ("reward", "reward", 2), ("whole", "reward", 3))
+    for name, stage, _ in cases:
+        shutil.rmtree(shutil.copytree(adapters_run, tmp_path / name) / stage)
+    replace(f"{tmp_path}/whole/reward.yaml", "{path: sft, adapters: {kind: lora, r: 4}}", "{path: model}")
+    words = [str(word) for name, stage, _ in cases for word in (tmp_path / name, stage)]
+    done = must_succeed(python("-c", READS, *words))
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for (name, _, reads), found in zip(cases, printed, strict=True):
+        counted = {Path(path).relative_to(tmp_path / name).as_posix(): count for path, count in found.items()}
+        assert counted.pop("model/model.safetensors") == reads and counted
+        assert {count for file, count in counted.items() if "/state/" not in file} == {2}
 
 
 # Resume
@@ -264,14 +273,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_resume_equals_a_straight_run(
-    world: World, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_equals_a_straight_run(world: World, tmp_path: Path, stage: str) -> None:
     """Stopped after an evaluation between two regular checkpoints; then killed after the last checkpoint."""
     folders = [write(tmp_path / name, world, parent="model") for name in ("straight", "stopped")]
     whole = run(folders[0], stage, *CASES[stage])
-    with monkeypatch.context() as patched:
-        trl_stage.signal_at(patched, 5)
+    with trl_stage.signal_at(5):
         assert rlhf(stage, "-c", str(folders[1] / f"{stage}.yaml"), *CASES[stage]).exit_code == 143
     assert (folders[1] / stage / "state/checkpoint-5").is_dir()
     assert run(folders[1], stage, *CASES[stage])["model_sha256"] == whole["model_sha256"]

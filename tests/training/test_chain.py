@@ -6,20 +6,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import canaries
 import pytest
 import run_cli
 from bad_inputs import replace
-from canaries import PICKLES, is_pickle, leaks, run
+from canaries import PICKLES, is_pickle, leaks
 from run_cli import must_succeed
 
 from rlhf_cli.commands.report import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
-
-
-def rlhf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command with secrets in its environment, none of which it prints."""
-    return run(folder / "home", "-m", "rlhf_cli", *arguments)
 
 
 def stage_lines(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -34,10 +30,10 @@ def stage_lines(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder with a run of the preset ci in run/, with fewer steps of SFT, and the result of its first `rlhf run`."""
     folder = tmp_path_factory.mktemp("chain")
-    assert rlhf(folder, "init", "ci", "run").returncode == 0
+    must_succeed(canaries.rlhf(folder / "home", "init", "ci", str(folder / "run")))
     replace(str(folder / "run/sft.yaml"), "max_steps: 200", "max_steps: 40")
     replace(str(folder / "run/sft.yaml"), "save_steps: 100", "save_steps: 20")
-    return folder, rlhf(folder, "run", "run")
+    return folder, canaries.run(folder / "home", "-m", "rlhf_cli", "run", "run")
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +74,12 @@ def test_later_stages_do_not_repeat_warnings(
 
 
 @pytest.mark.training
-def test_a_second_run_skips_all_stages_in_seconds_and_prints_the_table(folder: Path) -> None:
+def test_a_second_run_skips_all_stages_in_seconds_and_prints_the_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     began = time.monotonic()
-    again = rlhf(folder, "run", "run")
+    again = canaries.rlhf(folder / "home", "run", "run")
     assert time.monotonic() - began < 10
     assert all(line.startswith("up to date (") for line in stage_lines(again).values())
     assert "win rate" in again.stdout and "report: run/eval/report.json" in again.stdout
@@ -90,7 +89,7 @@ def test_a_second_run_skips_all_stages_in_seconds_and_prints_the_table(folder: P
 
 @pytest.mark.training
 def test_no_token_is_in_any_file_of_a_chain(folder: Path) -> None:
-    assert rlhf(folder, "env").returncode == 0
+    must_succeed(canaries.rlhf(folder / "home", "env"))
     assert len(list((folder / "run").rglob("*"))) > 80
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
     manifests = [json.loads(path.read_text()) for path in folder.glob("run/*/manifest.json")]

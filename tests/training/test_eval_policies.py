@@ -8,7 +8,9 @@ from typing import Any
 import adapter_folder
 import pytest
 import torch
-from ppo_folder import EVAL, evaluate, lines, manifest, must_succeed, rlhf, write
+from adapter_folder import logits
+from ppo_folder import EVAL, PPO, evaluate, lines, manifest, must_succeed, rlhf, write
+from report_run import text_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
@@ -19,18 +21,14 @@ from rlhf_cli.config.loading import load
 from rlhf_cli.models import load as load_models
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.stages import eval as stage
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.eval import EvaluatedModels
 
 pytestmark = pytest.mark.training
 QUICK = {"n": 8, "best_of": [2], "frontier": False, "per_device_batch_size": 8}
 POLICIES = {"same": "same", "before": "sft_model", "half": "half"}
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.randint(2, 250, (3, 8), generator=torch.Generator().manual_seed(0))
-    return model.eval()(input_ids=ids).logits
 
 
 def halfway(ours: Any, theirs: Any) -> Any:
@@ -173,3 +171,70 @@ def test_a_share_or_an_sft_model_that_cannot_be_exported(trained_folder: Path, m
 def test_only_a_policy_of_ppo_is_interpolated(adapters_copy: Path) -> None:
     result = rlhf("export", ".", "--stage", "sft", "--out", "out", "--interpolate", "0.5")
     fails(result, "C11", "sft was written by the sft stage, and only PPO starts from SFT")
+
+
+# eval.limit
+
+
+SETTINGS = {**EVAL["eval"], "modes": ["sampled"], "interpolate": [0.5], "limit": {"samples": 6}}
+LIMITED = {**EVAL, "policies": {"before": "sft_model"}, "eval": SETTINGS}
+
+
+def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten prompts. Best of 3 has three of the six draws, and the judge `short` scores no others."""
+    judged, rounds, given = [], [], {}
+    plain, score_texts, build = HFEngine.generate, stage.score_texts, stage.build_limit
+
+    def generate(engine: Any, prompts: Any) -> Any:
+        rounds.append(prompts.seeds)
+        return plain(engine, prompts)
+
+    def score(name: str, function: Any, rows: Any) -> list[float]:
+        judged.append(name)
+        return score_texts(name, function, rows)
+
+    def build_limit(draws: Any, evaluated: Any, *rest: Any) -> Any:
+        given.update(draws=draws, penalty=rest[0], evaluated=evaluated)
+        return build(draws, evaluated, *rest)
+
+    write(trained_folder, "eval", {**LIMITED, "eval": {**LIMITED["eval"], "limit": None}})
+    without, _ = evaluate(trained_folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "generate", generate)
+        patch.setattr(stage, "score_texts", score)
+        patch.setattr(stage, "build_limit", build_limit)
+        write(trained_folder, "eval", LIMITED)
+        report, result = evaluate(trained_folder, "--fresh")
+    policies = 3 + len(report["frontier"])  # SFT, `before`, a share, PPO and its snapshots
+    assert len(rounds) == policies + 6 and len(set(rounds[policies:])) == 6, "no draw is repeated"
+    assert judged.count("short") == policies + 3
+    assert "eval     limit: 6 SFT answers to each of 10 prompts, 30 more than" in result.stderr
+    assert f"eval {policies + 6}/{policies + 6} round" in result.stderr
+    section = report.pop("limit")
+    assert report == without, "nothing else changes"
+    samples = lines(trained_folder / "eval/samples.jsonl")
+    assert len(samples) == 10 * (policies + 2), "the draws are not written"
+    assert section["samples"] == 6 and section["missing_eos_penalty"] == given["penalty"] == 1.0
+    names = {f"ppo_step_{point['step']:06d}" for point in report["frontier"][:-1]}
+    assert section["policies"].keys() == {"ppo", "before", "interpolated_0.5", "best_of_2", "best_of_3"} | names
+    points = {**report["models"], "interpolated_0.5": report["interpolated"][0]}
+    for name in ("ppo", "before", "interpolated_0.5"):
+        policy, rows = section["policies"][name], [row for row in samples if row["model"] == name]
+        assert policy["score"] == pytest.approx(sum(row["scores"]["reward"] - (not row["ended"]) for row in rows) / 10)
+        assert policy["kl"] == pytest.approx(points[name]["kl"])
+    best = max(range(3), key=lambda draw: given["draws"][draw].scores["reward"][0])
+    (row,) = [row for row in samples if row["model"] == "best_of_3" and row["index"] == 0]
+    assert row["response"] == given["draws"][best].responses[0], "best of n has the first draws"
+    page = (trained_folder / "eval/report.html").read_text()
+    for text in (text_of(page), " ".join(result.stdout.split())):
+        assert "KL overhead" in text and "less 1 for an answer that does not end" in text and "PPO pays" in text
+        assert "share 0.5" in text and "interpolated_" not in text
+    assert page.count('series-limit"') == 1, "in the panel of the reward only"
+
+
+def test_an_endless_policy_has_no_penalty(trained_folder: Path) -> None:
+    assert stage.missing_eos_penalty(None) == 0.0
+    for changes, penalty in (({"stop_token": "none"}, 0.0), ({"missing_eos_penalty": None}, 0.0), ({}, 1.0)):
+        write(trained_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], **changes}})
+        settings = stage.configs.load("ppo", trained_folder / "ppo.yaml").ppo
+        assert stage.missing_eos_penalty(settings) == penalty

@@ -126,8 +126,8 @@ def test_prompts_of_an_evaluation(fitting: Path) -> None:
 # What is counted.
 
 
-def test_a_conversation_counts_by_its_answers(world: Any, tmp_path: Path) -> None:
-    """Nine of ten answers remain."""
+def test_a_conversation_counts_by_its_answers_and_a_prompt_by_its_pairs(world: Any, tmp_path: Path) -> None:
+    """Nine of ten answers remain; a prompt counts for all pairs that have it."""
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}] * 9
     last = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Well."}]
     jsonl.write_jsonl(tmp_path / "rows.jsonl", [{"messages": [*turns, *last]}])
@@ -135,9 +135,6 @@ def test_a_conversation_counts_by_its_answers(world: Any, tmp_path: Path) -> Non
     tokenizers.set_chat_template(tokenizer, "chatml")
     found = data.sft_rows(tmp_path / "rows.jsonl", tokenizer, max_length=400)
     assert (len(found), found.num_dropped, found.num_expected, found.num_read) == (9, 1, 10, 1)
-
-
-def test_a_prompt_counts_for_all_pairs_that_have_it(world: Any, tmp_path: Path) -> None:
     answers = [{"chosen": f" Yes {number}.", "rejected": " No."} for number in range(12)]
     pairs = [{"prompt": LONG if number < 3 else SHORT, **each} for number, each in enumerate(answers)]
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "", "chosen": "a", "rejected": "b"}])

@@ -96,10 +96,15 @@ def test_only_adapters_and_the_value_head_are_trained(adapters_copy: Path, value
             assert torch.equal(weight, before[role][name]) != is_trained, name
 
 
-def test_the_first_kl_is_exactly_0_and_the_policy_moves(trained: Path) -> None:
+def test_the_first_kl_is_0_the_policy_moves_and_a_checkpoint_contains_only_trained_weights(trained: Path) -> None:
     first, *_, last = lines(trained)
     assert first["objective/kl"] == first["objective/kl_k1"] == first["policy/first_ratio_error"] == 0.0
     assert last["objective/kl_k1"] > 0.05 and last["policy/first_ratio_error"] == 0.0
+    state = save.load_tree(runs.state_at(trained / "ppo/state", 5))["trainer"]
+    assert all(".lora_" in name for name in state["policy"]) and len(state["policy"]) == 28
+    heads = {name for name in state["value"] if ".lora_" not in name}
+    assert heads == {"score.modules_to_save.default.weight"} and len(state["value"]) == 29
+    assert len(state["optimizer"]["state"]) == 28 + 29
 
 
 # Memory
@@ -159,14 +164,6 @@ def test_ppo_writes_adapters_of_the_sft_model(trained: Path) -> None:
     other = {"models.sft": {**manifest["parents"]["models.sft"], "sha256": "0" * 64}}
     assert manifest["model_sha256"] != sha256_with_base(manifest["files"], manifest["parents"] | other)
     assert str(trained) not in "".join(path.read_text() for path in (trained / "ppo").rglob("*.json"))
-
-
-def test_a_checkpoint_contains_only_trained_weights(trained: Path) -> None:
-    state = save.load_tree(runs.state_at(trained / "ppo/state", 5))["trainer"]
-    assert all(".lora_" in name for name in state["policy"]) and len(state["policy"]) == 28
-    heads = {name for name in state["value"] if ".lora_" not in name}
-    assert heads == {"score.modules_to_save.default.weight"} and len(state["value"]) == 29
-    assert len(state["optimizer"]["state"]) == 28 + 29
 
 
 @pytest.mark.parametrize("value", ["reward", "policy_head"])

@@ -80,16 +80,13 @@ def test_rows_in_one_batch_give_the_gradient_of_rows_by_length(family, monkeypat
     assert difference(gradients(family=family, **EXACT), by_length) <= 1e-12
 
 
-def test_a_cpu_attends_to_no_padding():
+def test_a_cpu_attends_to_no_padding_which_repeats_the_tokens_of_its_row():
+    """No token is read by many cells: on a GPU their gradients would be added at one address, one after the other."""
     lengths = [7, 7, 5, 7, 3]
     rows = packing.PackedRows.from_lengths(lengths, CPU)
     assert [(list(one.lengths), one.width) for one in rows.batches] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
     assert rows.width == 7 and all(one.source_index is None for one in rows.batches)
     assert in_one_batch([4, 4], CPU).batches[0].source_index is None, "no padding, no copy"
-
-
-def test_padding_repeats_the_tokens_of_its_row():
-    """No token is read by many cells: on a GPU their gradients would be added at one address, one after the other."""
     batch = in_one_batch([5, 2, 4], CPU).batches[0]
     assert batch.source_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 5, 7, 8, 9, 10, 7]
     assert batch.source_index[batch.cell_index].tolist() == list(range(11))
@@ -251,9 +248,6 @@ def test_gradients_in_place_are_those_of_autograd():
 
     for one, other in zip(run(in_place=True), run(in_place=False), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
-def test_gradients_in_place_are_those_of_autograd_in_bfloat16():
     in_place, plain = (gradients(bf16=True, logits_at_a_time=size) for size in ("auto", "all"))
     assert difference(in_place, plain) <= 2e-2 < difference(in_place, gradients())
 

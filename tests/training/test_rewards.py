@@ -214,6 +214,7 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     must_succeed(rlhf("verify", grpo_folder))
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8"))
     judge = ["eval", "-c", grpo_folder / "eval.yaml", "--fresh"]

@@ -89,8 +89,7 @@ def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
 
     monkeypatch.setattr(HFEngine, "generate", generate)
     assert sft(run_folder).exit_code and len(calls) == 4 and not (run_folder / "sft/best_of.jsonl").exists()
-    with monkeypatch.context() as patched:
-        signal_at(patched, 3)
+    with signal_at(3):
         assert sft(run_folder).exit_code == 143
     calls.clear()
     must_succeed(sft(run_folder), "resumes at step 3 of 6", "best of 5 answers to 20 prompts")
@@ -100,6 +99,7 @@ def test_a_run_that_ends_while_it_samples_or_trains_gives_the_same_bytes(
 
 
 @pytest.mark.training
+@pytest.mark.usefixtures("no_page")
 def test_an_evaluation_has_it_as_a_policy_with_a_higher_reward(trained_folder: Path) -> None:
     """On its own prompts, whose best answers it has learned by heart."""
     folder = trained_folder / "best_of"
@@ -107,7 +107,7 @@ def test_an_evaluation_has_it_as_a_policy_with_a_higher_reward(trained_folder: P
     parents = {"model": {"path": "../sft_model"}, "data": {"train": "../prompts.jsonl"}}
     settings = {"max_steps": 150, "learning_rate": 5e-3, "max_length": 48}
     write(folder, "sft", {**parents, "best_of": {**BEST_OF, "reward": "../reward_model", "n": 8}, "sft": settings})
-    must_succeed(rlhf("run", folder))
+    must_succeed(rlhf("sft", "-c", folder / "sft.yaml"))
     quick = {"n": 20, "best_of": [], "modes": ["sampled"], "temperature": 1.0}
     config = {**EVAL, "data": {"prompts": "prompts.jsonl"}, "policies": {"best_of": "./best_of/sft"}, "eval": quick}
     write(trained_folder, "eval", config)

@@ -24,14 +24,6 @@ pytestmark = pytest.mark.training
 Pair = tuple[list[int], list[int], list[int]]  # tokens of prompt, chosen and rejected answer
 
 
-@pytest.fixture(scope="module")
-def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished SFT stage."""
-    folder = tmp_path_factory.mktemp("parent")
-    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
-    return folder / "sft"
-
-
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> DPOConfig:
     sections["dpo"] = {"max_steps": 6, **sections.get("dpo", {})}
     return trl_stage.config_of(world, "dpo", folder, parent, pairs or world.pairs, **sections)
@@ -128,7 +120,7 @@ def test_the_loss_of_each_step_is_that_of_the_paper(
 
 @pytest.mark.parametrize("model", [{}, {"adapters": {"kind": "lora", "r": 4}}], ids=["full", "lora"])
 def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
-    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+    world: World, tmp_path: Path, sft_stage: Path, model: dict[str, Any]
 ) -> None:
     """With adapters the base stays as it was, and is what the policy is compared with."""
     rows = tmp_path / "held-out.jsonl"
@@ -139,10 +131,8 @@ def test_it_learns_the_preference_and_resumes_to_the_same_bytes(
     }  # fmt: skip
     straight, stopped = (config_of(world, tmp_path / name, sft_stage, **sections) for name in ("straight", "stopped"))
     manifest = train(straight)
-    with monkeypatch.context() as patched:
-        signal_at(patched, 13)
-        with pytest.raises(SystemExit) as error:
-            trl_stage.run(stopped)
+    with signal_at(13), pytest.raises(SystemExit) as error:
+        trl_stage.run(stopped)
     assert error.value.code == 143
     assert train(stopped)["model_sha256"] == manifest["model_sha256"]
     assert metrics_of(stopped) == metrics_of(straight)

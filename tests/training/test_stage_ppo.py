@@ -114,6 +114,7 @@ def test_the_output_is_that_of_the_contract(trained_once):
 
 
 def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
+    """The first row of a table has a column per quantity of a token."""
     plain = weights(trained_folder)
     heldout = f"data.eval_prompts={trained_folder / 'heldout.jsonl'}"
     assert ppo(trained_folder, *settings(heldout, "num_sample_generations=4"), "--fresh").exit_code == 0
@@ -121,21 +122,16 @@ def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(t
     assert {row["step"] for row in samples} == {1, 2, 3, 4}
     assert all(row["prompt"].startswith("what is") for row in samples)
     assert weights(trained_folder) == plain and (trained_folder / ".old/ppo-1/manifest.json").is_file()
-    assert ppo(trained_folder, *settings("num_sample_generations=0", ONE), "--fresh").exit_code == 0
-    assert not (trained_folder / "ppo/samples.jsonl").exists()
-
-
-def test_a_tables_first_row_has_a_column_per_token_quantity(run_folder):
-    assert ppo(run_folder, *settings("num_sample_generations=4")).exit_code == 0
-    rows = lines(run_folder / "ppo/samples.jsonl")
-    assert [row["index"] for row in rows if "tokens" in row] == [0] * len({row["step"] for row in rows})
-    coefs = {line["step"]: line["objective/kl_coef"] for line in lines(run_folder / "ppo/metrics.jsonl")}
-    for row in (row for row in rows if "tokens" in row):
-        tokens = row["tokens"]
+    coefs = {line["step"]: line["objective/kl_coef"] for line in lines(trained_folder / "ppo/metrics.jsonl")}
+    first = [row for row in samples if "tokens" in row]
+    assert [row["index"] for row in first] == [0] * 4
+    for row, tokens in ((row, row["tokens"]) for row in first):
         assert {len(values) for values in tokens.values()} == {row["length"]}
         assert "".join(tokens["text"]).startswith(row["response"])
         assert sum(tokens["kl"]) == pytest.approx(row["kl"], abs=1e-5)
         assert sum(tokens["reward"]) == pytest.approx(row["score"] - coefs[row["step"]] * row["kl"], abs=1e-5)
+    assert ppo(trained_folder, *settings("num_sample_generations=0", ONE), "--fresh").exit_code == 0
+    assert not (trained_folder / "ppo/samples.jsonl").exists()
 
 
 WITHOUT_VALUE = {**PPO, "ppo": {**PPO["ppo"], "advantage": "rloo", "num_samples_per_prompt": 2}}
@@ -307,15 +303,13 @@ def test_m09_scores_that_do_not_come_back(run_folder):
     assert not (run_folder / "ppo/metrics.jsonl").exists()
 
 
-def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
-    warned, silent = ppo(run_folder, *settings(ONE, "kl_estimator=k3")), ppo(run_folder, ONE, "--fresh")
-    assert warned.exit_code == 0 and "warning[C18]" in warned.stderr and "hint: k1 has it" in warned.stderr
-    assert "C18" not in silent.stderr
-
-
-def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
+def test_an_estimator_and_a_first_ratio_that_are_off_are_warned_about(run_folder, monkeypatch):
+    silent = must_succeed(ppo(run_folder, ONE)).stderr
+    assert "C18" not in silent and "R07" not in silent
     monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
-    assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in ppo(run_folder, ONE).stderr
+    warned = must_succeed(ppo(run_folder, *settings(ONE, "kl_estimator=k3"), "--fresh")).stderr
+    assert "warning[C18]" in warned and "hint: k1 has it" in warned
+    assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in warned
 
 
 # Evaluation
@@ -360,7 +354,10 @@ def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
         assert kl[row] == pytest.approx(float(ratios.sum()), abs=1e-4)
 
 
-def test_a_policy_that_never_stops_loses_by_the_short_judge(run_folder):
+def test_an_external_policy_that_never_stops_loses_by_the_short_judge(run_folder):
+    """An external policy needs sampling options."""
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
+    fails(evaluate(run_folder), "C17", "eval.temperature")
     shutil.copytree(run_folder / "sft_model", run_folder / "ppo_model")
     state = load_file(run_folder / "ppo_model/model.safetensors")
     state["lm_head.weight"][1] = 0.0  # it never stops
@@ -376,8 +373,3 @@ def test_a_policy_that_never_stops_loses_by_the_short_judge(run_folder):
     again = evaluate(run_folder)
     fails(again, "R06", "finished already", exit_code=1)
     assert result.stderr.count("error[R06]") == again.stderr.count("error[R06]") == 2
-
-
-def test_an_external_policy_needs_sampling_options(run_folder):
-    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
-    fails(evaluate(run_folder), "C17", "eval.temperature")

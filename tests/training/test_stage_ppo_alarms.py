@@ -90,12 +90,15 @@ def test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_
     assert "warning[R02]" not in again.stderr
 
 
-def test_r03_responses_that_never_end(run_folder):
+def test_r03_r08_responses_that_never_end_and_skipped_minibatches_are_reported_once(run_folder):
     never = ppo(run_folder, *settings("total_episodes=16", "stop_token_id=250", "response_length=3"))
     warning = "warning[R03]: step 1: 0 of 8 responses end with the stop token (0%)"
     assert never.exit_code == 0 and warning in never.stderr and never.stderr.count("warning[R03]") == 1
     assert "hint: raise ppo.response_length" in never.stderr
     assert "R03" not in ppo(run_folder, *settings(ONE, "stop_token=none"), "--fresh").stderr
+    result = ppo(run_folder, *settings("learning_rate=0.1", "ratio_threshold=1.05"), "--fresh")
+    assert result.stderr.count("warning[R08]") == 1 and "exceeds ppo.ratio_threshold 1.05" in result.stderr
+    assert any(row["policy/skipped_minibatches"] > 0 for row in metrics_of(run_folder))
 
 
 @pytest.mark.parametrize("average", ["null", "0.5"])  # the best policy is not averaged again
@@ -132,12 +135,6 @@ def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
     assert "warning[R04]: step 1: KL to the SFT policy is -" in stderr and "below 0 by more than noise" in stderr
 
 
-def test_r08_a_skipped_minibatch_is_reported_once(run_folder):
-    result = ppo(run_folder, *settings("learning_rate=0.1", "ratio_threshold=1.05"))
-    assert result.stderr.count("warning[R08]") == 1 and "exceeds ppo.ratio_threshold 1.05" in result.stderr
-    assert any(row["policy/skipped_minibatches"] > 0 for row in metrics_of(run_folder))
-
-
 def test_m05_a_state_of_an_older_version(trained_folder):
     """It had no hash of itself, and no positions of the logs."""
     (trained_folder / "ppo/manifest.json").unlink()
@@ -158,13 +155,10 @@ def test_the_best_policy_is_kept_besides_the_evenly_spaced_ones(run_folder):
         values[point - 1] = fmean(row["objective/rlhf_reward"] for row in metrics[start:point])  # of the policy before
         start = point
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
-
-
-def test_snapshots_are_the_eighths_of_a_run():
     for updates in (8, 100, 157, 10_000):
-        steps = sorted(evenly_spaced_steps(updates, Output().snapshots))
-        assert len(steps) == 8 and steps[-1] == updates
-        assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *steps]))
+        eighths = sorted(evenly_spaced_steps(updates, Output().snapshots))
+        assert len(eighths) == 8 and eighths[-1] == updates
+        assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *eighths]))
 
 
 def test_the_best_policy_is_chosen_with_one_coefficient_and_one_unit(run_folder):

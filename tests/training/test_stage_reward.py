@@ -31,14 +31,6 @@ TRAIN_KEYS = METRICS | {"grad_norm", "lr", "epoch"}
 EVAL_KEYS = {f"eval_{name}" for name in METRICS} | {"epoch"}
 
 
-@pytest.fixture(scope="module")
-def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished SFT stage."""
-    folder = tmp_path_factory.mktemp("parent")
-    trl_stage.run(trl_stage.config_of(world, "sft", folder, world.base, world.sft, sft={"max_steps": 40}))
-    return folder / "sft"
-
-
 def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> RewardConfig:
     sections["reward"] = {"max_steps": 6, "normalize_samples": 24, **sections.get("reward", {})}
     return trl_stage.config_of(world, "reward", folder, parent, pairs or world.pairs, **sections)
@@ -219,18 +211,14 @@ def test_t01_with_a_new_pad_token_the_score_is_read_at_the_stop_token(
     assert (score - manifest["reward_mean"]) / manifest["reward_std"] == pytest.approx(probe["score"], abs=1e-4)
 
 
-def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(
-    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_resumes_to_the_same_weights_and_metrics(world: World, tmp_path: Path, sft_stage: Path) -> None:
     settings = {"max_steps": 20, "logging_steps": 3}
     configs = [
         config_of(world, folder, sft_stage, reward=settings) for folder in (tmp_path / "straight", tmp_path / "stopped")
     ]
     straight = train(configs[0])
-    with monkeypatch.context() as patched:
-        signal_at(patched, 13)
-        with pytest.raises(SystemExit) as stopped:
-            trl_stage.run(configs[1])
+    with signal_at(13), pytest.raises(SystemExit) as stopped:
+        trl_stage.run(configs[1])
     assert stopped.value.code == 143
     resumed = train(configs[1])
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["probes"] == straight["probes"]

@@ -102,9 +102,6 @@ def test_a_held_out_judge_fires_by_standard_errors_below_its_best():
         assert fired(watchdog(), *up, *[{"judge": 2.0 - fall, "spread": 1.0}] * 2) == expected
     assert fired(watchdog(judge=3.0), *up, *[{"judge": 2.0 - 3.5 * one, "spread": 1.0}] * 2) == [(5, "judge")]
     assert fired(watchdog(judges=()), *up, *[{"judge": -9.0, "spread": 1.0}] * 4) == []
-
-
-def test_a_judge_that_falls_from_the_first_update_on_is_detected():
     assert fired(watchdog(), *({"judge": 1.0 - step / 2, "spread": 0.1} for step in range(4)))[0] == (2, "judge")
 
 
@@ -229,7 +226,7 @@ def test_raise_kl_coef_applies_from_the_next_update_and_survives_a_kill(run_fold
     hackable(run_folder, kl=0.1, judge=None, repetition=None, actions={"kl": "raise_kl_coef"}, kl_factor=4.0)
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
-    less = ("-s", f"ppo.total_episodes={32 * 24}", "-s", "output.save_steps=7")
+    less = ("-s", f"ppo.total_episodes={32 * 12}", "-s", "output.save_steps=7")
     result = must_succeed(ppo(straight, *less))
     metrics, found = lines(straight / "ppo/metrics.jsonl"), lines(straight / "ppo/watchdog.jsonl")
     expected = [1e-9 * 4.0 ** sum(firing["step"] < row["step"] for firing in found) for row in metrics]

@@ -140,13 +140,10 @@ def test_the_variables_of_a_chat_template_are_in_the_identity(bad: str, here: Pa
         loaded(here, "sft", "", f"data.chat_template_kwargs={bad}")
 
 
-def test_new_weights_keep_every_field_of_the_transformers_config(here: Path) -> None:
+def test_new_weights_keep_every_field_and_an_empty_section_means_its_defaults(here: Path) -> None:
     new = loaded(here, "sft", FULL["sft"].replace("chat.jinja", "chatml")).model.new
     assert new.config_fields() == {"model_type": "llama", "hidden_size": 32}
     assert new.tokenizer.train == str(here / "data" / "text.jsonl")
-
-
-def test_an_empty_section_means_its_defaults(here: Path) -> None:
     assert loaded(here, "sft", f"sft:\noutput:\n{MINIMAL['sft']}").sft.max_length == 1024
 
 
@@ -322,12 +319,9 @@ def test_a_wrong_engine_is_one_problem(engine: str, message: str, here: Path) ->
     assert problem.startswith(message)
 
 
-def test_a_path_to_the_value_model_counts_but_not_which(here: Path) -> None:
+def test_a_path_to_the_value_model_counts_but_not_which_and_a_template_by_its_text(here: Path) -> None:
     one, other = (loaded(here, "ppo", "", f"models.value=./{name}").identity() for name in "xy")
     assert one == other
-
-
-def test_a_chat_templates_file_counts_by_its_text(here: Path) -> None:
     identities = []
     for text in ("{{ one }}", "{{ two }}"):
         (here / "chat.jinja").write_text(text)

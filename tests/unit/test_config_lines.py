@@ -248,13 +248,10 @@ def test_a_missing_section_and_a_bad_name_are_located(stage: str, text: str, sta
     assert only(stage, text).startswith(start)
 
 
-def test_good_fields_of_the_trainer_pass() -> None:
+def test_good_fields_of_the_trainer_pass_and_the_dropout_of_a_rewards_adapters() -> None:
     fields = "{neftune_noise_alpha: 5, label_smoothing_factor: 0, optim: sgd, lr_scheduler_kwargs: {num_cycles: 2}}"
     Path("sft.yaml").write_text(f"{HEAD['sft']}trainer: {fields}\n")
     assert load("sft", "sft.yaml").trainer["lr_scheduler_kwargs"] == {"num_cycles": 2}
-
-
-def test_reward_training_may_leave_the_dropout_of_adapters_on() -> None:
     text = "model: {adapters: {kind: lora, lora_dropout: 0.1}}\ntrainer: {disable_dropout: false}\n"
     Path("reward.yaml").write_text(HEAD["reward"] + text)
     assert load("reward", "reward.yaml").model.adapters.lora_dropout == 0.1

@@ -98,16 +98,13 @@ def test_encode_many_equals_encode(name: str) -> None:
 # --- the forms of rows
 
 
-def test_prompt_and_completion(tokenizer: Any, tmp_path: Path) -> None:
+def test_prompt_and_completion_and_plain_text_whose_tokens_are_all_trained(tokenizer: Any, tmp_path: Path) -> None:
     prompt, response = data.encode(tokenizer, "Tell me.", " Yes.")
     path = write(tmp_path, {"prompt": "Tell me.", "completion": " Yes."})
     (row,) = data.sft_rows(path, tokenizer, max_length=99)
     assert row == {"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)}
     renamed = write(tmp_path, {"question": "Tell me.", "completion": " Yes.", "prompt": 7})
     assert data.sft_rows(DataSource(str(renamed), columns={"prompt": "question"}), tokenizer, max_length=99) == [row]
-
-
-def test_all_tokens_of_plain_text_are_trained(tokenizer: Any, tmp_path: Path) -> None:
     (row,) = data.sft_rows(write(tmp_path, {"text": "The sun."}), tokenizer, max_length=99)
     assert tokenizer.decode(row["input_ids"]) == "The sun.<eos>" and set(row["completion_mask"]) == {1}
     assert data.is_plain_text(tmp_path / "rows.jsonl")

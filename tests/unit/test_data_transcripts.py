@@ -124,7 +124,7 @@ def test_bad_dialogues_have_a_code_or_are_dropped(
 # --- data.on_bad
 
 
-def test_each_dropped_row_is_counted_once_by_its_fault(tokenizer: Any, tmp_path: Path) -> None:
+def test_on_bad_counts_each_dropped_row_once_by_its_fault(tokenizer: Any, tmp_path: Path) -> None:
     faults = [{"prompt": None}, {"prompt": None}, {"prompt": 7}, {"rejected": ""}, {"prompt": " ", "chosen": ""}]
     faults.append({"prompt": "Tell me " * 99})
     rows = source(tmp_path, *({**GOOD, **fault} for fault in faults), {"odd": 1}, GOOD, on_bad="drop")
@@ -135,9 +135,6 @@ def test_each_dropped_row_is_counted_once_by_its_fault(tokenizer: Any, tmp_path:
     assert f"3 of 8 rows dropped: {null}" in warnings["D06"]
     assert "1 of 8 rows dropped: the prompt is empty (first: line 5)" in warnings["D08"]
     assert sum(int(line.split(" of 8")[0].split()[-1]) for line in warnings.values()) == 7
-
-
-def test_on_bad_does_not_drop_identical_or_long_rows(tokenizer: Any, tmp_path: Path) -> None:
     for contents, code in ((SAME, "D07"), ({**GOOD, "prompt": "Tell me " * 99}, "D10")):
         rows = source(tmp_path, GOOD, contents, on_bad="drop")
         (problem,) = problems(data.preference_rows, rows, tokenizer, max_length=99, on_long="error")

@@ -86,7 +86,7 @@ def test_no_response_is_longer_than_the_limit(kind, length):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("size", [None, 2, 5])
+@pytest.mark.parametrize("size", [None, 1, 5])
 def test_a_rows_draws_depend_on_its_seed_alone(kind, size):
     prompts, order = seeded(tiny.prompts(8), length=LONG), [5, 2, 7, 0, 1, 6, 3, 4]
     seeds = tuple(prompts.seeds[row] for row in order)

@@ -239,7 +239,7 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_a_saved_model_is_a_plain_folder(world: World) -> None:
+def test_saved_models_are_plain_folders_with_all_their_weights(world: World, tmp_path: Path) -> None:
     names = {path.name for path in world.base.iterdir()}
     assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "README.md"} <= names
     generation = json.loads((world.base / "generation_config.json").read_text())
@@ -247,6 +247,11 @@ def test_a_saved_model_is_a_plain_folder(world: World) -> None:
     ids = torch.tensor([[5, 6, 7]])
     plain = AutoModelForCausalLM.from_pretrained(world.base)
     assert torch.equal(plain(ids).logits, load_causal_lm(world.base).eval()(ids).logits)
+    save.save_model(init_reward_model(world.base), world.tokenizer(), tmp_path, "A reward model.")
+    model, causal = load_reward_model(tmp_path), load_causal_lm(world.base)
+    assert model.num_labels == 1 and model.score.weight.abs().sum() > 0
+    assert same_weights(model.model, causal.model)
+    assert torch.equal(init_reward_model(tmp_path).score.weight, model.score.weight)
 
 
 @pytest.mark.parametrize(
@@ -302,14 +307,6 @@ def test_one_float32_weight_in_a_file_is_not_rounded(causal: Path) -> None:
     change(causal, {"model.norm.weight": exact})
     loaded = load_causal_lm(causal, bf16_matrices=True)
     assert torch.equal(loaded.model.norm.weight, exact) and not lora.has_bf16_matrices(loaded)
-
-
-def test_a_reward_model_has_the_causal_models_backbone_and_keeps_its_head(world: World, tmp_path: Path) -> None:
-    save.save_model(init_reward_model(world.base), world.tokenizer(), tmp_path, "A reward model.")
-    model, causal = load_reward_model(tmp_path), load_causal_lm(world.base)
-    assert model.num_labels == 1 and model.score.weight.abs().sum() > 0
-    assert same_weights(model.model, causal.model)
-    assert torch.equal(init_reward_model(tmp_path).score.weight, model.score.weight)
 
 
 def test_new_weights_get_vocabulary_and_special_tokens_from_the_tokenizer(tokenizer: Any) -> None:

@@ -5,12 +5,19 @@ KL loss, k3's value), it is fixed in the numerical gradient as well. Points stay
 """
 
 import math
+from dataclasses import replace
+from itertools import chain, product
+from statistics import fmean
 
 import pytest
+import tiny
 import torch
 from torch.autograd import gradcheck
 
+from rlhf_cli.config.ppo_algorithm import RolloutCorrection
+from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics
 
 NAN = float("nan")
 
@@ -158,14 +165,6 @@ def test_log_probs_entropy_and_exact_kl_have_their_numerical_gradients(temperatu
     assert gradcheck(lambda x: losses.exact_kl(x, ref, temperature), (logits,))
 
 
-def test_half_precision_logits_are_widened():
-    logits, ids = normal(4, 50).bfloat16(), torch.tensor([1, 2, 3, 4])
-    expected = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, ids[:, None])[:, 0]
-    got = losses.token_logprobs(logits, ids, 0.7)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_token_logprobs_and_entropy():
     logits = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [1000.0, 0.0, -1000.0]])
     logprobs = losses.token_logprobs(logits, torch.tensor([1, 0, 0]), temperature=2.0)
@@ -174,10 +173,11 @@ def test_token_logprobs_and_entropy():
     assert logprobs.tolist() == pytest.approx([-math.log(3), math.log(p), 0.0], abs=1e-6)
     assert entropy.tolist() == pytest.approx([math.log(3), -p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], abs=1e-6)
     assert (entropy >= 0).all()
-
-
-def test_approx_kl_is_half_the_square():
-    assert losses.approx_kl(torch.tensor([1.0]), torch.tensor([0.6])).item() == pytest.approx(0.08)
+    logits, ids = normal(4, 50).bfloat16(), torch.tensor([1, 2, 3, 4])
+    expected = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, ids[:, None])[:, 0]
+    got = losses.token_logprobs(logits, ids, 0.7)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["entropy", "full"])
@@ -210,14 +210,11 @@ def test_estimators_by_hand():
     r = math.log(0.5 / 0.1)  # token 2: ref .5, pi .1
     for kind, value in {"k1": -r, "k2": r * r / 2, "k3": 5.0 - 1.0 - r, "abs": r}.items():
         assert float(losses.token_kl(PI.log()[2], REF.log()[2], kind)) == pytest.approx(value)
-
-
-def test_full_kl_at_a_temperature_by_hand():
-    """logits / T is compared: at T = 0.5 they count twice, and a token of probability 0 in both counts nothing."""
     one, other = torch.tensor([[1.0, 0.0, -math.inf]]), torch.tensor([[0.0, 0.0, -math.inf]])
     p = 1 / (1 + math.exp(-2.0))
     expected = p * math.log(p / 0.5) + (1 - p) * math.log((1 - p) / 0.5)
     assert float(losses.exact_kl(one, other, 0.5)) == pytest.approx(expected, abs=1e-6)
+    assert losses.approx_kl(torch.tensor([1.0]), torch.tensor([0.6])).item() == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -230,3 +227,193 @@ def test_kl_loss_with_its_fixed_factors(kind):
     torch.testing.assert_close(found, fixed * (((r - h) ** 2 - (r + h) ** 2) / (4 * h)), rtol=1e-6, atol=1e-8)
     value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
     torch.testing.assert_close(losses.token_kl_loss(logprobs, old, ref, kind), fixed * value)
+
+
+# Corrections of the rollout
+
+
+RATIOS = [[2.0, 0.5], [4.0], [0.5, 5.0, 0.8]]  # probability of each token in the training over that in the engine
+BY_HAND = {
+    "token_truncate": ([[2, 0.5, 0], [3, 0, 0], [0.5, 3, 0.8]], [False, False, True, False, True, False], 9.8 / 6),
+    "sequence_mask": ([[1, 1, 0], [0, 0, 0], [2, 2, 2]], [False, True, False], 8 / 6),
+}
+MODES = pytest.mark.parametrize("mode", BY_HAND)
+
+
+@MODES
+def test_weights_by_hand(mode):
+    """With the default cap, 3. Padding has no effect, and an engine without log-probs is refused."""
+    rows = Rollout.from_lists([[1]] * 3, [[5] * len(row) for row in RATIOS])
+    drawn, ours = torch.full((3, 3), math.nan), torch.full((3, 3), -1.5)
+    drawn[rows.response_mask] = -1.5 - torch.tensor([*chain(*RATIOS)]).log()
+    with pytest.raises(ValueError, match="rollout_correction needs the engine's log-probs"):
+        tiny.experience(rows, logprobs=ours).corrected(RolloutCorrection(mode=mode))
+    found = tiny.experience(replace(rows, logprobs=drawn), logprobs=ours).corrected(RolloutCorrection(mode=mode))
+    weights, capped, mean = BY_HAND[mode]
+    torch.testing.assert_close(found.weights, torch.tensor(weights).float())
+    metrics = found.metrics(kl_in_reward=True)
+    assert found.capped.tolist() == capped and metrics["rollout/correction_mean"] == pytest.approx(mean)
+    assert metrics["rollout/correction_capped"] == pytest.approx(sum(capped) / len(capped))
+
+
+# Responses of one or two tokens out of three, drawn from OFF where the policy is ON: sums over all responses.
+
+ON, OFF, NO_CAP = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2], 1e9
+
+
+def of_responses(probabilities, length):
+    return [math.prod(each) for each in product(probabilities, repeat=length)]
+
+
+# mass: the probability times the weight of each response
+@pytest.mark.parametrize("mode,length,cap,mass", [
+    (None, 2, None, of_responses(OFF, 2)),
+    ("token_truncate", 1, NO_CAP, ON),
+    ("token_truncate", 1, 1.5, [0.6, 0.2, 0.1]),
+    ("sequence_mask", 2, NO_CAP, of_responses(ON, 2)),
+    ("sequence_mask", 2, 3.0, [0.0, *of_responses(ON, 2)[1:]]),  # 1.75^2 = 3.0625
+])  # fmt: skip
+def test_the_expected_gradient_is_that_of_the_policys_own_responses(mode, length, cap, mass):
+    responses, on, off = list(product(range(3), repeat=length)), torch.tensor(ON).double(), torch.tensor(OFF).double()
+    advantages = torch.randn(len(responses), length, generator=torch.Generator().manual_seed(0)).double()
+    rows = replace(Rollout.from_lists([[1]] * len(responses), responses), logprobs=off.log()[torch.tensor(responses)])
+    experience = tiny.experience(rows, logprobs=on.log()[torch.tensor(responses)], advantages=advantages)
+    experience = experience.corrected(mode and RolloutCorrection(mode=mode, cap=cap))
+    tokens, logits = experience.token_batch(rows.micro_batch(torch.arange(len(rows)))), on.log().requires_grad_(True)
+    settings, each = tiny.settings(temperature=1.0), logits.expand(len(rows) * length, 3)
+    loss, _ = policy_loss_and_metrics(tokens, each, None, 0.0, settings)
+    sampled = torch.tensor(of_responses(OFF, length)).double().repeat_interleave(length)
+    (found,) = torch.autograd.grad((sampled * loss).sum(), logits)
+
+    def slope(masses):  # of sum_y mass(y) sum_t -A_t log pi(y_t) by the logits: d log pi(v) = [v] - pi
+        pairs = [(row, t, token) for row, response in enumerate(responses) for t, token in enumerate(response)]
+        return sum(masses[row] * -advantages[row, t] * (torch.eye(3)[token] - on) for row, t, token in pairs)
+
+    torch.testing.assert_close(found, slope(mass), rtol=0, atol=1e-6)
+    assert bool((found - slope(of_responses(ON, length))).abs().max() < 1e-6) is (cap == NO_CAP)
+
+
+def updated(shift, **changes):
+    """The policy before an update on rows whose engine had its log-probs less `shift`; the trainer; the metrics."""
+    options = {"policy_seed": 3, "learning_rate": 3e-3, "num_mini_batches": 2, "ratio_threshold": None}
+    drawn = replace(tiny.rollout(), logprobs=tiny.trainer_and_experience(**options)[1].logprobs - shift)
+    trainer = tiny.trainer(**options, max_logprob_gap=9.0, **changes)
+    before, experience = tiny.weights(trainer.policy), trainer.make_experience(drawn, scores=torch.tensor(tiny.SCORES))
+    return before, trainer, trainer.update(experience)
+
+
+@MODES
+def test_with_equal_log_probs_the_update_is_that_without_the_option(mode):
+    (_, plain, expected), (_, ours, found) = updated(0.0), updated(0.0, rollout_correction={"mode": mode})
+    assert {**expected, "rollout/correction_mean": 1.0, "rollout/correction_capped": 0.0} == found
+    assert torch.equal(tiny.weights(plain.policy), tiny.weights(ours.policy))
+
+
+def test_only_the_surrogate_is_weighted():
+    """All rows are masked: the policy does not move without other terms; the value model learns as ever."""
+    masked = {"rollout_correction": {"mode": "sequence_mask", "cap": 1.1}}
+    (_, plain, _), (before, ours, stats) = updated(0.0), updated(1.0, **masked)
+    assert stats["rollout/correction_capped"] == 1.0 and stats["loss/policy_avg"] == 0.0 < stats["loss/value_avg"]
+    assert torch.equal(tiny.weights(ours.policy), before) and not torch.equal(tiny.weights(plain.policy), before)
+    assert torch.equal(tiny.weights(ours.value), tiny.weights(plain.value))
+    for term in ({"kl_in": "loss", "kl_estimator": "full"}, {"entropy_coef": 0.1}):
+        assert not torch.equal(tiny.weights(updated(1.0, **masked, **term)[1].policy), before)
+
+
+# Advantages of groups
+
+
+GROUPS = pytest.mark.parametrize("estimator", losses.GROUP_ADVANTAGES)
+PROMPTS = Prompts.from_lists([[5, 6], [7], [8, 9, 4], [6, 6]])  # two responses each
+
+
+def test_advantages_by_hand():
+    returns = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, -3.0]]).double()
+    by_others = [[1 - 4, 2 - 3.5, 6 - 1.5], [1.5, 1.5, -3.0]]
+    torch.testing.assert_close(losses.rloo(returns), torch.tensor(by_others).double())
+    deviation = torch.tensor([[7.0], [3.0]]).double().sqrt()  # unbiased
+    by_all = torch.tensor([[-2, -1, 3], [1, 1, -2]]) / (deviation + 1e-4)
+    torch.testing.assert_close(losses.grpo(returns), by_all)
+
+
+@GROUPS
+def test_equal_returns_have_no_advantage(estimator):
+    """Exactly, although the mean of three 0.1 is not 0.1; whitening leaves it at 0."""
+    rewards = torch.tensor([[0.0, 0.1], [0.1, torch.nan], [0.1, 0.0]])
+    mask = ~rewards.isnan()
+    advantages = losses.group_advantages(rewards, mask, 3, estimator)
+    assert advantages.tolist() == losses.masked_whiten(advantages, mask).tolist() == [[0.0, 0.0]] * 3
+
+
+def test_leaving_one_out_is_the_deviation_from_the_mean_of_all_times_k_over_k_minus_1():
+    returns = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(losses.rloo(returns), 4 / 3 * (returns - returns.mean(1, keepdim=True)))
+
+
+@GROUPS
+def test_advantages_are_those_of_the_rows_of_the_prompt(estimator):
+    """In shuffled minibatches, by a loop over the rows that have the same prompt."""
+    trainer = tiny.trainer(
+        seed=2, policy_seed=3, num_samples_per_prompt=2, advantage=estimator, advantage_norm="none", num_mini_batches=4
+    )
+    experience = trainer.make_experience(trainer.generate(PROMPTS))
+    rollout, returns = experience.rollout, experience.rewards.double().sum(1).tolist()
+    assert len(set(returns)) == 8
+    for minibatch in experience.minibatches:
+        for rows in minibatch:
+            micro_batch = rollout.micro_batch(rows)
+            found = experience.token_batch(micro_batch).advantages
+            for row in rows.tolist():
+                prompt = rollout.prompt_tokens(row)
+                (other,) = (each for each in range(8) if each != row and rollout.prompt_tokens(each) == prompt)
+                gap = returns[row] - returns[other]  # of two values the unbiased deviation is |gap| / sqrt(2)
+                expected = gap if estimator == "rloo" else gap / 2 / (abs(gap) / math.sqrt(2) + 1e-4)
+                own = found[rows[micro_batch.row_index] == row]
+                assert own.tolist() == pytest.approx([expected] * int(experience.mask[row].sum()), rel=1e-4)
+
+
+# Responses of two tokens out of three; k of them are drawn: sums over all draws.
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_expected_gradient_of_rloo_is_that_of_the_policy(k):
+    logits = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+    responses = list(product(range(3), repeat=2))
+    scores = torch.randn(9, generator=torch.Generator().manual_seed(2)).double()
+    logprobs = torch.log_softmax(logits, -1)[torch.arange(2), torch.tensor(responses)]  # (9, 2), of each token
+    mass = logprobs.sum(1).exp()
+    (policy_gradient,) = torch.autograd.grad((mass * scores).sum(), logits, retain_graph=True)
+    draws = torch.tensor(list(product(range(9), repeat=k)))
+    for estimator, exact in (("rloo", True), ("grpo", False)):
+        advantages = losses.GROUP_ADVANTAGES[estimator](scores[draws])[..., None].expand(-1, k, 2)
+        loss = losses.policy_loss(logprobs[draws], logprobs[draws].detach(), advantages, 0.2)[0].sum(2).mean(1)
+        (found,) = torch.autograd.grad((mass[draws].prod(1).detach() * loss).sum(), logits, retain_graph=True)
+        assert torch.allclose(found, -policy_gradient, atol=1e-12) is exact
+
+
+# The trainer
+
+
+@GROUPS
+def test_a_policy_learns_without_a_value_model(estimator):
+    """To end at once; no number, weight or optimizer state is of a value model."""
+    options = {"num_samples_per_prompt": 4, "kl_coef": 0.0, "ratio_threshold": None, **tiny.batch(16, 16)}
+    rewards = {"short": lambda rollout: -rollout.response_lengths.float()}
+    trainer = tiny.trainer(rewards=rewards, advantage=estimator, **options)
+    history = [trainer.step(PROMPTS) for _ in range(12)]
+    lengths = [stats["objective/response_length"] for stats in history]
+    assert fmean(lengths[-3:]) < 0.5 * lengths[0]
+    assert not [name for name in history[0] if "value" in name or "explained" in name or name == "val/clipfrac_avg"]
+    assert [*trainer.state_dict()] == ["updates", "seed", "kl_coef", "moments", "policy", "optimizer", "scheduler"]
+    assert {group["name"].partition("/")[0] for group in trainer.optimizer.param_groups} == {"policy"}
+
+
+def test_a_rollout_without_groups_is_scored_and_not_trained_on():
+    trainer = tiny.trainer(num_samples_per_prompt=2, advantage="rloo")
+    experience = trainer.make_experience(trainer.generate(PROMPTS, purpose="headline"))
+    assert experience.advantages is None and "objective/kl" in experience.metrics(kl_in_reward=True)
+    with pytest.raises(ValueError, match="advantage rloo needs num_samples_per_prompt 2 adjacent responses"):
+        trainer.update(experience)
+    rollout = trainer.generate(PROMPTS)
+    shuffled = replace(rollout, **{name: tensor.roll(1, 0) for name, tensor in rollout._tensors.items()})
+    assert rollout.has_groups(2) and not rollout.has_groups(3) and not shuffled.has_groups(2)

@@ -39,16 +39,6 @@ def test_agrees_with_a_plain_loop(family, temperature):
         assert response == plain and bool(rollout.ended[row]) is (tiny.EOS in plain)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_batching_and_order_leave_the_draws_alone(size):
-    prompts, order = seeded(tiny.prompts(8)), [5, 2, 7, 0, 1, 6, 3, 4]
-    seeds = tuple(prompts.seeds[row] for row in order)
-    turned = replace(prompts, ids=prompts.ids[order], mask=prompts.mask[order], seeds=seeds)
-    whole, parts = engine().generate(prompts), engine(batch_size=size).generate(prompts)
-    assert torch.equal(whole.ids, parts.ids) and torch.equal(whole.response_mask, parts.response_mask)
-    assert responses(engine(batch_size=size).generate(turned)) == [responses(whole)[row] for row in order]
-
-
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
 def test_a_stream_is_the_row_that_generate_gives(temperature):
     prompts, subject = seeded(tiny.prompts(6), length=20), engine(temperature=temperature)

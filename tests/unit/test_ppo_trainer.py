@@ -5,9 +5,11 @@ import copy
 import pytest
 import tiny
 import torch
+from torch import nn
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo.optimizer import WeightAverage
 from rlhf_cli.rewards.function import FunctionReward
 
 
@@ -68,9 +70,6 @@ def test_same_seed_same_run_bit_for_bit():
         (run(trainer), tiny.weights(trainer.policy)) for trainer in (tiny.trainer(seed=seed) for seed in (0, 0, 1))
     )
     assert one == same and torch.equal(weights, same_weights) and not torch.equal(weights, other_weights)
-
-
-def test_extra_draws_in_between_change_no_training():
     plain, disturbed = tiny.trainer(), tiny.trainer()
     run(plain)
     disturbed.step(tiny.prompts(8, seed=0))
@@ -214,3 +213,65 @@ def test_weights_that_a_step_made_infinite_are_reported_before_they_are_saved():
     trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
     with pytest.raises(RLHFError, match="step 1: a weight of the policy model is not finite"):
         trainer.step(tiny.prompts())
+
+
+# The average of the weights
+
+
+def fill(model, numbers):
+    for weight, number in zip(model.parameters(), numbers, strict=True):
+        nn.init.constant_(weight, number)
+
+
+def test_an_average_by_hand():
+    """Of weights 8, 0, 4, 2 with decay 3/4; a tied weight is averaged once, a frozen one not."""
+    model = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(3)))
+    model[2].weight, model[1].weight.requires_grad = model[0].weight, False
+    fill(model, (8, 5))
+    average = WeightAverage(model, 0.75)
+    for number, expected in ((0.0, 6.0), (4.0, 5.5), (2.0, 4.625)):
+        fill(model, (number, 5))
+        average.update()
+        assert {name: value.tolist() for name, value in average.state_dict().items()} == {"0.weight": [[expected] * 2]}
+    with average.in_model():
+        assert model[2].weight.tolist() == [[4.625] * 2] and model[1].weight.tolist() == [[5.0] * 2]
+
+
+def test_bfloat16_weights_are_averaged_in_float32_and_return_bit_for_bit():
+    model = nn.Linear(40, 40, dtype=torch.bfloat16)
+    average, own = WeightAverage(model, 0.999), copy.deepcopy(model.state_dict())
+    fill(model, (2.0, 0.3))
+    average.update()
+    moved = torch.lerp(own["weight"].float(), torch.tensor(2.0), 0.001)
+    torch.testing.assert_close(average.state_dict()["weight"], moved, rtol=1e-6, atol=0)
+    model.load_state_dict(own)
+    with pytest.raises(KeyboardInterrupt), average.in_model():
+        assert torch.equal(model.weight, moved.bfloat16())
+        raise KeyboardInterrupt
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_shared_layers": 1}, {"value_only_updates": 1, "head": True}])
+def test_the_average_is_the_weighted_sum_of_the_policies_and_a_resumed_run_has_it(changes):
+    """Training is that without an average. The engine gets the averaged weights, and then the trained ones again."""
+    plain, ours, again = tiny.trainer(**changes), *(tiny.trainer(average=0.8, **changes) for _ in range(2))
+    policies, syncs = [tiny.weights(ours.policy).double()], []
+    ours.engine.update_weights = lambda update, policy: syncs.append(tiny.weights(policy))
+    for step in range(3):
+        for trainer in (plain, ours):
+            trainer.step(tiny.prompts(seed=step))
+        policies.append(tiny.weights(ours.policy).double())
+        with ours.averaged_policy():
+            ours.generate(tiny.prompts(), "headline")
+            averaged = tiny.weights(ours.policy)
+        with plain.averaged_policy():
+            assert torch.equal(tiny.weights(plain.policy), tiny.weights(ours.policy))
+        assert torch.equal(averaged, tiny.weights(ours.policy)) == (step < changes.get("value_only_updates", 0))
+        if step == 1:
+            again.load_state_dict(copy.deepcopy(ours.state_dict()))
+    expected = 0.8**3 * policies[0] + 0.2 * (0.8**2 * policies[1] + 0.8 * policies[2] + policies[3])
+    torch.testing.assert_close(averaged.double(), expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(syncs.pop(), averaged) and [torch.equal(each, averaged) for each in syncs] == [False] * 5
+    again.step(tiny.prompts(seed=2))
+    with again.averaged_policy():
+        assert torch.equal(tiny.weights(again.policy), averaged)

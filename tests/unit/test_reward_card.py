@@ -128,19 +128,13 @@ def test_each_probe_by_its_tokens() -> None:
         assert len(set(repeated)) == 1 and repeated[0] in row["chosen_ids"][1:-1]
     truncated = probes(rows(10, 11), [[5] * 30] * 2, context=6)
     assert truncated["over_long"][0] == [10, 50, 60, 70, 50, 1] and truncated["politeness"][0] == [10, 5, 5, 5, 5, 1]
-
-
-def test_the_repeated_token_depends_on_the_seed() -> None:
+    swapped = probes(rows(10, 10, 10, 11))["swapped_prompt"]
+    assert [ids[3] for ids in swapped[:3]] == [73] * 3 and swapped[3][3] in (70, 71, 72)
+    assert "swapped_prompt" not in probes(rows(10, 10))
     first, same, other = (
         [ids[1] for ids in probes(rows(*range(40)), seed=seed)["repeated_token"]] for seed in (0, 0, 1)
     )
     assert first == same != other and {50, 60} < set(first)
-
-
-def test_a_swapped_answer_has_a_different_prompt() -> None:
-    swapped = probes(rows(10, 10, 10, 11))["swapped_prompt"]
-    assert [ids[3] for ids in swapped[:3]] == [73] * 3 and swapped[3][3] in (70, 71, 72)
-    assert "swapped_prompt" not in probes(rows(10, 10))
 
 
 def test_at_most_128_rows_are_probed_evenly() -> None:

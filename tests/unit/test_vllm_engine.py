@@ -214,8 +214,12 @@ def test_a_planted_fault_is_noticed_before_a_rollout(make, fault, sync):
     notices_fault(make(sync), fault)
 
 
-def test_r19_another_model_is_noticed_at_the_start(make):
+def test_r19_r20_another_model_and_rows_longer_than_the_server_takes_are_noticed_at_the_start(make):
     refused(lambda: make("lora", served=tiny.causal(seed=5)).sync(0), "R19 the weights of models.sft")
+    refused(
+        lambda: make("disk", longest_row=300).sync(0),
+        "R20 serves rows of 256 tokens; prompt and response have up to 300",
+    )
 
 
 def test_r19_log_probs_of_logits_that_are_not_processed(make):
@@ -231,13 +235,6 @@ def test_r19_a_filter_whose_log_probs_are_those_of_all_tokens(make):
     pair.sync(0)
     pair.server.plant = change("top_k", lambda k: 2)
     refused(lambda: pair.sync(1), "R19 draws from another distribution")
-
-
-def test_r20_rows_longer_than_the_server_takes(make):
-    refused(
-        lambda: make("disk", longest_row=300).sync(0),
-        "R20 serves rows of 256 tokens; prompt and response have up to 300",
-    )
 
 
 def says(status: int, content: bytes = b"") -> Callable[[str, Any], Any]:
