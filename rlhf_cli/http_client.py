@@ -1,9 +1,11 @@
 """HTTP requests with retries: for rewards and for rollout servers."""
 
 import asyncio
+import ssl
 from asyncio import sleep
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import httpx2
 
@@ -41,7 +43,7 @@ class HTTPClient:
     def connections(self) -> httpx2.AsyncClient:
         """Return the connections of one event loop, a context manager."""
         unlimited = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        return httpx2.AsyncClient(timeout=None, limits=unlimited)
+        return httpx2.AsyncClient(timeout=None, limits=unlimited, verify=_ssl_context())
 
     async def request(self, connections: httpx2.AsyncClient, url: str, body: bytes | None = None) -> bytes:
         """Return the answer's body of the first successful attempt: of a POST of the JSON `body`, or a GET without it.
@@ -82,6 +84,12 @@ class HTTPClient:
                 if len(content) > MAX_RESPONSE_BYTES:
                     raise RefusalError(f"answered more than {MAX_RESPONSE_BYTES:,} bytes", answer.status_code)
         return answer, content
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """Return the certificates of this machine; reading them takes 40 ms, longer than many requests."""
+    return httpx2.create_ssl_context()
 
 
 def excerpt(body: bytes) -> str:

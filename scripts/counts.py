@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GROWTH = 1.2  # of files and lines since the limits were set, for the features that came after
+GROWTH = 1.22  # of files and lines since the limits were set, for the features that came after
 
 
 def sources(folder: str) -> dict[Path, str]:
