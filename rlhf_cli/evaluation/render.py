@@ -196,6 +196,11 @@ def selection_lines(report: Row) -> Iterator[str]:
             yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
 
 
+def is_own_reward(report: Row, judge: str) -> bool:
+    """Return True for the reward that PPO was trained on, unless it is a verifier, which knows the right answers."""
+    return judge == "reward" and judge not in report.get("verifiers", ())
+
+
 # Groups of prompts
 
 
@@ -335,9 +340,9 @@ def summary_sentence(report: Row) -> str | None:
     if result == "better" and low <= HALF:  # response length may explain the win
         controlled = with_interval(rate["length_controlled"], rate["length_controlled_ci95"])
         text += f"; length-controlled {controlled}, undecided"
-    if judge == "reward":
+    if is_own_reward(report, judge):
         return f"{text}: {OWN_REWARD}; add a judge in eval.yaml"
-    if "reward" in rates:
+    if "reward" in rates and judge != "reward":
         own = rates["reward"]
         text += f"; by the reward model {with_interval(own['value'], own.get('ci95'))}"
         if significance(own) == "better" and result == "worse":

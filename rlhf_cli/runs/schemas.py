@@ -183,6 +183,21 @@ class RewardModelReport(StrictModel):
         return self
 
 
+class Group(SampledResults):
+    """Results for the prompts with one value of the column `eval.by`."""
+
+    value: str
+    n: int
+    best_of: list[BestOf] = []
+
+
+class Groups(BaseModel):
+    """Results for each value of the column."""
+
+    column: str
+    groups: list[Group] = Field(min_length=1)
+
+
 class Report(SampledResults):
     """eval/report.json."""
 
@@ -196,6 +211,8 @@ class Report(SampledResults):
     selected_step: int | None = None
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
+    by: Groups | None = None
+    verifiers: list[str] = []
     limit: Limit | None = None
     reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None

@@ -239,6 +239,11 @@ def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end:
     assert summary and summary.endswith(end), summary
 
 
+def test_a_verifier_named_reward_is_no_reward_model() -> None:
+    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "verifiers": ["reward"]}
+    assert str(render.summary_sentence(verified)).endswith("judged by reward, at a KL of 12.30")
+
+
 def test_without_a_comparison_there_is_no_summary(printed: Any) -> None:
     assert "result:" not in printed({**REPORT, "win_rate": {}})
 

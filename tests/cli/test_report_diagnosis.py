@@ -137,6 +137,8 @@ def test_a_win_by_the_reward_model_only_is_not_good(run: Path) -> None:
     assert "eval (worth a look): add another judge in eval.yaml (judges:)" in text
     assert f"judged by reward, at a KL of 12.30: {proves_little}; add a judge in eval.yaml." in text
     assert "which needs no training: 0.520 [0.460, 0.580], undecided." in text
+    text = words(write_report(run, {**evaluation, "verifiers": ["reward"]}))
+    assert proves_little not in text and "PPO beats SFT by reward" in text
 
 
 def test_watchdog_alarms(run: Path) -> None:

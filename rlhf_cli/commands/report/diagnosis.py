@@ -12,6 +12,7 @@ from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.evaluation.render import (
     OWN_REWARD,
     deciding_judge,
+    is_own_reward,
     limit_lines,
     significance,
     summary_sentence,
@@ -199,7 +200,7 @@ def _evaluation(run: Run) -> Iterator[Finding]:
     if rates := run.rates:
         judge = deciding_judge(rates)
         result: str = significance(rates[judge])
-        if judge == "reward" and result != "worse":
+        if is_own_reward(run.report or {}, judge) and result != "worse":
             yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
         else:
             yield _finding(result, judge=judge)
