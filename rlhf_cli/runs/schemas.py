@@ -191,7 +191,7 @@ class Group(SampledResults):
     best_of: list[BestOf] = []
 
 
-class Groups(BaseModel):
+class Groups(StrictModel):
     """Results for each value of the column."""
 
     column: str
