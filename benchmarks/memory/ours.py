@@ -35,8 +35,8 @@ def trl_model(trainer: Any) -> dict[str, nn.Module]:
 
 # Stage -> the function that trains (owner, name), and a function from its first argument to the models.
 TRAINING: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
-    "sft": (trl_common, "train", trl_model),
-    "reward": (trl_common, "train", trl_model),
+    "sft": (trl_common, "train_and_save", trl_model),
+    "reward": (trl_common, "train_and_save", trl_model),
     "ppo": (PPORunner, "run", ppo_models),
 }
 

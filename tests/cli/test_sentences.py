@@ -27,7 +27,7 @@ EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: s
 # Modules with statements. Each of their texts is in CLAIMS below, or in the list `silent` of sentences.toml.
 MODULES = (
     "commands/report/diagnosis", "commands/report/rules", "commands/report/compare", "commands/report/figures",
-    "evaluation/render", "evaluation/requirements", "evaluation/reward_model",
+    "evaluation/print_report", "evaluation/render", "evaluation/requirements", "evaluation/reward_model",
 )  # fmt: skip
 # Words of a direction or a judgement; texts of the other modules with such a word are listed as well.
 WORDS = re.compile(

@@ -23,7 +23,7 @@ from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages import eval as stage
-from rlhf_cli.stages import setup
+from rlhf_cli.stages import eval_inputs, setup
 from rlhf_cli.stages.eval import EvaluatedModels
 
 pytestmark = pytest.mark.training
@@ -233,8 +233,8 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_endless_policy_has_no_penalty(trained_folder: Path) -> None:
-    assert stage.missing_eos_penalty(None) == 0.0
+    assert eval_inputs.missing_eos_penalty(None) == 0.0
     for changes, penalty in (({"stop_token": "none"}, 0.0), ({"missing_eos_penalty": None}, 0.0), ({}, 1.0)):
         write(trained_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], **changes}})
-        settings = stage.configs.load("ppo", trained_folder / "ppo.yaml").ppo
-        assert stage.missing_eos_penalty(settings) == penalty
+        settings = load("ppo", trained_folder / "ppo.yaml").ppo
+        assert eval_inputs.missing_eos_penalty(settings) == penalty

@@ -94,7 +94,7 @@ BREAKS = {
     "model": ("rlhf_cli.rewards.model.RetokenizingReward._decode", {"model": "other"}),
     "function": ("len_reward.score", {"function": "len_reward:score"}),
     "async": ("len_reward.later", {"function": "len_reward:later"}),
-    "builtin": ("rlhf_cli.rewards.function.len", {"builtin": "length", "parameters": {"most": 3}}),
+    "builtin": ("rlhf_cli.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
     "pipeline": ("rlhf_cli.rewards.classifier.ClassifierReward.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
 }
 LENGTHS = """
@@ -214,7 +214,6 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     must_succeed(rlhf("verify", grpo_folder))
 
 
-@pytest.mark.usefixtures("no_page")
 def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8"))
     judge = ["eval", "-c", grpo_folder / "eval.yaml", "--fresh"]
