@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
-from rlhf_cli.demo import world
+from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.files import sync_files
@@ -109,14 +109,16 @@ class Preset:
 
     description: str
     sizes: world.Sizes | None = None
+    problems: arithmetic.Sizes | None = None
     preparation: str = ""
     base: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
     prompt: int = 0  # tokens of the longest prompt that is planned for
 
 
+GENERATED = {"sizes": world.Sizes, "problems": arithmetic.Sizes}
 TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 PRESETS = {
-    name: Preset(**{**table, "sizes": world.Sizes(**table["sizes"]) if "sizes" in table else None})
+    name: Preset(**{**table, **{key: make(**table[key]) for key, make in GENERATED.items() if key in table}})
     for name, table in TABLES.items()
 }
 
@@ -163,6 +165,8 @@ def init(
         json_schema.write_schemas(scratch, sorted(stages))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
+        if preset.problems:
+            arithmetic.write(scratch, seed, preset.problems)
         if preset.base:
             from rlhf_cli.commands.init.placement import fit_preset
 
