@@ -18,12 +18,11 @@ GUESSES = 0.4  # of the demonstrations: the answer is not worked out, and is mos
 SMALL, LARGE = (2, 15), (6, 30)  # numbers, from and to
 # Difficulty -> possible (number of steps, range of numbers). One step with large numbers carries or borrows a digit.
 DIFFICULTIES = {"easy": [(1, SMALL)], "medium": [(1, LARGE), (2, SMALL)], "hard": [(2, LARGE)]}
-# First operation -> openings; `*` multiplies two numbers of one digit, and occurs with small numbers only.
+# `*` multiplies two numbers of one digit, and occurs with small numbers only.
 OPENINGS = {
     "+": ("{name} has {a} {things}.", "There are {a} {things} in a bag of {name}.", "{name} starts with {a} {things}."),
     "*": ("{name} has {a} boxes of {b} {things}.", "{name} fills {a} bags with {b} {things} each."),
 }  # fmt: skip
-OPENINGS["-"] = OPENINGS["+"]
 CHANGES = {
     "+": ("{other} brings {b} more.", "{name} buys another {b}.", "Then {name} finds {b} more.", "{other} adds {b}."),
     "-": ("{other} takes {b} of them.", "{name} gives {b} to {other}.", "Then {name} loses {b}.", "{name} sells {b}."),
@@ -79,11 +78,10 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
 
 def split(seed: int) -> tuple[list[Template], list[Template]]:
     """Return the templates as (training, held out): of each sequence of operations a fifth, chosen by the seed."""
-    train: list[Template] = []
-    held_out: list[Template] = []
+    train, held_out = [], []
     for operations in ("+", "-", "++", "+-", "-+", "--", "*+", "*-"):
         changes = [CHANGES[operation] for operation in operations if operation != "*"]
-        texts = list(product(OPENINGS[operations[0]], *changes, QUESTIONS))
+        texts = list(product(OPENINGS["*" if "*" in operations else "+"], *changes, QUESTIONS))
         random.Random(f"{seed} {operations}").shuffle(texts)
         templates = [Template(sentences, operations) for sentences in texts]
         cut = round(HELD_OUT * len(templates))
@@ -138,9 +136,8 @@ def _fits(operations: str, numbers: Sequence[int], limits: tuple[int, int]) -> b
     """Return True if every result is positive, and a single step with large numbers carries or borrows."""
     one, other = numbers[0] % 10, numbers[1] % 10
     carries = one + other >= 10 if operations == "+" else one < other
-    return min(result for _, result in compute(operations, numbers)) > 0 and (
-        carries or limits != LARGE or len(operations) > 1
-    )
+    positive = all(result > 0 for _, result in compute(operations, numbers))
+    return positive and (carries or limits == SMALL or len(operations) > 1)
 
 
 def _fill(template: Template, numbers: Sequence[int], draw: random.Random) -> str:
