@@ -14,8 +14,8 @@ from pathlib import Path
 from rlhf_cli.jsonl import write_jsonl
 
 HELD_OUT = 0.2  # of the templates
-GUESSES = 0.4  # of the demonstrations: the answer is not worked out, and is most often wrong
-SMALL, LARGE = (2, 15), (6, 30)  # numbers, from and to
+SHRUGS = 0.3  # of the demonstrations: no attempt at an answer
+SMALL, LARGE = (2, 15), (6, 25)  # numbers, from and to
 # Difficulty -> possible (number of steps, range of numbers). One step with large numbers carries or borrows a digit.
 DIFFICULTIES = {"easy": [(1, SMALL)], "medium": [(1, LARGE), (2, SMALL)], "hard": [(2, LARGE)]}
 # `*` multiplies two numbers of one digit, and occurs with small numbers only.
@@ -111,8 +111,8 @@ def problems(templates: list[Template], count: int, draw: random.Random, used: U
         worked = compute(template.operations, numbers)
         answer = str(worked[-1][1])
         completion = " ".join(["", *(text for text, _ in worked), f"The answer is {answer}."])
-        if draw.random() < GUESSES:
-            completion = f" I think it is {max(1, worked[-1][1] + draw.randint(-4, 4))}."
+        if draw.random() < SHRUGS:
+            completion = f" {draw.choice(('I do not know.', 'That is hard to say.', 'Who can tell?'))}"
         prompt = _fill(template, numbers, draw)
         yield {"prompt": prompt, "completion": completion, "answer": answer, "difficulty": difficulty}
 

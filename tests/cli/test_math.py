@@ -36,8 +36,8 @@ def test_answers_follow_from_the_words_and_held_out_templates_are_in_no_training
                 worked, value = f"{worked} {value} {sign} {number} = {result}.", result
                 assert value > 0
             assert row.get("answer", str(value)) == str(value)
-            assert row.get("completion") in (None, f"{worked} The answer is {value}.") or "think" in row["completion"]
-        assert "answer" in one[0] or 0.3 < sum("think" in row["completion"] for row in one) / len(one) < 0.5
+            assert row.get("completion") in (None, f"{worked} The answer is {value}.") or "=" not in row["completion"]
+        assert "answer" in one[0] or 0.2 < sum("=" not in row["completion"] for row in one) / len(one) < 0.4
         assert "answer" not in one[0] or set(Counter(row["difficulty"] for row in one).values()) == {100}
     every = [text for file in FILES for text in texts[file]]
     assert len(every) == len(set(every))  # no template occurs twice with the same numbers
