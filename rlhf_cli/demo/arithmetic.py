@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf_cli.jsonl import write_jsonl
 
 HELD_OUT = 0.2  # of the templates
-SHRUGS = 0.3  # of the demonstrations: no attempt at an answer
+SHRUGS = 0.25  # of the demonstrations: no attempt at an answer
 SMALL, LARGE = (2, 15), (6, 25)  # numbers, from and to
 # Difficulty -> possible (number of steps, range of numbers). One step with large numbers carries or borrows a digit.
 DIFFICULTIES = {"easy": [(1, SMALL)], "medium": [(1, LARGE), (2, SMALL)], "hard": [(2, LARGE)]}

@@ -37,7 +37,7 @@ def test_answers_follow_from_the_words_and_held_out_templates_are_in_no_training
                 assert value > 0
             assert row.get("answer", str(value)) == str(value)
             assert row.get("completion") in (None, f"{worked} The answer is {value}.") or "=" not in row["completion"]
-        assert "answer" in one[0] or 0.2 < sum("=" not in row["completion"] for row in one) / len(one) < 0.4
+        assert "answer" in one[0] or 0.15 < sum("=" not in row["completion"] for row in one) / len(one) < 0.4
         assert "answer" not in one[0] or set(Counter(row["difficulty"] for row in one).values()) == {100}
     every = [text for file in FILES for text in texts[file]]
     assert len(every) == len(set(every))  # no template occurs twice with the same numbers
