@@ -114,6 +114,13 @@ class Preset:
     base: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
     prompt: int = 0  # tokens of the longest prompt that is planned for
 
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Write the synthetic data into a folder, if there is any."""
+        if self.sizes:
+            world.write(folder, seed, self.sizes)
+        if self.problems:
+            arithmetic.write(folder, seed, self.problems)
+
 
 GENERATED = {"sizes": world.Sizes, "problems": arithmetic.Sizes}
 TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
@@ -163,10 +170,7 @@ def init(
             write_dpo(scratch)
         stages = {path.stem for path in files if path.suffix == ".yaml"} | ({"sft", "dpo"} if baselines else set())
         json_schema.write_schemas(scratch, sorted(stages))
-        if preset.sizes:
-            world.write(scratch, seed, preset.sizes)
-        if preset.problems:
-            arithmetic.write(scratch, seed, preset.problems)
+        preset.write_data(scratch, seed)
         if preset.base:
             from rlhf_cli.commands.init.placement import fit_preset
 
