@@ -27,7 +27,7 @@ CHANGES = {
     "+": ("{other} brings {b} more.", "{name} buys another {b}.", "Then {name} finds {b} more.", "{other} adds {b}."),
     "-": ("{other} takes {b} of them.", "{name} gives {b} to {other}.", "Then {name} loses {b}.", "{name} sells {b}."),
 }
-QUESTIONS = ("How many {things} are there now?", "How many {things} does this make?", "What is the number of {things}?")
+QUESTIONS = ("How many {things} remain?", "How many {things} does this make?", "What is the number of {things}?")
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jonas", "Lena", "Max")
 THINGS = ("apples", "books", "coins", "cards", "eggs", "marbles", "pens", "shells", "stamps", "stones")
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ppo_folder import lines
+from run_cli import must_succeed, rlhf
 
 from rlhf_cli.commands import init
 from rlhf_cli.demo import arithmetic
-from tests.helpers.ppo_folder import lines
-from tests.helpers.run_cli import must_succeed, rlhf
 
 SIZES = arithmetic.Sizes(demonstrations=1200, prompts=300, evaluation=90, held_out=300, words=300)
 FILES = ("sft", "prompts", "sft_eval", "heldout")
