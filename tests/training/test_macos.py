@@ -51,7 +51,7 @@ def test_plan_check_and_a_locked_stage_do_without_linux(folder: Path) -> None:
 
 
 def test_no_code_asks_linux_alone() -> None:
-    """psutil supports each system; /sys has a container's limit, if there is one. The sandbox needs Linux, and says so."""
+    """psutil supports each system; /sys has a container's limit, if any. The sandbox needs Linux, and says so."""
     for path in {*(ROOT / "rlhf_cli").rglob("*.py")} - {ROOT / "rlhf_cli/rewards/sandbox.py"}:
         text = path.read_text(encoding="utf-8")
         for word in ("/proc/", "os.sysconf", "sched_getaffinity", "import resource"):

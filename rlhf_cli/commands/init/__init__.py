@@ -17,7 +17,7 @@ from rlhf_cli.config import json_schema, yaml_io
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings
 from rlhf_cli.config.yaml_io import align_comments, to_yaml
-from rlhf_cli.demo import world
+from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.files import sync_files
@@ -116,14 +116,23 @@ class Preset:
 
     description: str
     sizes: world.Sizes | None = None
+    problems: arithmetic.Sizes | None = None
     preparation: str = ""
     base: Mapping[str, Any] | None = None  # fields of the config of a base model that needs a GPU
     prompt: int = 0  # tokens of the longest prompt that is planned for
 
+    def write_data(self, folder: Path, seed: int) -> None:
+        """Write the synthetic data into a folder, if there is any."""
+        if self.sizes:
+            world.write(folder, seed, self.sizes)
+        if self.problems:
+            arithmetic.write(folder, seed, self.problems)
 
+
+GENERATED = {"sizes": world.Sizes, "problems": arithmetic.Sizes}
 TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 PRESETS = {
-    name: Preset(**{**table, "sizes": world.Sizes(**table["sizes"]) if "sizes" in table else None})
+    name: Preset(**{**table, **{key: make(**table[key]) for key, make in GENERATED.items() if key in table}})
     for name, table in TABLES.items()
 }
 
@@ -166,8 +175,7 @@ def init(
             write_dpo(scratch)
         stages = {path.stem for path in files if path.suffix == ".yaml"} | ({"sft", "dpo"} if baselines else set())
         json_schema.write_schemas(scratch, sorted(stages))
-        if preset.sizes:
-            world.write(scratch, seed, preset.sizes)
+        preset.write_data(scratch, seed)
         if preset.base:
             from rlhf_cli.commands.init.placement import fit_preset
 
