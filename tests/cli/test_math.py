@@ -56,4 +56,6 @@ def test_a_short_chain_is_scored_by_the_verifier(tmp_path: Path, monkeypatch: py
     assert all("objective/score/right" in row for row in lines(run / "ppo/metrics.jsonl"))
     report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
     assert report["models"].keys() == {"sft", "ppo"} and [each["n"] for each in report["best_of"]] == [2]
-    assert {"reward"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
+    assert [group["value"] for group in report["by"]["groups"]] == ["easy", "medium", "hard"]
+    row = lines(run / "eval/samples.jsonl")[0]
+    assert {"reward"} == row["scores"].keys() and {"answer", "difficulty"} == row["columns"].keys()
