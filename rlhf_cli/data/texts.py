@@ -129,10 +129,14 @@ def split_key(prompt: str | Conversation) -> str:
     return next((turn["content"] for turn in prompt if turn["role"] == "user"), "").strip()
 
 
+def joined(prompt: str | Conversation) -> str:
+    """Return a text as it is, and the messages of a conversation as one text."""
+    return prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+
+
 def prompt_key(prompt: str | Conversation) -> bytes:
     """Return a hash that is equal for the same prompt as text and as messages."""
-    text = prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
-    return blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=12).digest()
+    return blake2b(joined(prompt).strip().encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
 def is_transcript(text: str) -> bool:

@@ -42,12 +42,16 @@ def model_label(model: str) -> str:
     return MODEL_LABELS.get(model, model) if share == model else f"share {share}"
 
 
+def _best_of_label(row: Row) -> str:
+    return f"SFT, best of {row['n']}"
+
+
 def policies_table(report: Row) -> Table:
     """Return a row for each policy and for each best of n of the SFT policy, with its mean score by each judge."""
     policies = [(model_label(name), row) for name, row in report["models"].items()]
     near_greedy = (report.get("greedy") or {}).get("models") or {}
     policies += [(f"{model_label(name)}, near-greedy", row) for name, row in near_greedy.items()]
-    policies += [(f"SFT, best of {row['n']}", row) for row in report.get("best_of", [])]
+    policies += [(_best_of_label(row), row) for row in report.get("best_of", [])]
     judges = list(policies[0][1]["judges"])
     rows = [
         [
@@ -209,7 +213,7 @@ def groups_table(report: Row) -> Table:
     groups = report["by"]["groups"]
     judge = deciding_judge(groups[0]["models"]["sft"]["judges"])
     names = [model_label(name) for name in groups[0]["models"]]
-    names += [f"SFT, best of {row['n']}" for row in groups[0].get("best_of", [])]
+    names += map(_best_of_label, groups[0].get("best_of", []))
     rows = []
     for group in groups:
         means = [each["judges"][judge] for each in (*group["models"].values(), *group.get("best_of", []))]
@@ -237,7 +241,7 @@ def limit_score(report: Row) -> str:
 
 def limit_table(report: Row) -> Table:
     """Return a row for each policy: the KL that it pays, the KL that the limit needs for its score, and their ratio."""
-    best_of_n = {f"best_of_{row['n']}": f"SFT, best of {row['n']}" for row in report.get("best_of", [])}
+    best_of_n = {f"best_of_{row['n']}": _best_of_label(row) for row in report.get("best_of", [])}
     rows = []
     for name, row in report["limit"]["policies"].items():
         label = f"PPO, update {row['step']}" if "step" in row and name != "ppo" else model_label(name)

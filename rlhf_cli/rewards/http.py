@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.data.texts import joined
 from rlhf_cli.errors import RLHFError, collect_errors, register_secrets
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
 from rlhf_cli.jsonl import values_of
@@ -156,17 +157,13 @@ class ScoringServer:
 
     def _queries(self, prompts: Sequence[Any], completions: Sequence[Any], activation: bool) -> list[Body]:
         """Return a request for each run of rows with the same prompt; a conversation is the text of its messages."""
-        rows, bodies = [(_text(prompt), _text(text)) for prompt, text in zip(prompts, completions, strict=True)], []
+        rows, bodies = [(joined(prompt), joined(text)) for prompt, text in zip(prompts, completions, strict=True)], []
         for query, part in groupby(rows, key=lambda row: row[0]):
             texts = [text for _, text in part]
             for start in range(0, len(texts), self.endpoint.batch_size):
                 batch = texts[start : start + self.endpoint.batch_size]
                 bodies.append({"query": query, "texts": batch, "raw_scores": not activation})
         return bodies
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 def _pooled(key: str, answer: Any, body: Body) -> list[float]:

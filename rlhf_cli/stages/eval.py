@@ -31,7 +31,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.rewards.signature import TextRows
+from rlhf_cli.rewards.signature import RewardFn, TextRows
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.eval_inputs import (
@@ -74,12 +74,13 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
         usable = setup.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
     if usable.num_dropped or len(usable) < config.eval.n:
         terminal.say(f"eval     {setup.describe_rows(usable, 'held-out prompts')}; eval.n is {config.eval.n}")
-    check_columns_read(config, judge_functions(config), usable)
+    functions = judge_functions(config)
+    check_columns_read(config, functions, usable)
     prompts = usable[: config.eval.n]
-    columns = columns_read(config, prompts)
+    columns = columns_read(config, functions, prompts)
     warn_of_selection_by_reward(config)
     series = find_snapshots(config, ppo)
-    evaluated, draws = evaluate_policies(config, stage, tokenizer, prompts, sampling, series)
+    evaluated, draws = evaluate_policies(config, stage, tokenizer, prompts, sampling, series, functions)
     runs.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
@@ -105,6 +106,7 @@ def evaluate_policies(
     prompts: list[data.Prompt],
     sampling: SamplingParams,
     series: SnapshotSeries,
+    functions: Mapping[str, RewardFn],
 ) -> tuple[list[EvalResponses], list[EvalResponses]]:
     """Sample and score each policy in each mode, PPO's snapshots and interpolations, and best of n of the SFT policy.
 
@@ -113,7 +115,8 @@ def evaluate_policies(
     """
     parents, modes = stage.parents, config.eval.modes
     loaded = EvaluatedModels(config, stage, tokenizer)
-    judges = load_judges(loaded, setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts))
+    policy_text = setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
+    judges = load_judges(loaded, policy_text, functions)
     evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, stage.process_group)
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     ppo, ends = parents["models.ppo"], {"ppo": series.step}
@@ -196,10 +199,11 @@ class EvaluatedModels:
         return setup.place_frozen(model, bf16=self.bf16)
 
 
-def load_judges(loaded: EvaluatedModels, policy_text: setup.PolicyText) -> dict[str, JudgeFn | ModelReward]:
-    """Load the judges by name: reward models and functions. `reward` is the model PPO was trained on."""
+def load_judges(
+    loaded: EvaluatedModels, policy_text: setup.PolicyText, functions: Mapping[str, RewardFn]
+) -> dict[str, JudgeFn | ModelReward]:
+    """Load the judges by name: reward models, and `functions`. `reward` is the model PPO was trained on."""
     config, stage = loaded.config, loaded.stage
-    functions = judge_functions(config)
     keys = {"reward": "models.reward"} if "models.reward" in stage.parents else {}
     keys |= {name: f"judges.{name}" for name in config.judges}
     judges: dict[str, JudgeFn | ModelReward] = {}

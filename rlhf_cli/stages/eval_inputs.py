@@ -114,7 +114,9 @@ def check_columns_read(config: EvalConfig, judges: Mapping[str, RewardFn], promp
             raise RLHFError("C17", text, where=where, hint="name a column that puts prompts into few groups")
 
 
-def columns_read(config: EvalConfig, prompts: Sequence[data.Prompt]) -> list[dict[str, Any]]:
+def columns_read(
+    config: EvalConfig, judges: Mapping[str, RewardFn], prompts: Sequence[data.Prompt]
+) -> list[dict[str, Any]]:
     """Return of each prompt's row the columns that the judges and `eval.by` read."""
-    names = [*named_columns(judge_functions(config).values(), prompts), *([config.eval.by] if config.eval.by else [])]
+    names = [*named_columns(judges.values(), prompts), *([config.eval.by] if config.eval.by else [])]
     return [jsonl.values_of(prompt.columns, dict.fromkeys(names)) for prompt in prompts]

@@ -12,7 +12,8 @@ from rlhf_cli import config
 from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo import KINDS, RewardSource
 from rlhf_cli.rewards import builtin
-from rlhf_cli.rewards.function import RewardContext, make_reward_fn
+from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn
+from rlhf_cli.rewards.signature import TextRows
 
 ROOT = Path(__file__).parents[2]
 REWARDS = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
@@ -32,7 +33,10 @@ def test_an_example_of_rewards_loads(text: str, tmp_path: Path) -> None:
     (tmp_path / "ppo.yaml").write_text(f"{text}{rest}  total_episodes: 64\ndata: {{prompts: p.jsonl}}\n")
     for source in config.load("ppo", tmp_path / "ppo.yaml").rewards.values():
         if source.kind == "builtin":
-            make_reward_fn("builtin", source, RewardContext(tmp_path, str))
+            reward = make_reward_fn("builtin", source, RewardContext(tmp_path, str))
+            record = {"prompt": "p", "answer": "1", "form": "b", "schema": {}, "tests": "assert True"}
+            scores = call_reward_fn(reward, TextRows(["p"], ["a b c"], (), (record,)))
+            assert len(list(scores)) == 1
 
 
 def test_every_kind_option_and_parameter_of_rewards_has_an_example() -> None:
@@ -42,6 +46,8 @@ def test_every_kind_option_and_parameter_of_rewards_has_an_example() -> None:
         (line,) = re.findall(rf"^\| `{name}` \|.*$", REWARDS, re.MULTILINE)
         parameters = set(inspect.signature(builtin.builder(name)).parameters)
         examples = [set(source["parameters"]) for source in written if source.get("builtin") == name]
+        alternatives = {"numeric": "latex", "regex": "column", "json_schema": "column"}.get(name)  # in a second example
+        assert parameters - {alternatives} in examples or [{each} for each in parameters] == examples
         assert parameters == set().union(*examples)
         assert all(f"`{each}`" in line for each in parameters)
 

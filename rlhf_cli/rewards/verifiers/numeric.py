@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -66,11 +67,15 @@ def _same_formula() -> Callable[[str, str], bool]:
     """Raises ModuleNotFoundError without math_verify."""
     import math_verify
 
-    def same(answer: str, found: str) -> bool:
+    @lru_cache(maxsize=65536)  # milliseconds, in `rlhf check` and for each response to a prompt
+    def expected(answer: str) -> list[Any]:
         formula = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-        expected = math_verify.parse(formula, fallback_mode="no_fallback")
-        if not expected:
+        parsed: list[Any] = math_verify.parse(formula, fallback_mode="no_fallback")
+        if not parsed:
             raise ValueError(f"math_verify cannot read the answer {answer[:60]!r}")
-        return bool(math_verify.verify(expected, math_verify.parse(found)))
+        return parsed
+
+    def same(answer: str, found: str) -> bool:
+        return bool(math_verify.verify(expected(answer), math_verify.parse(found)))
 
     return same
