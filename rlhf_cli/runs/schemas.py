@@ -1,7 +1,7 @@
 """Schemas of manifest.json and report.json, whose values may be of wrong types. Other keys may hold anything."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -212,7 +212,7 @@ class Report(SampledResults):
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
     by: Groups | None = None
-    verifiers: list[str] = []
+    judge_kinds: dict[str, Literal["model", "function", "builtin"]] = {}
     limit: Limit | None = None
     reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None

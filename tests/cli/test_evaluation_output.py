@@ -224,7 +224,7 @@ OWN = "; by the reward model"
         ({"gold": WORSE, "reward": WORSE}, f"12.30{OWN} 0.200 [0.100, 0.300]"),
         (
             {"reward": BETTER},
-            "12.30: the reward model that PPO was trained on, which proves little; add a judge in eval.yaml",
+            "12.30: the reward that PPO was trained on, which proves little; add a judge in eval.yaml",
         ),
         ({"helpful": BETTER}, "judged by helpful, at a KL of 12.30"),
         (
@@ -240,8 +240,11 @@ def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end:
 
 
 def test_a_verifier_named_reward_is_no_reward_model() -> None:
-    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "verifiers": ["reward"]}
+    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "judge_kinds": {"reward": "builtin"}}
     assert str(render.summary_sentence(verified)).endswith("judged by reward, at a KL of 12.30")
+    rates = {"gold": BETTER, "reward": BETTER}
+    verified["win_rate"] = {"ppo_vs_sft": rates}
+    assert "; by the judge reward 0.800" in str(render.summary_sentence(verified))
 
 
 def test_without_a_comparison_there_is_no_summary(printed: Any) -> None:

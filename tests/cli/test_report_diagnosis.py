@@ -132,13 +132,16 @@ def test_a_win_by_the_reward_model_only_is_not_good(run: Path) -> None:
         section["win_rate"]["ppo_vs_sft"] = {"reward": win(0.95)}
     evaluation["best_of"][0]["ppo_win_rate"] = {"reward": win(0.52)}
     text = words(write_report(run, evaluation))
-    proves_little = "the reward model that PPO was trained on, which proves little"
+    proves_little = "the reward that PPO was trained on, which proves little"
     assert f"eval worth a look PPO beats SFT by {proves_little}" in text
     assert "eval (worth a look): add another judge in eval.yaml (judges:)" in text
     assert f"judged by reward, at a KL of 12.30: {proves_little}; add a judge in eval.yaml." in text
     assert "which needs no training: 0.520 [0.460, 0.580], undecided." in text
-    text = words(write_report(run, {**evaluation, "verifiers": ["reward"]}))
+    assert "SFT's best of 4 by the reward model," in text
+    text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "builtin"}}))
     assert proves_little not in text and "PPO beats SFT by reward" in text
+    text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "function"}}))
+    assert proves_little in text and "SFT's best of 4 by the judge reward," in text
 
 
 def test_watchdog_alarms(run: Path) -> None:

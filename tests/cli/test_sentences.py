@@ -71,7 +71,7 @@ CLAIMS = [
     Claim("{}, and beyond the alarm limit at update {}.", (worlds.updated, {}),
           (worlds.evaluation, {"ill": True}), "beyond the alarm limit"),
     Claim("PPO beats SFT by {}", (worlds.evaluation, {"gold": None}),
-          (worlds.evaluation, {"gold": None, "reward": 1.0}), "PPO beats SFT by the reward model"),
+          (worlds.evaluation, {"gold": None, "reward": 1.0}), "PPO beats SFT by the reward that"),
 ]  # fmt: skip
 
 

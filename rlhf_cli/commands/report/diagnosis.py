@@ -14,6 +14,7 @@ from rlhf_cli.evaluation.render import (
     deciding_judge,
     is_own_reward,
     limit_lines,
+    reward_name,
     significance,
     summary_sentence,
     worth_sentences,
@@ -303,7 +304,7 @@ def sentences(run: Run) -> Iterator[str]:
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
             undecided = ", undecided" if significance(rate) == "undecided" else ""
-            baseline = f"SFT's best of {row['n']} by the reward model, which needs no training"
+            baseline = f"SFT's best of {row['n']} by {reward_name(report)}, which needs no training"
             yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
     yield from (f"{line}." for line in limit_lines(report))
     step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
