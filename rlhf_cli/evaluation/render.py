@@ -346,10 +346,10 @@ def summary_sentence(report: Row) -> str | None:
     text += "" if kl is None else f", at a KL of {kl:z.2f}"
     if result == "undecided":
         text += " (raise eval.n for narrower intervals)"
-    low, _ = rate.get("length_controlled_ci95") or (1.0, 1.0)
-    if result == "better" and low <= HALF:  # response length may explain the win
+    equal = significance({"ci95": rate.get("length_controlled_ci95") or (1.0, 1.0)})
+    if result == "better" and equal != "better":  # response length may explain the win
         controlled = with_interval(rate["length_controlled"], rate["length_controlled_ci95"])
-        text += f"; length-controlled {controlled}, undecided"
+        text += f"; length-controlled {controlled}, {equal}"
     if is_own_reward(report, judge):
         return f"{text}: {OWN_REWARD}; add a judge in eval.yaml"
     if "reward" in rates and judge != "reward":

@@ -231,6 +231,10 @@ OWN = "; by the reward model"
             {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
             "12.30; length-controlled 0.550 [0.450, 0.650], undecided",
         ),
+        (
+            {"helpful": {**BETTER, "length_controlled": 0.4, "length_controlled_ci95": [0.35, 0.45]}},
+            "12.30; length-controlled 0.400 [0.350, 0.450], worse",
+        ),
         ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 12.30"),
     ],
 )
