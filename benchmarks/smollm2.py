@@ -14,8 +14,8 @@ heldout.jsonl   only for the evaluation
 prompts.jsonl   the prompts of the first two parts
 
 With --sft the SFT model answers prompts.jsonl, and each part gets pairs of a chosen answer and such an answer to the
-same prompt, as many as it has of GPT-4: own/pairs.jsonl, own/judge.jsonl, and the same with _eval of held-out prompts.
-In all of them no ratio of lengths tells the chosen answer.
+same prompt, twice as many as it has of GPT-4: own/pairs.jsonl, own/judge.jsonl, and the same with _eval of held-out
+prompts. In all of them no ratio of lengths tells the chosen answer.
 """
 
 import argparse
@@ -33,6 +33,7 @@ HELD_OUT, JUDGE = 120, 150  # prompts
 CHECK = 20  # prompts of a part on which its reward model is measured
 SFT_ANSWERS = 4  # most frequent chosen answers to a prompt that SFT learns
 OWN_ANSWERS, TOKENS = 4, 120  # answers of the SFT model to a prompt, and their maximum length
+OWN_SHARE = 2  # pairs with such an answer for each of GPT-4
 
 
 def write_base(gguf: Path, folder: Path) -> None:
@@ -93,7 +94,7 @@ def sample(model: Path, prompts: list[str], seed: int) -> dict[str, list[str]]:
 
 
 def write_own_pairs(model: Path, folder: Path, seed: int) -> None:
-    """Write GPT-4's pairs and as many of a chosen answer and the SFT model's, balanced by length, for each part."""
+    """Write GPT-4's pairs, and pairs of a chosen answer and the SFT model's, balanced by length, for each part."""
     prompts = sorted((row["prompt"][0]["content"] for _, row in jsonl.read_jsonl(folder / "prompts.jsonl")), key=len)
     answers = sample(model, prompts, seed)
     (folder / "own").mkdir(exist_ok=True)
@@ -107,7 +108,7 @@ def write_own_pairs(model: Path, folder: Path, seed: int) -> None:
                 chosen = list(dict.fromkeys(row["chosen"] for row in rows if row["prompt"] == prompt))
                 own += [{"prompt": prompt, "chosen": a, "rejected": b} for a in chosen for b in answers[prompt]]
             random.Random(seed).shuffle(own)
-            own = balanced(own)[: len(judged)]
+            own = balanced(own)[: OWN_SHARE * len(judged)]
             both = [
                 {"prompt": chat(row["prompt"])}
                 | {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}

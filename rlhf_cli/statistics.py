@@ -18,8 +18,8 @@ def bonferroni_z(count: int) -> float:
     return Z95 if count == 1 else NormalDist().inv_cdf(1 - 0.025 / count)
 
 
-def wilson(wins: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of a proportion `wins / n`; half wins for ties make it conservative.
+def wilson(wins: float, n: float, z: float = Z95) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of a proportion `wins / n`. Too wide where ties count as half wins.
 
     Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1. Another `z` gives another level.
     """
@@ -61,8 +61,18 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> tuple[float, fl
 def win_rate(scores: Sequence[float], baseline: Sequence[float]) -> dict:
     """Return the share of rows where `scores` is above `baseline`, ties counting half: {value, ci95, n, ties}."""
     points = _points(scores, baseline)
-    n, won = len(points), sum(points)
-    return {"value": won / n, "ci95": list(wilson(won, n)), "n": n, "ties": points.count(0.5)}
+    return {"value": fmean(points), "ci95": list(_mean_of_points(points)), "n": len(points), "ties": points.count(0.5)}
+
+
+def _mean_of_points(points: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
+
+    It is Wilson's, of as many rows without ties as give the mean the same variance. If all rows are ties, of all rows.
+    """
+    mean = fmean(points)
+    variance = fmean((point - mean) ** 2 for point in points)
+    n = len(points) * mean * (1 - mean) / variance if variance else len(points)
+    return wilson(mean * n, n)
 
 
 def _points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:
@@ -93,7 +103,7 @@ def length_controlled(
     EM), which needs no random draws.
 
     If all differences are equal, or one side wins every row, lengths explain nothing: returns the plain rate with its
-    Wilson interval.
+    interval of `win_rate`.
     """
     import numpy as np
     from scipy.special import expit
@@ -101,7 +111,7 @@ def length_controlled(
     points, differences = _points(scores, baseline), np.asarray(length_difference, dtype=np.float64)
     n, won = len(points), sum(points)
     if np.ptp(differences) == 0 or won in (0, n):
-        return won / n, wilson(won, n)
+        return won / n, _mean_of_points(points)
     # rows of equal difference and result form a cell; a resample is the number of draws per cell
     (d, y), rows = np.unique(np.stack([differences, points]), axis=1, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(n, rows / n, size=RESAMPLES)

@@ -223,6 +223,9 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         for key in VALUE_KEYS:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise invalid(f"{key} has no effect with advantage {self.advantage}", "remove it", key)
+        if self.whiten_rewards:  # it adds a constant to the reward of each token, and a return is the sum of them
+            text = f"with advantage {self.advantage}, whiten_rewards would reward or penalize the length of a response"
+            raise invalid(text, "remove it", "whiten_rewards")
 
     def across(self, processes: int) -> Self:
         """Return the settings of the global batch over `processes` processes.

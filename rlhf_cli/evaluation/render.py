@@ -119,7 +119,7 @@ def worth_sentences(report: Row) -> Iterator[str]:
     Of the judges the deciding one is taken.
     """
     if rates := report.get("win_rate", {}).get("ppo_vs_sft"):
-        yield from disagreement(judge := deciding_judge(rates), rates[judge])
+        yield from disagreement(reward_name(report), judge := deciding_judge(rates), rates[judge])
     for name in other_policies(report):
         if rates := report["win_rate"].get(f"ppo_vs_{name}"):
             rate = rates[judge := deciding_judge(rates)]
@@ -202,7 +202,7 @@ def selection_lines(report: Row) -> Iterator[str]:
 
 def is_own_reward(report: Row, judge: str) -> bool:
     """Return True for the reward that PPO was trained on, unless it is a verifier, which knows the right answers."""
-    return judge == "reward" and report.get("judge_kinds", {}).get(judge) != "builtin"
+    return judge == "reward" and report.get("judge_kinds", {}).get(judge) != "verifier"
 
 
 def reward_name(report: Row) -> str:

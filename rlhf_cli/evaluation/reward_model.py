@@ -325,12 +325,12 @@ def agreement(judge: tuple[Scores, Scores], reward: tuple[Scores, Scores]) -> di
     return {"agrees_with_reward": sum(agreed) / len(agreed), "agrees_with_reward_ci95": list(interval)}
 
 
-def disagreement(judge: str, rate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence if all of the interval of a judge's agreement is below LOW."""
+def disagreement(reward: str, judge: str, rate: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence if all of the interval of a judge's agreement with `reward` is below LOW."""
     share, interval = rate.get("agrees_with_reward"), rate.get("agrees_with_reward_ci95")
     if share is not None and interval and interval[1] < LOW:
         yield (
-            f"The reward model and judge {judge} prefer the same of PPO's and SFT's answers on "
-            f"{with_interval(share, interval)} of the prompts, fewer than two of three: more training on this reward "
-            "may not please this judge"
+            f"{reward.capitalize()} and judge {judge} prefer the same of PPO's and SFT's answers on "
+            f"{with_interval(share, interval)} of the prompts that both decide, fewer than two of three: more training "
+            "on this reward may not please this judge"
         )

@@ -14,6 +14,7 @@ from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.evaluation.reward_model import agreement
 from rlhf_cli.models.batch import StopTokenId
+from rlhf_cli.rewards.builtin import REWARDS
 from rlhf_cli.runs.parents import Parent
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))  # and of each policy of `policies` with SFT and PPO
@@ -154,7 +155,7 @@ def build_report(
 
 def _judge_kind(judge: str | BuiltinJudge) -> str:
     if isinstance(judge, BuiltinJudge):
-        return "builtin"
+        return "function" if judge.builtin in REWARDS else "verifier"
     return "function" if FUNCTION.fullmatch(judge) else "model"
 
 
@@ -227,7 +228,11 @@ def _policy_means(evaluated: EvalResponses, seed: int) -> Section:
 
 
 def _mean(values: Sequence[float], seed: int) -> Section:
-    return {"mean": sum(values) / len(values), "ci95": list(statistics.bootstrap_mean(values, seed=seed))}
+    """Return {mean, ci95}. The interval of a judge that scores 0 or 1, such as a verifier, is Wilson's."""
+    total, n = sum(values), len(values)
+    shares = set(values) <= {0.0, 1.0}
+    interval = statistics.wilson(total, n) if shares else statistics.bootstrap_mean(values, seed=seed)
+    return {"mean": total / n, "ci95": list(interval)}
 
 
 def win_rates(policy: EvalResponses, baseline: EvalResponses, seed: int) -> Section:

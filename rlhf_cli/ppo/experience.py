@@ -280,7 +280,8 @@ class Experience:
             metrics |= {f"objective/score/{name}/{member}": float(raw.mean()) for member, raw in members}
             metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
         if len(gap := self.logprob_gap):
-            metrics |= {"rollout/logprob_gap": float(gap.mean()), "rollout/logprob_gap_p99": float(gap.quantile(0.99))}
+            p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values  # torch's quantile takes at most 2^24 numbers
+            metrics |= {"rollout/logprob_gap": float(gap.mean()), "rollout/logprob_gap_p99": float(p99)}
         if self.weights is not None and self.capped is not None:
             mean = float(self.weights[self.mask].mean())
             metrics |= {"rollout/correction_mean": mean, "rollout/correction_capped": float(self.capped.float().mean())}

@@ -219,7 +219,7 @@ class Watchdog:
         reference = state.best if signal == "judge" else state.first
         error = math.hypot(reading.standard_error, reference.standard_error)
         exceeds = EXCEEDS[signal](reading.mean, reference.mean, limit, error)
-        state.best = max(state.best, reading, key=lambda stats: stats.mean)
+        state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one has no error
         if not exceeds:
             return None
         state.recent, state.fired = [], state.fired + 1

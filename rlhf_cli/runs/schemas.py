@@ -212,7 +212,7 @@ class Report(SampledResults):
     selected: SelectedPolicy | None = None
     no_frontier: str | None = None
     by: Groups | None = None
-    judge_kinds: dict[str, Literal["model", "function", "builtin"]] = {}
+    judge_kinds: dict[str, Literal["model", "function", "verifier"]] = {}
     limit: Limit | None = None
     reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None

@@ -197,8 +197,8 @@ class PPORunner:
     def _error_context(self, batch: Sequence[data.Prompt] = ()) -> Iterator[None]:
         """Context manager that adds the row's prompt and the last checkpoint to an R01 error.
 
-        If a reward source or the engine fails (R05, R19, R20), nothing was trained in this update, and the updates
-        before it are saved.
+        If a reward source or the engine fails (R05, R19, R20) while an update's `batch` is sampled and scored, nothing
+        was trained in this update, and the updates before it are saved. A sample table is after the training.
         """
         try:
             yield
@@ -211,7 +211,7 @@ class PPORunner:
             checkpoint = f"last good checkpoint: {shown(last)}" if last else "no checkpoint was saved before it"
             raise RLHFError("R01", text, hint=f"{problem.hint}; {checkpoint}") from error
         except RLHFError as error:
-            if error.problems[0].code in ("R05", "R19", "R20") and self.trainer.updates > self.saved_step:
+            if batch and error.problems[0].code in ("R05", "R19", "R20") and self.trainer.updates > self.saved_step:
                 self._save_checkpoint()
             raise
 
@@ -227,14 +227,14 @@ def save_models(config: PPOConfig, components: ppo_setup.PPOComponents, step: in
     """Save the policy after `step`, averaged with ppo.average, to model/ and the value model to value/.
 
     Both are full weights, or adapters of a base. A value head is saved as a sequence classifier, and not at all if the
-    policy's family has none. Without a value model there is no value/.
+    policy's family has none. Without a value model, and for the best step of a run that stopped, there is no value/.
     """
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     average = f" with averaged weights (decay {config.ppo.average:g} an update)" if config.ppo.average else ""
     with components.trainer.averaged_policy():
         save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy{average} after {trained}.")
-    if value is None:
+    if value is None or step != components.trainer.updates:  # snapshots have no value model
         return
     if isinstance(value, forward.ValueHead):  # saved on the trained policy: it has learned from its hidden states
         if not build.has_classifier(lora.unwrap(policy).config):

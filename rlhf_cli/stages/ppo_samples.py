@@ -66,7 +66,7 @@ class SampleTables:
         terminal.table(list(columns), cells, title=f"samples at step {step}")
 
     def _reference_samples(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Sample and score the reference model's responses to the same prompts, with the same seeds."""
+        """Sample and score the reference model's responses to the same prompts, seeded as evaluation prompts."""
         trainer, count = self.components.trainer, min(ROWS_LOGGED, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
         prompts = replace(prompts, records=rollout.records[:count])

@@ -244,7 +244,7 @@ def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end:
 
 
 def test_a_verifier_named_reward_is_no_reward_model() -> None:
-    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "judge_kinds": {"reward": "builtin"}}
+    verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "judge_kinds": {"reward": "verifier"}}
     assert str(render.summary_sentence(verified)).endswith("judged by reward, at a KL of 12.30")
     rates = {"gold": BETTER, "reward": BETTER}
     verified["win_rate"] = {"ppo_vs_sft": rates}

@@ -12,6 +12,7 @@ from run_cli import must_succeed, rlhf
 
 from rlhf_cli.commands import init
 from rlhf_cli.demo import arithmetic
+from rlhf_cli.statistics import wilson
 
 SIZES = arithmetic.Sizes(demonstrations=1200, prompts=300, evaluation=90, held_out=300, words=300)
 FILES = ("sft", "prompts", "sft_eval", "heldout")
@@ -57,5 +58,7 @@ def test_a_short_chain_is_scored_by_the_verifier(tmp_path: Path, monkeypatch: py
     report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
     assert report["models"].keys() == {"sft", "ppo"} and [each["n"] for each in report["best_of"]] == [2]
     assert [group["value"] for group in report["by"]["groups"]] == ["easy", "medium", "hard"]
+    judge = report["models"]["sft"]["judges"]["reward"]
+    assert judge["ci95"] == pytest.approx(wilson(6 * judge["mean"], 6)), "a share"
     row = lines(run / "eval/samples.jsonl")[0]
     assert {"reward"} == row["scores"].keys() and {"answer", "difficulty"} == row["columns"].keys()

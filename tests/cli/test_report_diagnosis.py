@@ -1,6 +1,7 @@
 """Diagnosis of the report: badges, the stage to fix first, advice, and what an outdated evaluation does not decide."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_a_win_by_the_reward_model_only_is_not_good(run: Path) -> None:
     assert f"judged by reward, at a KL of 12.30: {proves_little}; add a judge in eval.yaml." in text
     assert "which needs no training: 0.520 [0.460, 0.580], undecided." in text
     assert "SFT's best of 4 by the reward model," in text
-    text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "builtin"}}))
+    text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "verifier"}}))
     assert proves_little not in text and "PPO beats SFT by reward" in text
     text = words(write_report(run, {**evaluation, "judge_kinds": {"reward": "function"}}))
     assert proves_little in text and "SFT's best of 4 by the judge reward," in text
@@ -252,9 +253,12 @@ def test_reward_hacking_is_attributed_to_ppo_if_its_metrics_are_unhealthy(run: P
     assert "eval : read the largest losses of PPO under Samples" in healthy
     log_ppo(run, objective__kl_k1=[0.0] + [30.0] * 19)
     unhealthy = words(run)
-    assert "it over-optimized its reward model. Stage to fix first: ppo." in unhealthy
+    assert "it over-optimized its reward. Stage to fix first: ppo." in unhealthy
     assert "ppo bad it raised the reward and lost by gold" in unhealthy and "reward good" in unhealthy
     assert "ppo : raise ppo.kl_coef (here 0.2), or lower" in unhealthy and "add pairs that reject" not in unhealthy
+    log_ppo(run, objective__kl_k1=[0.0] + [5.0] * 19)
+    shutil.rmtree(run / "reward")
+    assert "it over-optimized its reward. Stage to fix first: ppo." in words(run), "of a function"
 
 
 def test_a_warning_in_a_badge_is_not_repeated(run: Path) -> None:

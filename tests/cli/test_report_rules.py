@@ -79,6 +79,8 @@ def test_a_range_relative_to_the_first_value_includes_its_noise() -> None:
     reading = read_one("loss/value_avg", [0.9] + [1.0, 0.95, 1.05, 0.9] * 5)
     assert reading.sentence.endswith("within noise at the end.") and reading.verdict == "good"
     assert read_one("loss/value_avg", [0.9] + [3.0, 2.9, 3.1, 3.0] * 5).verdict == "look"
+    for updates in (1, 2, 3):  # too few for their noise
+        assert read_one("rollout/logprob_gap", [0.05] * updates).verdict != "look"
 
 
 def test_the_kl_range_is_the_watchdog_limit_times_the_length() -> None:

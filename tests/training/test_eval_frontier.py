@@ -215,10 +215,11 @@ def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer(
     rates = win_rates(responses([1, 1, 1, -1, 1, -1, 0, 1], [2, 3, 1, -2, -1, 5, 1, 0]), baseline, seed=0)
     assert rates["gold"]["agrees_with_reward"] == 4 / 6 and "agrees_with_reward" not in rates["reward"]
     assert rates["gold"]["agrees_with_reward_ci95"] == list(statistics.wilson(4, 6))
-    assert not [*disagreement("gold", rates["gold"])] and not [*disagreement("reward", rates["reward"])]
+    name = "the reward model"
+    assert not [*disagreement(name, "gold", rates["gold"])] and not [*disagreement(name, "reward", rates["reward"])]
     low = {**rates["gold"], "agrees_with_reward": 0.52, "agrees_with_reward_ci95": [0.43, 0.66]}
-    (sentence,) = disagreement("gold", low)
-    assert "judge gold prefer the same of PPO's and SFT's answers on 0.520 [0.430, 0.660] of the prompts" in sentence
+    (sentence,) = disagreement(name, "gold", low)
+    assert "The reward model and judge gold prefer the same of PPO's and SFT's answers on 0.520 [0.430, 0.660] of the prompts" in sentence
 
 
 def test_lengths_control_the_win_rate() -> None:

@@ -54,6 +54,8 @@ def test_a_key_of_the_value_model_needs_one(key, value):
 
 
 def test_groups_need_two_responses_and_leave_a_recipe_only_what_has_an_effect():
+    with pytest.raises(ValidationError, match="whiten_rewards would reward or penalize the length"):
+        settings(**GROUPS, whiten_rewards=True)
     with pytest.raises(ValidationError, match="compares the responses to a prompt, and num_samples_per_prompt is 1"):
         settings(advantage="grpo")
     plain, chosen = (settings(recipe=name, **GROUPS).model_dump() for name in ("classic", "reasoning"))

@@ -21,6 +21,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward
+from rlhf_cli.stages import ppo_samples
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SCORES = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -144,6 +145,26 @@ def break_in_the_third_update(patch, target):
         return plain(*arguments)
 
     patch.setattr(owner, name, broken, raising=False)
+
+
+def test_r05_in_a_sample_table_saves_nothing_of_an_update_that_is_not_finished(run_folder, monkeypatch):
+    rewards = {"mine": {"builtin": "length", "parameters": {"most": 3}}}
+    write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model", "value": "policy_head"}, "rewards": rewards})
+    options = ["-s", "output.save_steps=2", "-s", "output.snapshots=4", "-s", "ppo.num_sample_generations=4"]
+    plain = ppo_samples.experience_to_show
+
+    def broken(components):
+        if components.trainer.updates == 3:
+            raise RLHFError("R05", "reward `mine` failed", hint="")
+        return plain(components)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo_samples, "experience_to_show", broken)
+        fails(ppo(run_folder, *options), "R05", "reward `mine` failed", exit_code=1)
+    assert steps(run_folder / "ppo/state") == {2}
+    must_succeed(ppo(run_folder, *options), "resumes at step 2 of 4")
+    assert steps(run_folder / "ppo/snapshots") >= {1, 2, 3, 4}
+    assert {row["step"] for row in lines(run_folder / "ppo/samples.jsonl")} == {1, 2, 3, 4}
 
 
 # Columns of the data: reward functions as people write them for TRL's GRPOTrainer

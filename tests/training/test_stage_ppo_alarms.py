@@ -115,6 +115,7 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder, average)
     (kept,) = (run_folder / "ppo/snapshots").glob("step_*")
     assert kept.name == f"step_{made['step']:06d}"
     assert (kept / "model.safetensors").read_bytes() == weights(run_folder)
+    assert not (run_folder / "ppo/value").exists(), "the value model is that of the last step"
     must_succeed(ppo(run_folder, *options), "finished already")
     (run_folder / "ppo/manifest.json").unlink()
     flip(kept / "model.safetensors")

@@ -38,7 +38,7 @@ def update(
         tokens = [5] * size if row < round(repeated * rows) else list(range(3, 3 + size))
         responses.append([*tokens[:-1], 2 if row < round(ended * rows) else 9])
     rollout = Rollout.from_lists([[7]] * rows, responses, stop_token_id=2)
-    signs = torch.tensor([1.0, -1.0] * (rows // 2))
+    signs = torch.tensor(([1.0, -1.0] * rows)[:rows])
     members = {"one": torch.full((rows,), deviation), "other": torch.full((rows,), -deviation)}
     scores = judge + spread * signs
     ensembles = {"vote": EnsembleScores(signs * 0, members)}
@@ -102,6 +102,8 @@ def test_a_held_out_judge_fires_by_standard_errors_below_its_best():
         assert fired(watchdog(), *up, *[{"judge": 2.0 - fall, "spread": 1.0}] * 2) == expected
     assert fired(watchdog(judge=3.0), *up, *[{"judge": 2.0 - 3.5 * one, "spread": 1.0}] * 2) == [(5, "judge")]
     assert fired(watchdog(judges=()), *up, *[{"judge": -9.0, "spread": 1.0}] * 4) == []
+    few = {"judge": 3.0, "rows": 1}, {"judge": 2.0, "spread": 1.0}  # one score has no standard error
+    assert fired(watchdog(window=1), *few, *[{"judge": -2.0, "spread": 1.0}] * 2) == [(3, "judge"), (4, "judge")]
     assert fired(watchdog(), *({"judge": 1.0 - step / 2, "spread": 0.1} for step in range(4)))[0] == (2, "judge")
 
 

@@ -127,13 +127,15 @@ def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
 def reward_hacking(run: Run) -> tuple[str, str]:
     """Return the judge by which PPO loses although it wins by the reward model, and the stage that caused it.
 
-    It is ppo if its metrics are unhealthy, else reward. Both texts are empty unless loss and win exceed chance.
+    It is ppo if its metrics are unhealthy or there is no reward stage, else reward. Both texts are empty unless loss
+    and win exceed chance.
     """
     rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
     if "reward" not in rates or significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
         return "", ""
-    return judge, "ppo" if any(finding.grade in ILL for finding in _ppo_log(run)) else "reward"
+    unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
+    return judge, "ppo" if unhealthy or not run.stages["reward"].there else "reward"
 
 
 def _reward(run: Run) -> Iterator[Finding]:
@@ -249,7 +251,7 @@ def headline(run: Run, found: list[Badge]) -> str:
 def _fix_first(run: Run, found: list[Badge]) -> str:
     judge, stage = reward_hacking(run)
     if judge:
-        why = "over-optimized its reward model" if stage == "ppo" else "exploited errors of the reward model"
+        why = "over-optimized its reward" if stage == "ppo" else "exploited errors of the reward model"
         return f"PPO raised the reward and lost by {judge}: it {why}. Stage to fix first: {stage}."
     first = by_priority(run, found)[0]
     if first.grade == "bad" and first.stage == "eval":

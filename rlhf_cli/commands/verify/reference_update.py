@@ -338,7 +338,7 @@ def disagreements(state: ReferenceState, experience: Experience) -> dict[str, fl
 def engine_metrics(state: ReferenceState, experience: Experience) -> dict[str, float]:
     """Return the distance of the engine's log-probs from the policy's, and the means of rollout_correction."""
     gap = (torch.cat(experience.logprobs) - torch.cat(state.drawn_logprobs)).abs()
-    values = {"logprob_gap": gap.mean(), "logprob_gap_p99": gap.quantile(0.99)}
+    values = {"logprob_gap": gap.mean(), "logprob_gap_p99": gap.sort().values[math.ceil(0.99 * len(gap)) - 1]}
     if state.settings.rollout_correction is not None:
         rows = range(len(state.responses))
         weights, capped = zip(*(rollout_correction(state, experience, row) for row in rows), strict=True)
