@@ -21,6 +21,8 @@ prompts. In all of them no ratio of lengths tells the chosen answer.
 import argparse
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli import jsonl
 from rlhf_cli.commands.init.pairs import balance_lengths
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
 
 HELD_OUT, JUDGE = 120, 150  # prompts
 CHECK = 20  # prompts of a part on which its reward model is measured
@@ -72,24 +77,22 @@ def write_data(pairs: Path, folder: Path, seed: int) -> None:
 
 def sample(model: Path, prompts: list[str], seed: int) -> dict[str, list[str]]:
     """Return answers to each prompt at temperature 1, of those that end."""
-    torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    engine = HFEngine(policy, tokenizer.eos_token_id, tokenizer.pad_token_id, bf16=True)
     answers: dict[str, list[str]] = defaultdict(list)
     for start in range(0, len(prompts), 16):
-        batch = prompts[start : start + 16]
-        inputs = tokenizer.apply_chat_template(
-            [chat(prompt) for prompt in batch], add_generation_prompt=True, padding=True, return_dict=True,
-            return_tensors="pt",
-        )  # fmt: skip
-        drawn = policy.generate(
-            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=TOKENS,
-            num_return_sequences=OWN_ANSWERS,
-        )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
-        for row, tokens in enumerate(drawn):
-            if tokenizer.eos_token_id in tokens:
-                answers[batch[row // OWN_ANSWERS]].append(tokenizer.decode(tokens, skip_special_tokens=True).strip())
-        print(f"answered {start + len(batch)} of {len(prompts)} prompts", flush=True)
+        part = prompts[start : start + 16]
+        ids = [
+            tokenizer.apply_chat_template(chat(each), add_generation_prompt=True, return_dict=False) for each in part
+        ]
+        rows = Prompts.from_lists(ids).repeat(OWN_ANSWERS)
+        seeds = tuple(derive_seed(seed, "own", start, row) for row in range(len(rows)))
+        rollout = engine.generate(replace(rows, seeds=seeds, response_length=TOKENS))
+        for row, answer in enumerate(rollout.texts(tokenizer)[1]):
+            if rollout.ended[row]:
+                answers[part[row // OWN_ANSWERS]].append(answer.strip())
+        print(f"answered {start + len(part)} of {len(prompts)} prompts", flush=True)
     return answers
 
 
