@@ -22,7 +22,6 @@ import argparse
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
