@@ -147,6 +147,7 @@ def prompt_rows(
 ) -> Rows[Prompt]:
     """Return the prompts of a file: {prompt}, {messages} up to the last assistant turn, or distinct prompts of pairs.
 
+    All have the same columns, None where their row has none.
     See `_tokenised` for the options. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
 
@@ -154,7 +155,9 @@ def prompt_rows(
         return Prompt(prompt, example.prompt, example.location, example.columns)
 
     reader = DatasetReader(source, PROMPT_FORMS)
-    return _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
+    rows = _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
+    names = dict.fromkeys(name for each in rows for name in each.columns)
+    return rows.with_rows(replace(each, columns={name: each.columns.get(name) for name in names}) for each in rows)
 
 
 def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:

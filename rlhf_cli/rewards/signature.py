@@ -85,17 +85,18 @@ class Signature:
     def call(self, function: RewardFn, rows: TextRows) -> Any:
         """Call the function; return its result, of a coroutine function a coroutine.
 
-        Texts and columns are copies: a function may change them.
+        All values are copies: a function may change them.
         """
-        given: dict[str, Any] = {"completion_ids": list(rows.completion_ids)}
+        prompts, responses = list(rows.prompts), list(rows.responses)
+        given: dict[str, Any] = {"completion_ids": list(map(list, rows.completion_ids))}
         if self.texts:
-            given |= {"prompts": rows.prompts, "responses": rows.responses}
+            given |= {"prompts": prompts, "responses": responses}
         else:
-            prompts = [deepcopy(record["prompt"]) for record in rows.records] or rows.prompts
-            given |= {"prompts": prompts, "completions": list(map(_completion, prompts, rows.responses))}
+            prompts = [deepcopy(record["prompt"]) for record in rows.records] or prompts
+            given |= {"prompts": prompts, "completions": list(map(_completion, prompts, responses))}
         takes_given = self.takes_all and not self.texts
         named = {name: value for name, value in given.items() if takes_given or name in self.named}
-        arguments = () if self.positional is None else (rows.prompts, rows.responses)
+        arguments = () if self.positional is None else (prompts, responses)
         return function(*arguments, **(self._column_values(rows.records) | named))
 
     def _column_values(self, records: Sequence[Record]) -> dict[str, list[Any]]:

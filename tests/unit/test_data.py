@@ -164,6 +164,9 @@ def test_prompts_of_each_form(chat: Any, tmp_path: Path) -> None:
     for form in ({"prompt": [USER]}, {"messages": [USER, turn("assistant", "Yes?")]}, {"messages": [USER]}):
         (prompt,) = data.prompt_rows(write(tmp_path, form), chat, max_length=99)
         assert prompt == data.Prompt(ids, [USER], RowLocation(tmp_path / "rows.jsonl", 1))
+    rows = write(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "b", "day": "Monday"})
+    columns = [prompt.columns for prompt in data.prompt_rows(rows, chat, max_length=99)]
+    assert columns == [{"answer": 1, "day": None}, {"answer": None, "day": "Monday"}]  # the same in each batch
 
 
 def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Path) -> None:

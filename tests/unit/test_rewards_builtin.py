@@ -202,7 +202,14 @@ def test_a_function_may_change_what_it_is_given() -> None:
     def change(prompts: list[Any], completions: list[Any], tags: list[Any]) -> list[float]:
         return [len(prompts[1].pop()), len(tags[0].pop())]
 
-    assert [score_texts("change", change, ROWS) for _ in range(2)] == [[2.0, 1.0]] * 2
+    def empty(prompts: list[str], responses: list[str], completion_ids: list[list[int]]) -> list[float]:
+        return [len(prompts.pop()), len(responses.pop()) + completion_ids[1].pop()]
+
+    def by_place(x: list[str], y: list[str]) -> list[float]:
+        return [len(x.pop()), len(y.pop())]
+
+    for function, found in ((change, [2.0, 1.0]), (empty, [9.0, 7.0]), (by_place, [9.0, 1.0])):
+        assert [score_texts("change", function, ROWS) for _ in range(2)] == [found] * 2
 
 
 def test_records_stay_with_their_rows() -> None:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,12 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards import sandbox, verifiers
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
 from rlhf_cli.rewards.signature import TextRows, check_columns
+from rlhf_cli.rewards.verifiers import unit_tests
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+NESTED = {"type": "array", "items": {"$ref": "#"}}
+STANDARD = "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
+PATCHED = ("exec", "compile")
 DEEP, LONG = "[" * 50_000, "x" * 100_000
 
 
@@ -40,6 +45,7 @@ def scores(name: str, rows: list[tuple[str, Any]], **parameters: Any) -> list[fl
     [
         ("exact_match", {}, [("Paris.", "paris", 1), (" 'The  Sea' ", "the sea", 1), ("-5", "5", 0), ("5", 5, 1)]),
         ("exact_match", {}, [("no", ["yes", "NO!"], 1), ("ﬁve", "five", 1), ("true", True, 1), (LONG, "x", 0)]),
+        ("exact_match", {}, [("", "!", 0), ("?", "!", 0), ("!", "!", 1), ("", "", 1)]),
         ("exact_match", {"ignore_case": False}, [("Paris", "paris", 0), ("x", None, None)]),
         ("exact_match", {"extract": "<a>(.*?)</a>"}, [("<a>1</a> <a>\nTwo</a>", "two", 1), ("two", "two", 0)]),
         ("exact_match", {"extract": r"\d+", "column": "n"}, [("1 or 2", "2", 1), ("1 or 2", "1", 0)]),
@@ -47,6 +53,9 @@ def scores(name: str, rows: list[tuple[str, Any]], **parameters: Any) -> list[fl
         ("numeric", {}, [("1/2", 0.5, 1), ("x = .5", "1/2", 1), ("6e-3", 0.006, 1), ("50%", 50, 1), ("f(2)-1", 1, 1)]),
         ("numeric", {}, [("none", 1, 0), ("1/0", 1, 0), ("1,2,3", 3, 1), ("\N{MINUS SIGN}3", -3, 1), ("v1.2.3", 3, 0)]),
         ("numeric", {}, [("9" * 100_000, 9, 0), ("1e999", 1, 0), ("7.0", [6, 7], 1), ("7", None, None)]),
+        ("numeric", {}, [("is 3/4.", "3/4", 1), ("3/4...", 0.75, 1), ("10 / 2,000", 2000, 1), ("1/2/2024", 1, 1)]),
+        ("numeric", {}, [("\N{EN DASH}5", -5, 1), ("3\N{EN DASH}5", 5, 1), ("2 1/2", 2.5, 1), ("-2 1/2", "-5/2", 1)]),
+        ("numeric", {"tolerance": 0.3}, [("1.3", 1, 1), ("0.7", 1, 1), ("1.31", 1, 0)]),
         ("numeric", {"tolerance": 0.01}, [("3.14", 3.1416, 1), ("3.1", 3.1416, 0)]),
         ("numeric", {"extract": "<a>(.*?)</a>"}, [("<a>1 + 1 = 2</a> of 3", 2, 1), ("2", 2, 0)]),
         ("numeric", {"latex": True}, [(r"\boxed{\frac{1}{2}}", "0.5", 1), ("$x^2+2x+1$", "(x+1)^2", 1), (LONG, 1, 0)]),
@@ -54,11 +63,17 @@ def scores(name: str, rows: list[tuple[str, Any]], **parameters: Any) -> list[fl
         ("regex", {"column": "answer"}, [("abc", "a.c", 1), ("abc", "^b", 0), ("abc", None, None)]),
         ("json_schema", {"schema": OBJECT}, [('{"a": 1}', 0, 1), ('{"a": "x"}', 0, 0), ("NaN", 0, 0), (DEEP, 0, 0)]),
         ("json_schema", {"schema": OBJECT}, [('So:\n```json\n{"a": 2}\n```\nDone', 0, 1), ('So {"a": 2}', 0, 0)]),
+        ("json_schema", {"schema": OBJECT}, [('```sh\nls\n```\nor\n```JSON\r\n{"a": 2}\r\n```\r\n', 0, 1)]),
+        ("json_schema", {"schema": NESTED}, [("[[]]", 0, 1), ("[" * 400 + "]" * 400, 0, 0)]),
         ("json_schema", {"column": "form"}, [("1", {"type": "integer"}, 1), ("1", '{"type": "string"}', 0)]),
         ("unit_tests", {}, [("def f(x): return x", "assert f(1) == 1", 1), ("def f(x): return x", "f(1) / 0", 0)]),
         ("unit_tests", {}, [("a = 1", ["assert a", "assert a > 1"], 0), ("a = 1", [], None), ("a", None, None)]),
         ("unit_tests", {"partial": True}, [("a = 1", ["assert a", "assert a > 1"], 0.5), ("1 / 0", ["", ""], 0)]),
-        ("unit_tests", {}, [("First:\n```python\na = 1\n```\nor\n```\na = 2\n```\n.", "assert a == 2", 1)]),
+        ("unit_tests", {}, [("```sh\nls\n```\nThen:\n```py\na = 1\n```\nIt prints\n```\na\n```\n.", "assert a", 1)]),
+        ("unit_tests", {}, [("```\na = 1\n```\nor\n```\na = 2\n```\nIt prints\n```text\n1\n```", "assert a == 2", 1)]),
+        ("unit_tests", {}, [("```python\r\na = 1\r\n```\r\n```Python3\r\na = 2\r\n```\r\n", "assert a == 2", 1)]),
+        ("unit_tests", {}, [("a = 1", ["assert a"] * 300, 1), (STANDARD, "pickle.loads(pickle.dumps(P(1))).x", 1)]),
+        ("unit_tests", {}, [(f"import builtins\nbuiltins.{each} = lambda *a: ''", "1 / 0", 0) for each in PATCHED]),
         ("unit_tests", {}, [("a = 1  # " + LONG, "assert a", 1), ("(" * 50_000, "", 0), ("a = '\0'", "", 0)]),
     ],
 )
@@ -79,6 +94,7 @@ def test_scores_by_hand(name: str, parameters: dict[str, Any], rows: list[tuple[
         ("regex", {"pattern": "a", "column": "b"}, "give pattern or column"),
         ("json_schema", {}, "give schema or column"),
         ("json_schema", {"schema": {"type": "objekt"}}, "not a JSON Schema"),
+        ("json_schema", {"schema": {"items": {"$ref": "http://x/y"}}}, "does not contain its reference 'http://x/y'"),
         ("unit_tests", {"megabytes": 1}, "greater than or equal to 64"),
     ],
 )
@@ -93,6 +109,14 @@ def test_c17_wrong_parameters(name: str, parameters: dict[str, Any], says: str) 
     [
         ("numeric", {}, "a word", "the answer 'a word' has no number"),
         ("numeric", {"latex": True}, r"\frac{", "math_verify cannot read"),
+        ("numeric", {"extract": "<a>(.*?)</a>"}, "five", "the answer 'five' has no number"),
+        ("numeric", {}, ["1", "five"], "the answer 'five' has no number"),
+        ("regex", {"column": "answer"}, 5, "a pattern must be text, not 5"),
+        ("json_schema", {"column": "answer"}, ["a"], "must be an object, true or false, not ['a']"),
+        ("json_schema", {"column": "answer"}, "5", "must be an object, true or false, not 5"),
+        ("json_schema", {"column": "answer"}, {"$ref": "#/a"}, "does not contain its reference '#/a'"),
+        ("unit_tests", {"column": "answer"}, "assert (", "a test is not Python: '(' was never closed"),
+        ("unit_tests", {"column": "answer"}, "def test_f():\n    assert f(1)", "functions, which nothing calls"),
         ("exact_match", {}, {"a": 1}, "a text, a number or a list of them"),
         ("regex", {"column": "answer"}, "(a", "not a regular expression"),
         ("json_schema", {"column": "answer"}, "{", "unexpected end"),
@@ -110,6 +134,8 @@ def test_d06_an_answer_that_cannot_be_read_is_found_before_anything_is_loaded(
         check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str)
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("D06", "rows.jsonl:2") and says in problem.text
+    if name == "unit_tests":  # no R05: in the process such a test fails, or defines a function
+        return
     with pytest.raises(RLHFError, match="R05"):  # in data that were not checked
         scores(name, [("1", value)], **parameters)
 
@@ -196,6 +222,14 @@ def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock() -> None:
         assert sandbox.passed_tests(code, [""], seconds=1.0, megabytes=128) == [False]
         assert at_least < time.perf_counter() - before < at_most
     assert not [child for child in psutil.Process().children() if sandbox.__file__ in child.cmdline()]
+
+
+def test_as_many_processes_at_once_as_this_one_has_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container or a scheduler may give it fewer than the machine has."""
+    sizes: list[int] = []
+    monkeypatch.setattr(unit_tests.os, "sched_getaffinity", lambda process: {0, 5, 7})
+    monkeypatch.setattr(unit_tests, "ThreadPoolExecutor", lambda size: sizes.append(size) or ThreadPoolExecutor(size))
+    assert scores("unit_tests", [("a = 1", "assert a")]) == [1] and sizes == [3]
 
 
 def test_c17_a_machine_that_cannot_limit_code(monkeypatch: pytest.MonkeyPatch) -> None:

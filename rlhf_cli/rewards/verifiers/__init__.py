@@ -18,6 +18,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
 
+Call = Callable[..., Any]
 MAX_PATTERN_SECONDS = 10.0  # CPU time of a pattern on one response: some patterns take years
 
 
@@ -31,12 +32,12 @@ Column = Annotated[str, AfterValidator(_check_column)]
 
 
 def by_column(
-    column: str, score: Callable[[str, Any], float | None], *, call: Callable[..., Any] = map, check: bool = True
+    column: str, score: Callable[[str, Any], float | None], *, call: Call = map, check: Call | None = None
 ) -> RewardFn:
     """Return a reward function that calls `score(response, value of the column)` for each row that has a value.
 
-    `score` raises ValueError for a value that it cannot read; with `check`, `rlhf check` calls it for each row of the
-    data. `call` is used as `map`.
+    `score` raises ValueError for a value that it cannot read. `rlhf check` calls `check(value)`, by default `score` of
+    an empty response, for each row of the data. `call` is used as `map`.
     """
 
     def reward(responses: list[str], **columns: list[Any]) -> list[float | None]:
@@ -44,7 +45,7 @@ def by_column(
 
     names = [Parameter(name, Parameter.KEYWORD_ONLY) for name in ("responses", column)]
     reward.__signature__ = Signature(names)  # type: ignore[attr-defined]
-    reward.check_value = partial(score, "") if check else None  # type: ignore[attr-defined]
+    reward.check_value = check or partial(score, "")  # type: ignore[attr-defined]
     return reward
 
 
@@ -99,7 +100,9 @@ def texts(value: Any) -> list[str]:
 
 
 def last_code_block(text: str, language: str) -> str:
-    """Return the content of the last fenced block in a language or without one, or the whole text."""
-    block = rf"^[ \t]*```(?:{language})?[ \t]*\n(.*?)^[ \t]*```"
-    blocks = re.findall(block, text, re.DOTALL | re.MULTILINE | re.IGNORECASE)
+    """Return the content of the last fenced block in a language, else of the last without one, else the whole text."""
+    block = r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)^[ \t]*```"
+    found = re.findall(block, text, re.DOTALL | re.MULTILINE)
+    named = [body for name, body in found if re.fullmatch(language, name, re.IGNORECASE)]
+    blocks = named or [body for name, body in found if not name]
     return blocks[-1] if blocks else text

@@ -25,5 +25,6 @@ def exact_match(*, column: Column = "answer", extract: str | None = None, ignore
 
 def normalised(text: str, ignore_case: bool) -> str:
     """Return the text in Unicode's form NFKC and single spaces, without quotes around it or punctuation at its end."""
-    text = " ".join(unicodedata.normalize("NFKC", text).split()).rstrip(END).strip(QUOTES).rstrip(END)
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = text.rstrip(END).strip(QUOTES).rstrip(END) or text  # "!" stays "!"
     return text.casefold() if ignore_case else text

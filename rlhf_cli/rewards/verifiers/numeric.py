@@ -11,10 +11,11 @@ from pydantic import Field
 from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.rewards.verifiers import Column, by_column, extraction, last_match, texts
 
-# 1,234.5, -$3, 3/4, 6e-3; a sign after a digit, letter or bracket is a minus between two numbers.
+# 1,234.5, -$3, 3/4, 2 1/2, 6e-3; a sign after a digit, letter or bracket is a minus between two numbers.
 NUMBER = re.compile(
-    r"(?<![\w./])(?P<sign>(?<![)\]])[-+])?[$€£]?(?P<value>(\d{1,3}(,\d{3})+(?!\d)|\d+)(\.\d+)?|\.\d+)"
-    r"(?P<exponent>[eE][-+]?\d{1,3}\b)?(\s?/\s?(?P<below>\d+)(?![\d./]))?"
+    r"(?<![\w./])(?P<sign>(?<![)\]])[-+])?[$€£]?((?P<whole>\d+) (?=\d+\s?/\s?\d))?"
+    r"(?P<value>(\d{1,3}(,\d{3})+(?!\d)|\d+)(\.\d+)?|\.\d+)"
+    r"(?P<exponent>[eE][-+]?\d{1,3}\b)?(\s?/\s?(?P<below>\d+)(?!\d|/|[.,]\d))?"
 )
 MAX_DIGITS = 1000  # a longer number is none
 
@@ -38,19 +39,20 @@ def numeric(
 
     def score(response: str, value: Any) -> float:
         found = find(response)
-        return float(found is not None and any(same(answer, found) for answer in texts(value)))
+        matches = [same(answer, found or "") for answer in texts(value)]  # all: each answer must be read
+        return float(found is not None and any(matches))
 
     return by_column(column, score)
 
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text, None if there is none or its divisor is 0."""
-    last = last_match(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
+    last = last_match(NUMBER, re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text))
     if last is None or len(last[0]) > MAX_DIGITS:
         return None
     value = Fraction(last["value"].replace(",", "") + (last["exponent"] or ""))
-    below = Fraction(last["below"] or 1)
-    return None if below == 0 else (-value if last["sign"] == "-" else value) / below
+    below, whole = Fraction(last["below"] or 1), Fraction((last["below"] and last["whole"]) or 0)
+    return None if below == 0 else (-1 if last["sign"] == "-" else 1) * (whole + value / below)
 
 
 def _same_number(tolerance: float) -> Callable[[str, str], bool]:
@@ -58,7 +60,7 @@ def _same_number(tolerance: float) -> Callable[[str, str], bool]:
         expected, number = last_number(answer), last_number(found)
         if expected is None:
             raise ValueError(f"the answer {answer[:60]!r} has no number")
-        return number is not None and abs(number - expected) <= Fraction(tolerance)
+        return number is not None and abs(number - expected) <= Fraction(str(tolerance))  # 0.3 is 3/10
 
     return same
 

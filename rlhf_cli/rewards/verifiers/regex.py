@@ -19,6 +19,8 @@ def regex(
     compile_once = lru_cache(maxsize=1024)(lambda text: compiled(text, re.IGNORECASE if ignore_case else 0))
 
     def score(response: str, text: str) -> float:
+        if not isinstance(text, str):
+            raise ValueError(f"a pattern must be text, not {text!r:.60}")
         expression = compile_once(text)
         with pattern_time_limit(text, response):
             return float((expression.fullmatch if whole else expression.search)(response.strip()) is not None)

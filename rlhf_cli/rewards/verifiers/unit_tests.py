@@ -1,6 +1,8 @@
 """Verifier `unit_tests`: the response is Python code that passes the tests of its row."""
 
+import ast
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -21,8 +23,8 @@ def unit_tests(
 ) -> RewardFn:
     """Return 1 if the response's code passes all tests in the column, a text or a list of them; else 0.
 
-    With `partial`, the share of the list that passes. The code is the last fenced Python block, or the whole response.
-    It runs in a separate process, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
+    With `partial`, the share of the list that passes. The code is the response's `last_code_block`. It runs in a
+    separate process, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
     """
     try:
         passed_tests("", [""], seconds=seconds, megabytes=megabytes)
@@ -35,9 +37,25 @@ def unit_tests(
         share = sum(passed) / len(passed) if passed else None
         return share if partial or share is None else float(share == 1)
 
-    return by_column(column, score, call=_in_threads, check=False)
+    return by_column(column, score, call=_in_threads, check=_check_tests)
+
+
+def _check_tests(value: Any) -> None:
+    """Check that tests are Python, and do not only define functions or classes. Raises ValueError."""
+    body: list[ast.stmt] = []
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            for test in texts(value):
+                compile(test, "test", "exec")
+                body += ast.parse(test).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"a test is not Python: {error}") from None
+    others = [each for each in body if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    runs = any(isinstance(node, ast.Assert | ast.Call) for each in others for node in ast.walk(each))
+    if len(others) < len(body) and not runs:
+        raise ValueError("the tests only define functions, which nothing calls: all code would pass")
 
 
 def _in_threads(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(function, *rows))
