@@ -243,6 +243,12 @@ def test_pairs_of_the_reward_model_can_be_balanced_by_length(world: World, tmp_p
         assert 0 < len(b) < len(a) and all(row in a for row in b) and 2 * sum(longer) == len(longer)
     assert "--balance-length" in plain.stdout
     assert "noted: of 108 and 24 pairs of the reward model" in balanced.stdout.replace("\n", " ")
+    jsonl.write_jsonl(file, [{**row, "chosen": f"{row['rejected']} {i}"} for i, row in enumerate(rows)])
+    plain, balanced = init(tmp_path / "c", file, world.base), init(tmp_path / "d", file, world.base, "--balance-length")
+    assert "noted: the longer answer is the chosen one in 100 %" in plain.stdout and "--balance" not in plain.stdout
+    text = "--balance-length would leave 0 of 108 pairs to train the reward model and 0 of 24 to measure it; at least 9"
+    assert balanced.exit_code == 2 and f"error[D11]: --data: {text} and 2 are needed" in balanced.stderr
+    assert "bring more pairs in which the shorter answer is the chosen one" in balanced.stderr
 
 
 def test_sft_learns_at_most_four_answers_per_prompt(world: World, tmp_path: Path) -> None:

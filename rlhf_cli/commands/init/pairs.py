@@ -29,6 +29,7 @@ PART_USES = {
 }
 MAX_HELD_OUT = 1000  # prompts; the interval of a win rate is then 0.06 wide
 MIN_PROMPTS = 20  # distinct prompts, so that two are held out
+MIN_BALANCED = {"pairs": 9, "held-out": 2}  # pairs that balance_parts must keep: as many as MIN_PROMPTS prompts give
 MAX_ANSWERS = 4  # per prompt, for SFT, so that prompts have similar weights
 ENDED_SHARE = 0.9  # of the chosen answers that fit half of the context, this share ends within response_length
 MIN_RESPONSE = 32  # tokens, if a chosen answer is longer
@@ -136,6 +137,19 @@ def balance_lengths(lengths: Sequence[tuple[int, int]]) -> list[int]:
     return sorted(kept)
 
 
+def balance_parts(parts: Parts) -> Parts:
+    """Return the reward model's pairs that `balance_lengths` keeps. Raises RLHFError D11 if they are too few."""
+    kept = {name: [parts[name][i] for i in balance_lengths(character_lengths(parts[name]))] for name in MIN_BALANCED}
+    if any(len(kept[name]) < least for name, least in MIN_BALANCED.items()):
+        (train, held_out), (train_all, held_out_all) = ([len(each[name]) for name in kept] for each in (kept, parts))
+        text = f"--balance-length would leave {train} of {train_all} pairs to train the reward model and {held_out} of "
+        text += f"{held_out_all} to measure it; at least {' and '.join(map(str, MIN_BALANCED.values()))} are needed"
+        lacking = "shorter" if longer_share(parts["pairs"]) > 0.5 else "longer"
+        hint = f"leave it out, or bring more pairs in which the {lacking} answer is the chosen one"
+        raise RLHFError("D11", text, where="--data", hint=hint)
+    return kept
+
+
 def character_lengths(pairs: Sequence[Pair]) -> list[tuple[int, int]]:
     """Return the lengths of chosen and rejected answers in characters."""
     return [(len(pair.chosen), len(pair.rejected)) for pair in pairs]
@@ -148,18 +162,13 @@ def longer_share(pairs: Sequence[Pair]) -> float:
 
 
 def rows_of_files(parts: Parts, *, balance: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file in data/; `balance` the lengths of the reward model's pairs."""
-    held_out = parts["held-out"]
-
-    def preferences(pairs: list[Pair]) -> list[dict[str, Any]]:
-        kept = balance_lengths(character_lengths(pairs)) if balance else range(len(pairs))
-        return [_preference(pairs[index]) for index in kept]
-
+    """Return the rows of each file in data/; `balance` the lengths of the reward model's pairs (D11)."""
+    held_out, rewarded = parts["held-out"], balance_parts(parts) if balance else parts
     return {
         "sft": [_example(pair) for pair in most_chosen(parts["sft"])],
         "sft_eval": [_example(pair) for pair in most_chosen(held_out)],
-        "pairs": preferences(parts["pairs"]),
-        "pairs_eval": preferences(held_out),
+        "pairs": [_preference(pair) for pair in rewarded["pairs"]],
+        "pairs_eval": [_preference(pair) for pair in rewarded["held-out"]],
         "prompts": [{"prompt": prompt} for prompt in distinct_prompts(parts["prompts"])],
         "heldout": [{"prompt": prompt} for prompt in distinct_prompts(held_out)],
     }

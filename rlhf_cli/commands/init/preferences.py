@@ -13,6 +13,7 @@ from rlhf_cli.commands.init.pairs import (
     PART_USES,
     PairFormat,
     Parts,
+    balance_parts,
     distinct_prompts,
     fit_lengths,
     longer_share,
@@ -65,8 +66,8 @@ def init(
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
     GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` as in `init`.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
-    if too few pairs fit the base model's context, D11 for too few different prompts, M01, M07, M08, M10 for the base
-    model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
+    if too few pairs fit the base model's context, D11 for too few different prompts or balanced pairs, M01, M07, M08,
+    M10 for the base model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
         raise _missing_options_error(data, base, folder)
@@ -212,5 +213,12 @@ def length_note(parts: Parts, contents: Mapping[str, Sequence[Any]], *, balanced
             (parts["pairs"], parts["held-out"]), (contents["pairs"], contents["pairs_eval"])
         ))  # fmt: skip
         return f"of {before} pairs of the reward model {after} are kept, in which no answer is chosen for its length"
+    if share <= MAX_LONGER_SHARE:
+        return None
+    try:
+        balance_parts(parts)
+        remedy = "--balance-length drops such pairs"
+    except RLHFError:
+        remedy = "bring more pairs in which the shorter answer is the chosen one"
     text = f"the longer answer is the chosen one in {percent(share)} of the pairs: a reward model may learn that"
-    return f"{text}; --balance-length drops such pairs" if share > MAX_LONGER_SHARE else None
+    return f"{text}; {remedy}"
