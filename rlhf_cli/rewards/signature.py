@@ -1,7 +1,7 @@
 """What a reward function is given by its parameters, and the columns of the data among them."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +17,7 @@ from rlhf_cli.models.batch import Record, Rollout
 # (prompts, responses) or TRL's (prompts=, completions=, completion_ids=, **columns) -> one score, or None, per row.
 # May be async.
 RewardFn = Callable[..., Any]
+OWN_COLUMNS = ("prompt", "messages", "chosen", "rejected")  # of the data; functions do not get them as columns
 TYPE_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -118,26 +119,39 @@ def named_columns(functions: Iterable[RewardFn], prompts: Iterable[Prompt]) -> l
 
 
 def check_columns(
-    functions: Mapping[str, RewardFn], prompts: Sequence[Prompt], source: str, where: Callable[[str], str]
+    functions: Mapping[str, RewardFn],
+    prompts: Sequence[Prompt],
+    source: str,
+    where: Callable[[str], str],
+    num_scored: int = 0,
 ) -> None:
     """Check the columns that reward functions name, by the prompts of a `source`; `where`: function -> FILE:LINE.
 
     Raises RLHFError D02 for a required column that no row has, D12 for one whose values differ in type, D06 for a value
-    that a verifier cannot read. None, the value of rows without the column, is of any type.
+    that a verifier cannot read. None, the value of rows without the column, is of any type, but a verifier must read a
+    value in each of the first `num_scored` prompts, which need a score.
     """
     known = dict.fromkeys(chain.from_iterable(prompt.columns for prompt in prompts))
     problems: list[Problem] = []
     for name, function in functions.items():
         for column, required in Signature.of(function).columns.items():
             if column in known:
-                problems += _mixed_types(column, prompts) or _unreadable(column, prompts, function)
+                problems += _mixed_types(column, prompts) or _unreadable(column, prompts, function, num_scored)
             elif required:
-                text = f'the function of `{name}` takes "{column}", but {source} has no such column; '
-                text += f"further columns: {format_columns(known) or 'none'}"
-                hint = did_you_mean(column, known) or "add the column, or give the parameter a default"
+                other = "set parameters.column" if hasattr(function, "check_value") else "give the parameter a default"
+                text, hint = missing_column(column, known, source, f"add the column, or {other}")
+                text = f'the function of `{name}` takes "{column}", but {text}'
                 problems.append(Problem("D02", text, where(name), hint))
     if problems:
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))
+
+
+def missing_column(column: str, known: Collection[str], source: str, hint: str | None = None) -> tuple[str, str | None]:
+    """Return why a column is not among the `known` ones, which functions get, and what to do about it, else `hint`."""
+    text, hint = f"{source} has no such column", did_you_mean(column, known) or hint
+    if column in OWN_COLUMNS:
+        text, hint = f"rlhf reads this column of {source} itself", "copy it to a column of another name, and name that"
+    return f"{text}; further columns: {format_columns(known) or 'none'}", hint
 
 
 def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
@@ -147,20 +161,24 @@ def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
         kind, first = (_type_name(each.columns[column]) for each in (prompt, with_value[0]))
         if kind != first:
             text = f'"{column}" is {kind} here, {first} in {with_value[0].location.short}'
-            hint = "a reward function reads it: give it one type; null stands for no value"
+            hint = "a reward function reads it: give it one type"
             return [Problem("D12", text, str(prompt.location), hint)]
     return []
 
 
-def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn) -> list[Problem]:
+def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn, num_scored: int) -> list[Problem]:
     """Return a problem for the first row whose value the function's own `check_value` refuses with a ValueError."""
     check_value: Callable[[Any], Any] | None = getattr(function, "check_value", None)
-    if check_value is not None:
-        for prompt in (each for each in prompts if each.columns.get(column) is not None):
-            try:
-                check_value(prompt.columns[column])
-            except ValueError as error:
-                return [Problem("D06", str(error), str(prompt.location), "correct it; null stands for no value")]
+    for number, prompt in enumerate(prompts if check_value else ()):
+        value = prompt.columns.get(column)
+        try:
+            if value is not None and check_value:
+                check_value(value)
+            elif number < num_scored:
+                raise ValueError(f'"{column}" is null or missing, but a judge must score every row')
+        except ValueError as error:
+            hint = "correct it, or remove the row" if num_scored else "correct it; null stands for no value"
+            return [Problem("D06", str(error), str(prompt.location), hint)]
     return []
 
 

@@ -12,14 +12,13 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.data.readers import format_columns
-from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
+from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation.summary import SamplingParams, SnapshotSeries, group_rows
 from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.rewards import builtin
 from rlhf_cli.rewards.function import RewardContext, load_function
-from rlhf_cli.rewards.signature import RewardFn, check_columns, named_columns
+from rlhf_cli.rewards.signature import RewardFn, check_columns, missing_column, named_columns
 from rlhf_cli.runs.parents import Parent
 
 MAX_GROUPS = 20  # values of `eval.by`
@@ -103,12 +102,13 @@ def check_columns_read(config: EvalConfig, judges: Mapping[str, RewardFn], promp
     Raises RLHFError D02, D06, D12; C17 if `eval.by` has more than MAX_GROUPS values.
     """
     source, by = prompts.source.shown(), config.eval.by
-    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"))
+    num_scored = -(-config.eval.n // prompts.stride)
+    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"), num_scored)
     if by is not None:
         where, known = config.where("eval.by"), dict.fromkeys(chain.from_iterable(each.columns for each in prompts))
         if by not in known:
-            text = f'eval.by: {source} has no column "{by}"; further columns: {format_columns(known) or "none"}'
-            raise RLHFError("D02", text, where=where, hint=did_you_mean(by, known))
+            text, hint = missing_column(by, known, source)
+            raise RLHFError("D02", f'eval.by names "{by}", but {text}', where=where, hint=hint)
         if (count := len(group_rows(by, [each.columns for each in prompts]))) > MAX_GROUPS:
             text = f'eval.by: "{by}" has {count} different values, more than {MAX_GROUPS}'
             raise RLHFError("C17", text, where=where, hint="name a column that puts prompts into few groups")

@@ -242,7 +242,7 @@ def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     for row in lines(grpo_folder / "eval/samples.jsonl"):
         assert row["scores"]["letters"] == row["response"].count(COLUMNS[row["index"]]["letter"])
     long = "judges={long: 'grpo:long'}"
-    fails(rlhf(*judge, "-s", long), "R05", "reward `long` returned None for row 1", exit_code=1)
+    fails(rlhf(*judge, "-s", long), "R05", "`long` returned None for row 1", "judge must score every row", exit_code=1)
     write_rows(grpo_folder, PROMPTS, [{}] * 20)
     for command in (["check", grpo_folder / "eval.yaml"], judge):
         fails(rlhf(*command), "D02", 'the function of `letters` takes "letter", but', "further columns: n")
@@ -290,7 +290,11 @@ def test_verifiers_as_rewards_and_as_judges(grpo_folder):
     )
     write_rows(grpo_folder, PROMPTS, [{"letter": {"b": 1}}] * 20)
     result = rlhf("eval", "-c", grpo_folder / "eval.yaml", "--fresh")
-    fails(result, "D06", "rows.jsonl:1: ", "a text, a number or a list")
+    fails(result, "D06", "rows.jsonl:1: ", "a text, a number or a list", "hint: correct it, or remove the row")
+    write_rows(grpo_folder, PROMPTS, [*COLUMNS[:4], {"letter": None, "task": "long"}])
+    for n, *says in ((4, "ok"), (5, 'rows.jsonl:5: "letter" is null or missing, but a judge must score every row')):
+        assert all(text in rlhf("check", grpo_folder / "eval.yaml", "-s", f"eval.n={n}").output for text in says), n
+    write_rows(grpo_folder, PROMPTS, [{"letter": {"b": 1}}] * 20)
     for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder, "--fresh")):
         fails(result, "D02", 'the function of `long` takes "task", but', "further columns: n, letter")
 
@@ -299,6 +303,8 @@ def test_d02_c17_a_column_of_groups_that_is_missing_or_has_too_many_values(grpo_
     write(grpo_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}, "data": DATA})
     jsonl.write_jsonl(grpo_folder / "rows.jsonl", [{"prompt": f"tell me {n}", "line": n} for n in range(21)])
     sampling = ["eval.temperature=1.0", "eval.response_length=4"]
-    for by, code, says in (("lin", "D02", "did you mean line?"), ("line", "C17", "21 different values, more than 20")):
+    own = "rows.jsonl itself; further columns: line\nhint: copy it to"
+    many = "21 different values, more than 20"
+    for by, code, says in (("lin", "D02", "did you mean line?"), ("prompt", "D02", own), ("line", "C17", many)):
         for command in (["check", grpo_folder / "eval.yaml"], ["eval", "-c", grpo_folder / "eval.yaml"]):
-            fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, "eval.by: ", says)
+            fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, "eval.by", says)

@@ -134,10 +134,26 @@ def test_d06_an_answer_that_cannot_be_read_is_found_before_anything_is_loaded(
         check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str)
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("D06", "rows.jsonl:2") and says in problem.text
+    with pytest.raises(RLHFError, match=r'rows.jsonl:1: "answer" is null or missing, but a judge must score every row'):
+        check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str, num_scored=1)
     if name == "unit_tests":  # no R05: in the process such a test fails, or defines a function
         return
     with pytest.raises(RLHFError, match="R05"):  # in data that were not checked
         scores(name, [("1", value)], **parameters)
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        ("prompt", "rlhf reads this column of rows.jsonl itself; further columns: text\nhint: copy it"),
+        ("answer", "rows.jsonl has no such column; further columns: text\nhint: add the column, or set parameters."),
+    ],
+)
+def test_d02_a_column_that_the_rows_lack_or_that_rlhf_reads(column: str, says: str) -> None:
+    rows = [Prompt([], "", RowLocation(Path("rows.jsonl"), 1), {"text": "a"})]
+    with pytest.raises(RLHFError, match="D02") as caught:
+        check_columns({"right": build("numeric", column=column)}, rows, "rows.jsonl", str)
+    assert says in str(caught.value)
 
 
 def test_r05_a_pattern_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
