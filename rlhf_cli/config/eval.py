@@ -7,9 +7,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
 from rlhf_cli.config.common import Dtype, EvalData
+from rlhf_cli.config.ppo import BUILTINS
 from rlhf_cli.errors import did_you_mean
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
 
@@ -34,6 +36,13 @@ def _policy_name(name: str) -> str:
     if RESERVED_NAMES.fullmatch(name):
         raise invalid("the report uses this name", "rename the policy")
     return name
+
+
+def _judge(path: str) -> str:
+    if path in BUILTINS or DOTTED.fullmatch(path):
+        other = "a function is written module:function, and a path ./folder"
+        raise invalid(f"there is no folder {path}", f"write {{builtin: {path}}}" if path in BUILTINS else other)
+    return path
 
 
 class Select(Section):
@@ -110,7 +119,7 @@ class EvalConfig(Config):
     stage: Literal["eval"] = "eval"
     models: EvalModels = Field(default_factory=EvalModels)
     policies: dict[Annotated[Name, AfterValidator(_policy_name)], ModelPath] = Field(default_factory=dict)
-    judges: dict[Name, JudgePath | BuiltinJudge] = Field(default_factory=dict)
+    judges: dict[Name, Annotated[JudgePath, AfterValidator(_judge)] | BuiltinJudge] = Field(default_factory=dict)
     data: EvalData
     eval: EvalSettings = Field(default_factory=EvalSettings)
 

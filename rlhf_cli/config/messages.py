@@ -13,9 +13,10 @@ from rlhf_cli.config import trl_fields
 from rlhf_cli.config.aliases import SET_BY_RLHF, find_alias
 from rlhf_cli.config.base import Config, Section
 from rlhf_cli.config.fields import BOUNDS, Key, key_at, keys_of
+from rlhf_cli.config.ppo import BUILTINS, RewardSource
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
-from rlhf_cli.config.yaml_io import FLOAT, INTEGER, is_yaml_1_1
+from rlhf_cli.config.yaml_io import FLOAT, INTEGER, is_yaml_1_1, to_yaml
 from rlhf_cli.errors import CODES, Problem, closest_match, did_you_mean
 
 # pydantic's error -> what it expected
@@ -41,7 +42,12 @@ def translate_validation_error(
         has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_key)
         if has_inner and all(detail["type"] in (*TYPE_ERRORS, "literal_error") for detail in details):
             continue
-        problems.append(_translate_key(path, details, model, where))
+        problem = _translate_key(path, details, model, where)
+        if details[0]["type"] == "extra_forbidden" and path[0] in ("rewards", "judges") and len(path) == 3:
+            section = tree[path[0]][path[1]]
+            if "builtin" in section and not closest_match(path[-1], RewardSource.model_fields, cutoff=0.8):
+                problem = replace(problem, hint=f"write parameters: {to_yaml({path[-1]: section[path[-1]]})}")
+        problems.append(problem)
     return problems
 
 
@@ -206,6 +212,8 @@ def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | Non
         hint = f"write {int(value)}"
     elif "text" in types and isinstance(value, int | float):
         hint = f'write it in quotes: "{value}"'
+    elif re.fullmatch(r"rewards\.[^.]+", name) and isinstance(value, str):
+        hint = f"write {{{f'builtin: {value}' if value in BUILTINS else 'function: module:function'}}}"
     elif types == ["a list"] and isinstance(value, str | int | float):
         hint = f"write [{value}]"
     return Problem(code, text, location, hint)

@@ -12,6 +12,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
+BUILTINS = ("exact_match", "json_schema", "numeric", "regex", "unit_tests", "length", "keyword", "repetition")
 # Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
     "models": ("combine", "std_coef"),

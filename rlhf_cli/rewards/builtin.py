@@ -1,13 +1,12 @@
 """`builtin:`: reward functions that come with rlhf, by name.
 
 The verifiers, most of which compare a response with a column of the data, are modules of verifiers/: to add one, write
-a module with a function of its name there. The others are functions of this file, in REWARDS. Each takes its parameters
-by keyword, raises ValueError for invalid combinations, and returns a reward function; pydantic checks types, bounds and
-names by its signature.
+a module with a function of its name there. The others are functions of this file, in REWARDS. All names are in BUILTINS
+of config/ppo.py. Each takes its parameters by keyword, raises ValueError for invalid combinations, and returns a reward
+function; pydantic checks types, bounds and names by its signature.
 """
 
 import importlib
-import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 
+from rlhf_cli.config.ppo import BUILTINS
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, install_hint
 from rlhf_cli.rewards import verifiers
 from rlhf_cli.rewards.function import RewardContext
@@ -31,10 +31,10 @@ def make(section: Any, context: RewardContext) -> RewardFn:
 
     Raises RLHFError C07 for an unknown name, C17 for bad parameters, E09 for a missing package.
     """
-    name, known = section.builtin, names()
-    if name not in known:
-        hint = did_you_mean(name, known) or "or write a Python function: function: module:name"
-        text = f'builtin "{name}" is not one of {", ".join(known)}'
+    name = section.builtin
+    if name not in BUILTINS:
+        hint = did_you_mean(name, BUILTINS) or "or write a Python function: function: module:name"
+        text = f'builtin "{name}" is not one of {", ".join(BUILTINS)}'
         raise RLHFError("C07", text, where=context.where("builtin"), hint=hint)
     build = builder(name)
     strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
@@ -53,11 +53,6 @@ def make(section: Any, context: RewardContext) -> RewardFn:
     except ValueError as error:
         text = f"builtin {name}: {error}"
         raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name, build)) from error
-
-
-def names() -> list[str]:
-    """Return the names of all built-in rewards."""
-    return [*(module.name for module in pkgutil.iter_modules(verifiers.__path__)), *REWARDS]
 
 
 def builder(name: str) -> Callable[..., RewardFn]:

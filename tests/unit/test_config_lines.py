@@ -105,6 +105,11 @@ watchdog: {disagreement: 3.0} | C17 ppo.watchdog.disagreement has no effect with
 {url: 'http://me@here/score'} | C05 rewards.x.url: "http://me@here/score" has the wrong form | URL of an HTTP ...
 {weigth: 1, model: a} | C01 unknown key rewards.x.weigth | did you mean weight?
 3 | C05 rewards.x: expected keys and values, got 3
+numeric | C05 rewards.x: expected keys and values, got "numeric" | write {builtin: numeric}
+my.score | C05 rewards.x: expected keys and values, got "my.score" | write {function: module:function}
+{builtin: exact_match, column: answer} | C01 unknown key rewards.x.column | write parameters: {column: answer}
+{builtin: length, most: 60} | C01 unknown key rewards.x.most | write parameters: {most: 60}
+{builtin: length, weigth: 2} | C01 unknown key rewards.x.weigth | did you mean weight?
 """,
     ("eval", "data: {prompts: p}\njudges: {mine: 'a:b'}\nmodels: {reward: r}\neval: {LINE}\n", 4): r"""
 select: mein | C17 eval.select: mein does not name a judge of this file | did you mean mine?
@@ -117,6 +122,11 @@ select: mine, frontier: false | C17 eval.select needs the frontier | ...
 require: {selected.kl: "< 9"} | C17 eval.require: selected.kl needs eval.select | ...
 require: {win_rate.ppo_vs_sft.mein.value: "> 0"} | C17 eval.require: ...mein.value does not name a judge... | ...mine?
 select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require: ... does not name a judge... | ...mine?
+""",
+    ("eval", "data: {prompts: p}\njudges: {x: LINE}\n", 2): r"""
+numeric | C17 judges.x: there is no folder numeric | write {builtin: numeric}
+my.score | C17 judges.x: there is no folder my.score | a function is written module:function, ...
+{builtin: regex, pattern: a} | C01 unknown key judges.x.pattern | write parameters: {pattern: a}
 """,
     ("eval", f"{HEAD['eval']}LINE\n", 3): r"""
 eval: {modes: []} | C06 eval.modes: needs at least 1, got 0

@@ -91,7 +91,7 @@ def test_scores_by_hand(name: str, parameters: dict[str, Any], rows: list[tuple[
         ("exact_match", {"extract": ""}, "matches everything"),
         ("numeric", {"tolerance": -1.0}, "greater than or equal to 0"),
         ("numeric", {"tolerance": 0.1, "latex": True}, "no effect with latex"),
-        ("regex", {"pattern": "a", "column": "b"}, "give pattern or column"),
+        ("regex", {"pattern": "a", "column": "b"}, "give pattern or column, not both"),
         ("json_schema", {}, "give schema or column"),
         ("json_schema", {"schema": {"type": "objekt"}}, "not a JSON Schema"),
         ("json_schema", {"schema": {"items": {"$ref": "http://x/y"}}}, "does not contain its reference 'http://x/y'"),

@@ -19,7 +19,7 @@ def json_schema(*, schema: dict[str, Any] | None = None, column: Column | None =
     import referencing.jsonschema
 
     if (schema is None) == (column is None):
-        raise ValueError("give schema or column")
+        raise ValueError("give schema or column, not both")
 
     def validator(schema: Any) -> Any:
         schema = orjson.loads(schema) if isinstance(schema, str) else schema

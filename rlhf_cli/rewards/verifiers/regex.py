@@ -15,7 +15,7 @@ def regex(
     `.` matches line breaks too. White space around the response is stripped. With `column`, each row has its pattern.
     """
     if (pattern is None) == (column is None):
-        raise ValueError("give pattern or column")
+        raise ValueError("give pattern or column, not both")
     compile_once = lru_cache(maxsize=1024)(lambda text: compiled(text, re.IGNORECASE if ignore_case else 0))
 
     def score(response: str, text: str) -> float:
