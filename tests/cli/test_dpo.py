@@ -230,4 +230,6 @@ def test_preferences_get_a_dpo_yaml_that_fits(here: Path, world: World, monkeypa
     assert products[0] == products[1] and dpo.data == reward.data
     best = config.load("sft", here / "mine/best_of/sft.yaml")
     assert best.data.train == str(here / "mine/data/prompts.jsonl")
+    assert (best.data.max_rows, best.best_of.n) == (9, 64)
+    assert "# prompts: 64 x 9 = 576 scored answers; PPO has 3200" in (here / "mine/best_of/sft.yaml").read_text()
     assert check("mine").exit_code == 0

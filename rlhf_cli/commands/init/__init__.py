@@ -12,7 +12,7 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import config, runs, system, terminal
+from rlhf_cli import config, jsonl, runs, system, terminal
 from rlhf_cli.config import json_schema, yaml_io
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings
@@ -31,7 +31,7 @@ SCRATCH, PLACED = ".tmp-init", ".tmp-init-placed"
 MAX_LISTED_NAMES = 5
 RATE_SHARE = 0.1  # of the reward model's learning rate, as the defaults of the two stages are: 1e-5 and 1e-6
 BEST_OF = "best_of"  # a run's folder in that of the run whose models it reads
-NUM_ANSWERS, EPOCHS = 16, 4  # of best-of-n SFT
+NUM_ANSWERS, MAX_ANSWERS, EPOCHS = 16, 64, 4  # of best-of-n SFT; more than 16 answers where prompts are few
 NOT_SHARED = {"num_train_epochs", "max_steps", "logging_steps", "eval_steps"}  # with the stage whose sizes it has
 
 
@@ -250,7 +250,7 @@ def write_dpo(folder: Path, rows: int | None = None) -> None:
 def write_best_of(folder: Path) -> None:
     """Write best_of/sft.yaml: prompts and sampling of ppo.yaml, sizes of sft.yaml, or without it of reward.yaml.
 
-    It samples about as many answers as PPO.
+    It samples about as many answers as PPO, if MAX_ANSWERS to each prompt are enough for that.
     """
     stage = "sft" if (folder / "sft.yaml").exists() else "reward"
     ppo_tree, tree = (yaml_io.read(folder / f"{name}.yaml").tree for name in ("ppo", stage))
@@ -264,7 +264,10 @@ def write_best_of(folder: Path) -> None:
     scorers = [path for source in ppo.rewards.values() for path in (source.model, *source.models.values()) if path]
     data = {"train": _inside(folder, ppo.data.prompts), **ppo_tree["data"]}
     trained = sizes.sft if isinstance(sizes, SFTConfig) else sizes.reward
-    batch, episodes = trained.per_device_train_batch_size * trained.gradient_accumulation_steps, ppo.ppo.total_episodes
+    batch = trained.per_device_train_batch_size * trained.gradient_accumulation_steps
+    episodes, file = ppo.ppo.total_episodes or 0, Path(ppo.data.prompts)
+    prompts = sum(1 for _ in jsonl.read_jsonl(file)) if file.is_file() else max(episodes, batch)
+    n = min(MAX_ANSWERS, max(NUM_ANSWERS, round(episodes / prompts)))
     sampling = {name: getattr(ppo.ppo, name) for name in ("temperature", "missing_eos_penalty")}
     sampling |= {key: data.pop(key) for key in ("truncate_prompt_words",) if key in data}
     if ppo.ppo.local_rollout_forward_batch_size:
@@ -274,9 +277,9 @@ def write_best_of(folder: Path) -> None:
         "path": _inside(folder, ppo.models.sft),
         "model": {key: ppo_tree["models"][key] for key in keys if key in ppo_tree.get("models", {})},
         "data": {key: value for key, value in data.items() if key not in ("prompts", "eval_prompts", "ptx_data")},
-        "max_rows": max(batch, episodes // NUM_ANSWERS) if episodes and "max_rows" not in data else None,
+        "max_rows": min(prompts, max(batch, episodes // n)) if episodes and "max_rows" not in data else None,
         "episodes": episodes,
-        "n": NUM_ANSWERS,
+        "n": n,
         "reward": _inside(folder, scorers[0] if scorers else ppo.models.reward),
         "sampling": {"response_length": ppo.ppo.max_response_length, **sampling},
         "source": f"{stage}.yaml",
