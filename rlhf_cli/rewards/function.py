@@ -121,8 +121,7 @@ def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: boo
     for row, score in enumerate(scores):
         if not (_is_finite_number(score) or (score is None and not every_row)):
             text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
-            hint = "return a finite number" if score is not None else "a judge must score every row: return a number"
-            raise RLHFError("R05", text, hint=hint)
+            raise RLHFError("R05", text, hint="return a finite number" + ": judges score every row" * (score is None))
     return [None if score is None else float(score) for score in scores]
 
 

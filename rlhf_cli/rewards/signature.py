@@ -119,39 +119,37 @@ def named_columns(functions: Iterable[RewardFn], prompts: Iterable[Prompt]) -> l
 
 
 def check_columns(
-    functions: Mapping[str, RewardFn],
-    prompts: Sequence[Prompt],
-    source: str,
-    where: Callable[[str], str],
-    num_scored: int = 0,
+    functions: Mapping[str, RewardFn], rows: Sequence[Prompt], source: str, where: Callable[[str], str], scored: int = 0
 ) -> None:
-    """Check the columns that reward functions name, by the prompts of a `source`; `where`: function -> FILE:LINE.
+    """Check the columns that reward functions name, in the rows of a `source`; `where`: function -> FILE:LINE.
 
     Raises RLHFError D02 for a required column that no row has, D12 for one whose values differ in type, D06 for a value
-    that a verifier cannot read. None, the value of rows without the column, is of any type, but a verifier must read a
-    value in each of the first `num_scored` prompts, which need a score.
+    that a verifier cannot read. None, the value of rows without the column, is of any type. The first `scored`
+    rows must all have a score, so a verifier needs a value there (D06).
     """
-    known = dict.fromkeys(chain.from_iterable(prompt.columns for prompt in prompts))
+    known = dict.fromkeys(chain.from_iterable(row.columns for row in rows))
     problems: list[Problem] = []
     for name, function in functions.items():
         for column, required in Signature.of(function).columns.items():
             if column in known:
-                problems += _mixed_types(column, prompts) or _unreadable(column, prompts, function, num_scored)
+                problems += _mixed_types(column, rows) or _unreadable(column, rows, function, scored)
             elif required:
                 other = "set parameters.column" if hasattr(function, "check_value") else "give the parameter a default"
-                text, hint = missing_column(column, known, source, f"add the column, or {other}")
-                text = f'the function of `{name}` takes "{column}", but {text}'
-                problems.append(Problem("D02", text, where(name), hint))
+                reader, hint = f"the function of `{name}` takes", f"add the column, or {other}"
+                problems.append(missing_column(reader, column, known, source, where(name), hint))
     if problems:
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))
 
 
-def missing_column(column: str, known: Collection[str], source: str, hint: str | None = None) -> tuple[str, str | None]:
-    """Return why a column is not among the `known` ones, which functions get, and what to do about it, else `hint`."""
+def missing_column(
+    reader: str, column: str, known: Collection[str], source: str, where: str, hint: str | None = None
+) -> Problem:
+    """Return D02 for a column that is not among the `known` ones of a `source`; `reader` is a subject and a verb."""
     text, hint = f"{source} has no such column", did_you_mean(column, known) or hint
     if column in OWN_COLUMNS:
         text, hint = f"rlhf reads this column of {source} itself", "copy it to a column of another name, and name that"
-    return f"{text}; further columns: {format_columns(known) or 'none'}", hint
+    text = f'{reader} "{column}", but {text}; further columns: {format_columns(known) or "none"}'
+    return Problem("D02", text, where, hint)
 
 
 def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
@@ -161,23 +159,21 @@ def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
         kind, first = (_type_name(each.columns[column]) for each in (prompt, with_value[0]))
         if kind != first:
             text = f'"{column}" is {kind} here, {first} in {with_value[0].location.short}'
-            hint = "a reward function reads it: give it one type"
-            return [Problem("D12", text, str(prompt.location), hint)]
+            return [Problem("D12", text, str(prompt.location), "a reward function reads it: give it one type")]
     return []
 
 
-def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn, num_scored: int) -> list[Problem]:
+def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn, scored: int) -> list[Problem]:
     """Return a problem for the first row whose value the function's own `check_value` refuses with a ValueError."""
     check_value: Callable[[Any], Any] | None = getattr(function, "check_value", None)
     for number, prompt in enumerate(prompts if check_value else ()):
-        value = prompt.columns.get(column)
         try:
-            if value is not None and check_value:
+            if (value := prompt.columns.get(column)) is not None and check_value:
                 check_value(value)
-            elif number < num_scored:
+            elif number < scored:
                 raise ValueError(f'"{column}" is null or missing, but a judge must score every row')
         except ValueError as error:
-            hint = "correct it, or remove the row" if num_scored else "correct it; null stands for no value"
+            hint = "correct it, or remove the row" if scored else "correct it; null stands for no value"
             return [Problem("D06", str(error), str(prompt.location), hint)]
     return []
 

@@ -101,14 +101,12 @@ def check_columns_read(config: EvalConfig, judges: Mapping[str, RewardFn], promp
 
     Raises RLHFError D02, D06, D12; C17 if `eval.by` has more than MAX_GROUPS values.
     """
-    source, by = prompts.source.shown(), config.eval.by
-    num_scored = -(-config.eval.n // prompts.stride)
-    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"), num_scored)
+    source, by, scored = prompts.source.shown(), config.eval.by, -(-config.eval.n // prompts.stride)
+    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"), scored)
     if by is not None:
         where, known = config.where("eval.by"), dict.fromkeys(chain.from_iterable(each.columns for each in prompts))
         if by not in known:
-            text, hint = missing_column(by, known, source)
-            raise RLHFError("D02", f'eval.by names "{by}", but {text}', where=where, hint=hint)
+            raise RLHFError.from_problems([missing_column("eval.by names", by, known, source, where)])
         if (count := len(group_rows(by, [each.columns for each in prompts]))) > MAX_GROUPS:
             text = f'eval.by: "{by}" has {count} different values, more than {MAX_GROUPS}'
             raise RLHFError("C17", text, where=where, hint="name a column that puts prompts into few groups")

@@ -242,7 +242,7 @@ def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     for row in lines(grpo_folder / "eval/samples.jsonl"):
         assert row["scores"]["letters"] == row["response"].count(COLUMNS[row["index"]]["letter"])
     long = "judges={long: 'grpo:long'}"
-    fails(rlhf(*judge, "-s", long), "R05", "`long` returned None for row 1", "judge must score every row", exit_code=1)
+    fails(rlhf(*judge, "-s", long), "R05", "`long` returned None for row 1", "judges score every row", exit_code=1)
     write_rows(grpo_folder, PROMPTS, [{}] * 20)
     for command in (["check", grpo_folder / "eval.yaml"], judge):
         fails(rlhf(*command), "D02", 'the function of `letters` takes "letter", but', "further columns: n")

@@ -135,7 +135,7 @@ def test_d06_an_answer_that_cannot_be_read_is_found_before_anything_is_loaded(
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("D06", "rows.jsonl:2") and says in problem.text
     with pytest.raises(RLHFError, match=r'rows.jsonl:1: "answer" is null or missing, but a judge must score every row'):
-        check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str, num_scored=1)
+        check_columns({"right": build(name, **parameters)}, rows, "rows.jsonl", str, scored=1)
     if name == "unit_tests":  # no R05: in the process such a test fails, or defines a function
         return
     with pytest.raises(RLHFError, match="R05"):  # in data that were not checked
