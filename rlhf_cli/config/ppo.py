@@ -1,5 +1,7 @@
 """Config of ppo.yaml: reinforcement learning."""
 
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -12,7 +14,8 @@ from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
-BUILTINS = ("exact_match", "json_schema", "numeric", "regex", "unit_tests", "length", "keyword", "repetition")
+VERIFIERS = Path(__file__).parents[1] / "rewards/verifiers"  # only their names are read here
+BUILTINS = (*(module.name for module in iter_modules([str(VERIFIERS)])), "length", "keyword", "repetition")
 # Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
     "models": ("combine", "std_coef"),
