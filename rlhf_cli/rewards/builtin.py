@@ -1,7 +1,7 @@
 """`builtin:`: reward functions that come with rlhf, by name.
 
 The verifiers, most of which compare a response with a column of the data, are modules of verifiers/: to add one, write
-a module with a function of its name there. The others are functions of this file, in REWARDS, and named in BUILTINS. Each
+a module with a function of its name there. The others are functions of this file, in REWARDS, named in BUILTINS. Each
 takes its parameters by keyword, raises ValueError for invalid combinations, and returns a reward function; pydantic
 checks types, bounds and names by its signature.
 """
