@@ -72,8 +72,12 @@ def open_parent(
         usual = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
         if not path_exists(folder):
             if folder.is_absolute() or path.startswith((".", "~")):
-                if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
+                if folder.name in expect and os.path.isdir(folder.parent):  # not a typo: no guess
+                    config = folder.parent / f"{folder.name}.yaml"
                     hint = f"run that stage first: {_command(folder.name, folder)}"
+                    if not config.is_file():
+                        more = " (`rlhf init` with --baselines writes one in a new run)" if folder.name == "dpo" else ""
+                        hint = f"write {shown(config)}{more} and run that stage first, or {usual}"
                     raise RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
                 raise missing_folder_error(folder, f"{key}: ", usual)
             return _from_hub(path, revision, key, hashed=hashed)
