@@ -30,7 +30,7 @@ from rlhf_cli.files import (
     safe_join,
     select_files,
 )
-from rlhf_cli.runs.discover import has_output
+from rlhf_cli.runs.discover import configs_in, has_output
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
@@ -355,6 +355,12 @@ def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError
     near = closest_folder(folder)
     hint = f"did you mean {near}?" if near else otherwise
     return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", hint=hint)
+
+
+def no_stage_hint(folder: Path) -> str:
+    """Return the hint for a folder without the output of a stage."""
+    runs_first = f"run it first: rlhf run {shell_path(folder)}"
+    return runs_first if configs_in(folder) else "name the folder of a run, e.g. runs/demo"
 
 
 def _command(stage: str, folder: Path) -> str:

@@ -19,6 +19,7 @@ from rlhf_cli.runs.parents import (
     damaged_stage_error,
     finished_stage,
     missing_folder_error,
+    no_stage_hint,
     open_parent,
     read_manifest,
     short_hash,
@@ -230,7 +231,7 @@ def _folder(run: Path, stage: str | None) -> Path:
         stage_folder = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         missing = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
         present = [name for name in STAGES if (run / name / "identity.json").is_file()]
-        hint = f"it holds {' and '.join(present)}" if present else "name the folder of a run, e.g. runs/demo"
+        hint = f"it holds {' and '.join(present)}" if present else no_stage_hint(run)
         hint = f"name the stage's folder: {shown(stage_folder)}" if stage_folder else hint
         raise RLHFError("M01", f"{shown(run)} holds {missing}", hint=hint)
     if stage is None and started == list(DEFAULT_STAGES) and not (run / "ppo/manifest.json").exists():
