@@ -108,7 +108,7 @@ watchdog: {disagreement: 3.0} | C17 ppo.watchdog.disagreement has no effect with
 """,
     ("eval", "data: {prompts: p}\njudges: {mine: 'a:b'}\nmodels: {reward: r}\neval: {LINE}\n", 4): r"""
 select: mein | C17 eval.select: mein does not name a judge of this file | did you mean mine?
-select: {judge: zzzz} | C17 eval.select: zzzz does not name a judge of this file | available judges: mine, reward
+select: {judge: zzzz} | C17 eval.select: zzzz does not name a judge of this file | available: mine, reward
 select: {judge: mine, kl_max: 0} | C06 eval.select.kl_max: must be > 0, got 0
 select: {judge: mine, kl: 3} | C01 unknown key eval.select.kl | ...
 select: {kl_max: 3} | C05 eval.select.judge is missing | ...
@@ -116,6 +116,11 @@ select: ../x | S03 eval.select: not a valid name | ...
 select: mine, frontier: false | C17 eval.select needs the frontier | ...
 require: {selected.kl: "< 9"} | C17 eval.require: selected.kl needs eval.select | ...
 require: {win_rate.ppo_vs_sft.mein.value: "> 0"} | C17 eval.require: ...mein.value does not name a judge... | ...mine?
+require: {win_rate.ppo_vs_stf.mine.value: "> 0"} | C17 ... does not name a comparison of the report | ...ppo_vs_sft?
+require: {greedy.models.poo.kl: "> 0"} | C17 ...greedy.models.poo.kl does not name a policy of this file | ...mean ppo?
+require: {model.ppo.kl: "> 0"} | C17 ...model.ppo.kl does not name a section of the report | did you mean models?
+require: {win_rate.ppo_vs_sft.mine: "> 0"} | C17 ... is no number of the report | write win_rate.ppo_vs_sft.mine.value
+select: mine, require: {selected.judges.mine: "> 0"} | C17 ... is no number ... | write selected.judges.mine.mean
 select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require: ... does not name a judge... | ...mine?
 """,
     ("eval", f"{HEAD['eval']}LINE\n", 3): r"""
@@ -129,7 +134,9 @@ eval: {interpolate: [0.5, 1.0]} | C06 eval.interpolate.1: must be < 1, got 1.0
 eval: {interpolate: [0]} | C06 eval.interpolate.0: must be > 0, got 0
 eval: {limit: {samples: 3}} | C06 eval.limit.samples: must be >= 4, got 3
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
-eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
+eval: {require: {a.b: 0.6}} | C07 eval.require.a.b: expected a comparison ...and a number | write "<= 0.6" or ">= 0.6"
+eval: {require: {a.b: "20"}} | C07 eval.require.a.b: expected a comparison ... and a number | write "<= 20" or ">= 20"
+eval: {require: {a.b: [3]}} | C05 eval.require.a.b: expected text, got a list
 eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"
 """,
     ("sft", f"{HEAD['sft']}LINE\n", 3): r"""
