@@ -1,7 +1,6 @@
 """Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -92,12 +91,11 @@ class EvalSettings(Section):
         return self
 
 
-# of the report, with numbers
-SECTIONS = ("models", "win_rate", "selected", "selected_step", "limit", "reward_model", "n", "temperature",
-            "response_length")  # fmt: skip
+SECTIONS = {"models", "win_rate", "selected", "selected_step", "limit", "reward_model", "n", "temperature",
+            "response_length"}  # fmt: skip
 
 
-def _require_known(location: str, key: str, known: Collection[str], noun: str, name: str = "") -> None:
+def _require_known(location: str, key: str, known: set[str], noun: str, name: str = "") -> None:
     """Raise C17 unless the part `name` of the key, or else the whole key, is known."""
     if (name := name or key) not in known:
         hint = did_you_mean(name, known) or f"available: {', '.join(sorted(known)) or 'none'}"
@@ -145,11 +143,10 @@ class EvalConfig(Config):
         pairs |= {f"{name}_vs_sft" for name in self.policies} | {f"sft_vs_{name}" for name in base}
         parts = key.removeprefix("greedy.").split(".")
         _require_known(location, key, SECTIONS, "section of the report", parts[0])
-        match parts:
-            case ["models", policy, *_]:
-                _require_known(location, key, {"ppo", "sft", *base, *self.policies}, "policy of this file", policy)
-            case ["win_rate", pair, *_]:
-                _require_known(location, key, pairs, "comparison of the report", pair)
+        if parts[0] == "models" and parts[1:]:
+            _require_known(location, key, {"ppo", "sft", *base, *self.policies}, "policy of this file", parts[1])
+        if parts[0] == "win_rate" and parts[1:]:
+            _require_known(location, key, pairs, "comparison of the report", parts[1])
         match parts:
             case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
                 _require_known(location, key, judges, "judge of this file", judge)

@@ -74,10 +74,9 @@ def open_parent(
             if folder.is_absolute() or path.startswith((".", "~")):
                 if folder.name in expect and os.path.isdir(folder.parent):  # not a typo: no guess
                     config = folder.parent / f"{folder.name}.yaml"
-                    hint = f"run that stage first: {_command(folder.name, folder)}"
-                    if not config.is_file():
-                        more = " (`rlhf init` with --baselines writes one in a new run)" if folder.name == "dpo" else ""
-                        hint = f"write {shown(config)}{more} and run that stage first, or {usual}"
+                    more = " (`rlhf init` with --baselines writes one in a new run)" if folder.name == "dpo" else ""
+                    hint = f"write {shown(config)}{more} and run that stage first, or {usual}"
+                    hint = f"run that stage first: {_command(folder.name, folder)}" if config.is_file() else hint
                     raise RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
                 raise missing_folder_error(folder, f"{key}: ", usual)
             return _from_hub(path, revision, key, hashed=hashed)
@@ -357,10 +356,13 @@ def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError
     return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", hint=hint)
 
 
-def no_stage_hint(folder: Path) -> str:
-    """Return the hint for a folder without the output of a stage."""
-    runs_first = f"run it first: rlhf run {shell_path(folder)}"
-    return runs_first if configs_in(folder) else "name the folder of a run, e.g. runs/demo"
+def no_stage_error(folder: Path, missing: str, hint: str | None = None) -> RLHFError:
+    """Return M01 for a folder that does not exist, or that holds no output of a stage, which `hint` is for."""
+    usual = "name the folder of a run, e.g. runs/demo"
+    if not os.path.exists(folder):
+        return missing_folder_error(folder, "", usual)
+    usual = f"run it first: rlhf run {shell_path(folder)}" if configs_in(folder) else usual
+    return RLHFError("M01", f"{shown(folder)} holds {missing}", hint=hint or usual)
 
 
 def _command(stage: str, folder: Path) -> str:
