@@ -84,7 +84,7 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
     before, after = _settings(old), _settings(new)
     lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
     sections = {key.rpartition(".")[0] for key in after}
-    unset = []  # keys without a value in a section that is gone: they explain nothing if anything else differs
+    unset: list[str] = []  # keys without a value in a section that is gone, which explain nothing beside other lines
     for key in before | after:
         if key not in before:
             lines += [f"{key}: new key {_value(after[key])}"] if defaults.get(key, _MISSING) != after[key] else []
