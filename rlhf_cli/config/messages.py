@@ -161,7 +161,7 @@ def _move_hint(key: str, location: str) -> str:
     if not location or location.startswith(OVERRIDE):
         return f"write it as {key}"
     section = key.rpartition(".")[0]
-    return f"indent it below `{section}:`" if section else "write it in a line of its own, without an indent"
+    return f"indent it below `{section}:`" if section else "write it on a separate line, without an indent"
 
 
 def _keys_named(name: str, model: type[Config]) -> list[str]:

@@ -282,7 +282,7 @@ class DatasetReader:
         if len(raw) == 1 and {*";\t"} & {*"".join(raw)}:
             hint = "separate the columns by commas, or by tabs in a .tsv file"
         elif other and not free:
-            hint = f"write each row as an object of its own, with the column {missing}"
+            hint = f"write each row as a separate object, with the column {missing}"
         elif suffix(location.path) in TABLES and not near and not self._known & raw.keys():
             hint = f"does the first line name the columns? if so, {hint}"
         if self.converts and "messages" in raw:

@@ -32,7 +32,7 @@ top_k: 50 | C01 unknown key ppo.top_k | responses are sampled from the full soft
 is_encoder_decoder: true | C01 unknown key ppo.is_encoder_decoder | encoder-decoder models are ...; remove the line
 mini_batch_size: 4 | C01 unknown key ppo.mini_batch_size | use num_mini_batches; it counts minibatches: ...
 snapshots: 3 | C02 ppo.snapshots belongs under output: | indent it below `output:`
-seed: 3 | C02 ppo.seed belongs at the top of the file | write it in a line of its own, without an indent
+seed: 3 | C02 ppo.seed belongs at the top of the file | write it on a separate line, without an indent
 completion_only_loss: true | C02 ppo.completion_only_loss belongs in sft.yaml, under sft:
 gamma: one | C05 ppo.gamma: expected a number > 0 and <= 1, got "one"
 gamma: "0.9" | C05 ppo.gamma: expected a number > 0 and <= 1, got "0.9" | remove the quotes: 0.9

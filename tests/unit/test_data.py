@@ -203,7 +203,7 @@ def test_first_words_cuts_texts_by_a_uniform_hash_and_splits_by_the_full_text(to
 
 SFT_FAULTS = [
     ([{"question": "a", "answer": "b"}], "D02", ":1: the row needs {prompt, completion}", "columns found: question"),
-    ([{"data": [PAIR]}], "D02", ":1:", "hint: write each row as an object of its own, with the column prompt"),
+    ([{"data": [PAIR]}], "D02", ":1:", "hint: write each row as a separate object, with the column prompt"),
     ([{"prompt": "a"}], "D02", ":1:", "data.columns: {completion: NAME}"),
     ([PAIR], "D02", ":1:", "data.columns: {completion: chosen}"),  # never the prompt: SFT would learn the prompts
     ([{"messages": [USER, {"role": "assistant", "content": None}]}], "D06", ":1:", "content of message 2"),
