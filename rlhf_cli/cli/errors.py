@@ -95,7 +95,7 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
     """Print an error on stderr, with a line and a hint per problem; return the exit code."""
     parameter = getattr(getattr(error, "param", None), "name", None)
     run_is_missing = parameter in RUN_ARGUMENTS and type(error).__name__ == "MissingParameter"
-    if run_is_missing or isinstance(error, RunNotGiven):
+    if (run_is_missing and arguments[0] != "convert") or isinstance(error, RunNotGiven):
         error = _run_not_given_error(arguments)
     if isinstance(error, OSError):
         error = _translate_file_error(error) or error

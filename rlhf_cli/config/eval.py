@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
 from rlhf_cli.config.common import Dtype, EvalData
@@ -26,10 +26,12 @@ class EvalModels(Section):
     attn_implementation: str | None = None
 
 
-def _comparison(text: str) -> str:
-    if not COMPARISON.fullmatch(text.strip()):
-        raise invalid("expected a comparison operator and a number", 'e.g. ">= 0.6"', code="C07")
-    return text
+def _comparison(value: Any) -> Any:
+    number = COMPARISON.fullmatch(f"<= {value}")
+    if number or (isinstance(value, str) and not COMPARISON.fullmatch(value.strip())):
+        hint = f'write "<= {value}" or ">= {value}"' if number else 'e.g. ">= 0.6"'
+        raise invalid("expected a comparison operator and a number", hint, code="C07")
+    return value
 
 
 def _policy_name(name: str) -> str:
@@ -73,7 +75,7 @@ class EvalSettings(Section):
     response_length: int | None = Field(None, gt=0)
     per_device_batch_size: int = Field(64, gt=0)
     bf16: bool | None = None
-    require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(default_factory=dict)
+    require: dict[str, Annotated[str, BeforeValidator(_comparison)]] = Field(default_factory=dict)
 
     @property
     def draws(self) -> int:
@@ -98,12 +100,15 @@ class EvalSettings(Section):
         return self
 
 
-def _judge_of(required: str) -> str | None:
-    """Return the judge that a key of `eval.require` names."""
-    match required.removeprefix("greedy.").split("."):
-        case ["win_rate", _, judge, *_] | ["selected", "win_rate" | "judges", judge, *_]:
-            return judge
-    return None
+SECTIONS = {"models", "win_rate", "selected", "selected_step", "limit", "reward_model", "n", "temperature",
+            "response_length"}  # fmt: skip
+
+
+def _require_known(location: str, key: str, known: set[str], noun: str, name: str = "") -> None:
+    """Raise C17 unless the part `name` of the key, or else the whole key, is known."""
+    if (name := name or key) not in known:
+        hint = did_you_mean(name, known) or f"available: {', '.join(sorted(known)) or 'none'}"
+        raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
 
 
 class BuiltinJudge(Section):
@@ -134,11 +139,26 @@ class EvalConfig(Config):
                 text = f"eval.{key} needs a reward, but models.reward is null"
                 raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
         judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
-        references = [("eval.require", key, _judge_of(key)) for key in self.eval.require]
         if self.eval.selection:
-            references.append(("eval.select", self.eval.selection.judge, self.eval.selection.judge))
-        for location, key, judge in references:
-            if judge is not None and judge not in judges:
-                hint = did_you_mean(judge, judges) or f"available judges: {', '.join(sorted(judges)) or 'none'}"
-                raise invalid(f"{location}: {key} does not name a judge of this file", hint, location)
+            _require_known("eval.select", self.eval.selection.judge, judges, "judge of this file")
+        for key in self.eval.require:
+            self._check_required(key, judges)
         return self
+
+    def _check_required(self, key: str, judges: set[str]) -> None:
+        """Refuse a key of `eval.require` for which the report will have no value."""
+        location, base = "eval.require", {"base"} if self.models.base else set()
+        pairs = {f"ppo_vs_{name}" for name in ("sft", *base, *self.policies)}
+        pairs |= {f"{name}_vs_sft" for name in self.policies} | {f"sft_vs_{name}" for name in base}
+        parts = key.removeprefix("greedy.").split(".")
+        _require_known(location, key, SECTIONS, "section of the report", parts[0])
+        if parts[0] == "models" and parts[1:]:
+            _require_known(location, key, {"ppo", "sft", *base, *self.policies}, "policy of this file", parts[1])
+        if parts[0] == "win_rate" and parts[1:]:
+            _require_known(location, key, pairs, "comparison of the report", parts[1])
+        match parts:
+            case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
+                _require_known(location, key, judges, "judge of this file", judge)
+                if not last:
+                    hint = f"write {key}.{'mean' if 'judges' in parts else 'value'}"
+                    raise invalid(f"{location}: {key} is no number of the report", hint, location)

@@ -17,7 +17,7 @@ from rlhf_cli.config.ppo import BUILTINS, RewardSource
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.trl_fields import TRAINERS
 from rlhf_cli.config.yaml_io import FLOAT, INTEGER, is_yaml_1_1
-from rlhf_cli.errors import CODES, Problem, closest_match, did_you_mean
+from rlhf_cli.errors import CODES, OVERRIDE, Problem, closest_match, did_you_mean
 
 # pydantic's error -> what it expected
 TYPE_ERRORS = {
@@ -127,7 +127,7 @@ def _unknown_key(path: KeyPath, value: Any, model: type[Config], location: str) 
         return replace(unknown, hint=f"use {new}; {alias.note}" if alias.note else replacement)
     if alias and alias.key is None and section == ("ppo",):
         return replace(unknown, hint=f"{alias.note}; remove the line")
-    if place := _correct_place(name, path, model):
+    if place := _correct_place(name, path, model, location):
         return Problem("C02", f"{'.'.join(path)} belongs {place[0]}", location, place[1])
     listed = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
     listed = f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else listed
@@ -143,14 +143,14 @@ def _keys_in(section: KeyPath, model: type[Config]) -> list[str]:
     return list(key.section.model_fields) if key and key.section else []
 
 
-def _correct_place(name: str, path: KeyPath, model: type[Config]) -> tuple[str, str | None] | None:
+def _correct_place(name: str, path: KeyPath, model: type[Config], location: str) -> tuple[str, str | None] | None:
     """Return (location, hint) of a key of this name in this config, under trainer: or in another file, or None."""
     stage = model.model_fields["stage"].default
     if keys := _keys_named(name, model):
         section = keys[0].rpartition(".")[0]
-        return f"under {section}:" if section else "at the top of the file", f"write it as {keys[0]}"
+        return f"under {section}:" if section else "at the top of the file", _move_hint(keys[0], location)
     if stage in TRAINERS and name in trl_fields.fields_of(stage) and path[0] != "trainer":
-        return "under trainer:", f"write it as trainer.{name}"
+        return "under trainer:", _move_hint(f"trainer.{name}", location)
     files: dict[str, list[str]] = {}
     for config_stage, config in CONFIGS.items():
         for key in _keys_named(name, config)[:1]:
@@ -160,6 +160,14 @@ def _correct_place(name: str, path: KeyPath, model: type[Config]) -> tuple[str, 
     # A section of another file, such as ppo:, rather than a key of that name.
     section = min(files, key=len)
     return f"in {' or '.join(files[section])}" + (f", under {section}:" if section else ""), None
+
+
+def _move_hint(key: str, location: str) -> str:
+    """Return how to write a key in its section: in a file by its indent, for --set and `rlhf explain` with dots."""
+    if not location or location.startswith(OVERRIDE):
+        return f"write it as {key}"
+    section = key.rpartition(".")[0]
+    return f"indent it below `{section}:`" if section else "write it on a separate line, without an indent"
 
 
 def _keys_named(name: str, model: type[Config]) -> list[str]:
@@ -232,7 +240,7 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     stage = model.model_fields["stage"].default
     key, own_keys = f"trainer.{name}", trl_fields.settings_keys(model)
     if name in own_keys:
-        return Problem("C02", f"{key} belongs under {stage}:", location, f"write it as {stage}.{name}")
+        return Problem("C02", f"{key} belongs under {stage}:", location, _move_hint(f"{stage}.{name}", location))
     if trl_fields.is_set_by_rlhf(name):
         instead = SET_BY_RLHF.get(name)
         hint = f"use {instead.format(stage=stage)}" if instead else "remove the line"

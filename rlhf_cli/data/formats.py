@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.config.sources import DataSource
+from rlhf_cli.config.sources import DataSource, suffix
 from rlhf_cli.data import texts
-from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns
+from rlhf_cli.data.readers import TABLES, BadRow, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.texts import Form
-from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean
+from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, shell_word
 
 ROLE_ALIASES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -141,7 +141,7 @@ class DatasetReader:
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
         # Of the first row, which all others must match: its short location, columns, and types of their values.
-        self.first = ""
+        self.first, self._first_row = "", RowLocation(Path(), 0)
         self.form: Form = ()
         self.kinds: dict[str, str] = {}
         self.transcripts = False  # if True, texts are dialogues and are converted to conversations
@@ -193,6 +193,8 @@ class DatasetReader:
         """Record the first fault of a row as a problem, or drop the row if data.on_bad says so."""
         droppable = bad.code not in NOT_DROPPED_BY_ON_BAD
         if self.source.on_bad == "drop" and droppable:
+            if self._reading and location == self._first_row:
+                self.first = ""  # the next row becomes the schema
             self.drop(location, bad.code, bad.text, rows)
         elif not self.problems or self.problems[-1].where != str(location):
             hint = bad.hint or ("correct the row, or set data.on_bad: drop" if droppable else None)
@@ -236,10 +238,12 @@ class DatasetReader:
         if usable == 0:
             reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
             text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
-            share, where = self.source.share, self.source.where
+            share, where = self.source.share, (self.source.where or "").removeprefix("--data")
             if share and self.num_read and not reasons:
                 text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
-            raise RLHFError("D05", text, where=self.source.shown(), hint=where and f"see {where}")
+            first = next((str(dropped.first) for dropped in self.dropped.values()), None)
+            hint = "correct the row, and those like it" if first else where and f"see {where}"
+            raise RLHFError("D05", text, where=first or self.source.shown(), hint=hint)
         for code, dropped in self.dropped.items():
             rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
             text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
@@ -254,26 +258,33 @@ class DatasetReader:
 
     def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> None:
         """Set the schema from the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
-        self.form = form = self._form(raw, row)
+        self.form = form = self._form(location, raw, row)
         self.kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
-        if self.source.format != "plain" and set(self.kinds.values()) == {TEXT}:
-            self.transcripts = all(texts.is_transcript(row[name]) for name in dialogues)
+        may_be = self.source.format != "plain" and set(self.kinds.values()) == {TEXT}
+        self.transcripts = may_be and all(texts.is_transcript(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        self.first = location.short
+        self.first, self._first_row = location.short, location
 
-    def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         if form := self._own_form(row):
             return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        used = self._known - ANSWER_COLUMNS | set(self.forms[0])
+        other = {name for name, value in raw.items() if isinstance(value, list) and _conversation_fault(value, name)}
+        used = self._known - ANSWER_COLUMNS | {*self.forms[0], *self.columns.values()} | other
         free = [name for name in raw if name not in used]
-        answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
-        hint = f"map the columns, e.g. {self._column_mapping(missing, closest_match(missing, free) or answer)}"
+        near = closest_match(missing, free) or next((name for name in free if name in ANSWER_COLUMNS), None)
+        hint = f"map the columns, e.g. {self._column_mapping(missing, near or next(iter(free), 'NAME'))}"
+        if len(raw) == 1 and {*";\t"} & {*"".join(raw)}:
+            hint = "separate the columns by commas, or by tabs in a .tsv file"
+        elif other and not free:
+            hint = f"write each row as a separate object, with the column {missing}"
+        elif suffix(location.path) in TABLES and not near and not self._known & raw.keys():
+            hint = f"does the first line name the columns? if so, {hint}"
         if self.converts and "messages" in raw:
             hint = "each row has one answer, but a pair needs two; use these rows for sft"
         raise BadRow("D02", f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}", hint)
@@ -312,9 +323,8 @@ class DatasetReader:
 
     def _column_mapping(self, name: str, file_column: str) -> str:
         """Return a column mapping as the user writes it, in a config or as an option of `rlhf init`."""
-        if self.source.where == "--data":
-            return f"--column {name}={file_column}"
-        return f"data.columns: {{{name}: {file_column}}}"
+        option = f"--column {shell_word(f'{name}={file_column}')}"
+        return option if self.source.where == "--data" else f"data.columns: {{{name}: {file_column}}}"
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

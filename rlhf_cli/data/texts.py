@@ -206,7 +206,8 @@ def _split_conversations(
     tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
     for tail, column in zip(tails, ("chosen", "rejected"), strict=True):
         if len(tail) != 1 or tail[0]["role"] != "assistant":
-            raise BadRow("D12", f'"{column}" must be the prompt followed by one assistant message')
+            roles = ", ".join(message["role"] for message in tail) or "nothing"
+            raise BadRow("D12", f'"{column}" must be the prompt followed by one assistant message, not by {roles:.60}')
     return prompt, tails[0][0]["content"], tails[1][0]["content"]
 
 

@@ -29,7 +29,10 @@ def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *,
         assert match, "the config checks the form of a requirement"
         value = at(report, key)
         if not is_number(value):
-            hint = f"report.json has the keys {', '.join(report)}"
+            there = key
+            while there and not isinstance(at(report, there), Mapping):
+                there = there.rpartition(".")[0]
+            hint = f"{there or 'report.json'} has the keys {', '.join(at(report, there) if there else report)}"
             problems.append(Problem("R06", f"{key} is not a number in report.json", location, hint))
         elif not OPERATORS[match[1]](value, float(match[2])):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))

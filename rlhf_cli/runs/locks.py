@@ -203,6 +203,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     On an exception it is deleted. A killed process leaves it; the next one with the same target deletes it. Raises
     RLHFError as `require_empty`, C15 if another process is writing the folder.
     """
+    system.require_writable(folder.parent, hint="name a folder elsewhere")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder, hint="wait for it to end, or name another folder"):
         require_empty(folder)

@@ -30,7 +30,7 @@ from rlhf_cli.files import (
     safe_join,
     select_files,
 )
-from rlhf_cli.runs.discover import has_output
+from rlhf_cli.runs.discover import configs_in, has_output
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
@@ -72,8 +72,11 @@ def open_parent(
         usual = f"set {key} to {finished_stage(expect)} or to a Hugging Face folder"
         if not path_exists(folder):
             if folder.is_absolute() or path.startswith((".", "~")):
-                if folder.name in expect and (folder.parent / f"{folder.name}.yaml").is_file():
-                    hint = f"run that stage first: {_command(folder.name, folder)}"
+                if folder.name in expect and os.path.isdir(folder.parent):  # not a typo: no guess
+                    config = folder.parent / f"{folder.name}.yaml"
+                    more = " (`rlhf init` with --baselines writes one in a new run)" if folder.name == "dpo" else ""
+                    hint = f"write {shown(config)}{more} and run that stage first, or {usual}"
+                    hint = f"run that stage first: {_command(folder.name, folder)}" if config.is_file() else hint
                     raise RLHFError("M01", f"{key}: no such folder {shown(folder)}", hint=hint)
                 raise missing_folder_error(folder, f"{key}: ", usual)
             return _from_hub(path, revision, key, hashed=hashed)
@@ -351,6 +354,15 @@ def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError
     near = closest_folder(folder)
     hint = f"did you mean {near}?" if near else otherwise
     return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", hint=hint)
+
+
+def no_stage_error(folder: Path, missing: str, hint: str | None = None) -> RLHFError:
+    """Return M01 for a folder that does not exist, or that holds no output of a stage, which `hint` is for."""
+    usual = "name the folder of a run, e.g. runs/demo"
+    if not os.path.exists(folder):
+        return missing_folder_error(folder, "", usual)
+    usual = f"run it first: rlhf run {shell_path(folder)}" if configs_in(folder) else usual
+    return RLHFError("M01", f"{shown(folder)} holds {missing}", hint=hint or usual)
 
 
 def _command(stage: str, folder: Path) -> str:

@@ -17,7 +17,7 @@ from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, select_files
 from rlhf_cli.jsonl import at, flatten, is_number, read_jsonl
 from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, has_output
-from rlhf_cli.runs.parents import FOREIGN, read_manifest
+from rlhf_cli.runs.parents import FOREIGN, no_stage_error, read_manifest
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.schemas import schema_error
 from rlhf_cli.runs.status import read_identity
@@ -181,8 +181,7 @@ def read_run(folder: Path) -> Run:
     stages = {name: read_stage(name, root / name) for name in STAGES}
     stages = {name: stage for name, stage in stages.items() if stage.there or name not in OPTIONAL_STAGES}
     if not any(stage.there for stage in stages.values()):
-        text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
-        raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
+        raise no_stage_error(folder, f"no output of the stages {', '.join(STAGES)}")
     for name in [name for name in ("eval", "ppo", "dpo", "reward") if name in stages]:
         for other, path in _parent_folders(stages[name]):
             if other in stages and not stages[other].there:

@@ -18,7 +18,7 @@ from rlhf_cli.runs.parents import (
     Parent,
     damaged_stage_error,
     finished_stage,
-    missing_folder_error,
+    no_stage_error,
     open_parent,
     read_manifest,
     short_hash,
@@ -224,15 +224,13 @@ def _folder(run: Path, stage: str | None) -> Path:
     if (run / "identity.json").is_file():
         return run
     started = [name for name in ([stage] if stage else DEFAULT_STAGES) if (run / name / "identity.json").is_file()]
-    if not run.exists():
-        raise missing_folder_error(run, "", "name the folder of a run, e.g. runs/demo")
     if not started:
         stage_folder = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         missing = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
         present = [name for name in STAGES if (run / name / "identity.json").is_file()]
-        hint = f"it holds {' and '.join(present)}" if present else "name the folder of a run, e.g. runs/demo"
+        hint = f"it holds {' and '.join(present)}" if present else None
         hint = f"name the stage's folder: {shown(stage_folder)}" if stage_folder else hint
-        raise RLHFError("M01", f"{shown(run)} holds {missing}", hint=hint)
+        raise no_stage_error(run, missing, hint)
     if stage is None and started == list(DEFAULT_STAGES) and not (run / "ppo/manifest.json").exists():
         text = f"{shown(run / 'ppo')} is not finished (its manifest.json is missing)"
         raise RLHFError("M10", text, hint=f"finish it: rlhf run {shell_path(run)}; or take the SFT model: --stage sft")

@@ -83,11 +83,14 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
     """
     before, after = _settings(old), _settings(new)
     lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
+    sections = {key.rpartition(".")[0] for key in after}
+    unset: list[str] = []  # keys without a value in a section that is gone, which explain nothing beside other lines
     for key in before | after:
         if key not in before:
             lines += [f"{key}: new key {_value(after[key])}"] if defaults.get(key, _MISSING) != after[key] else []
         elif key not in after:
-            lines.append(f"{key}: no longer set (was {_value(before[key])})")
+            explains = before[key] is not None or key.rpartition(".")[0] in sections
+            (lines if explains else unset).append(f"{key}: no longer set (was {_value(before[key])})")
         elif before[key] != after[key] and not (after[key] is None and key in AUTOMATIC):
             lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
     for section, noun in (("parents", "weights"), ("data", "content")):
@@ -97,7 +100,7 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
                 lines.append(f"{key}: was not set")
             elif was[key] != now.get(key):
                 lines.append(f"{key}: other {noun}" if key in now else f"{key}: no longer set")
-    return lines
+    return lines or unset
 
 
 def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:

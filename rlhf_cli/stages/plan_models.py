@@ -54,7 +54,7 @@ class Target:
             gib = known[name]["gib"] if name in known else as_number(planned)
             if gib is None or gib <= 0:
                 text = f"--gpu {planned}: not a size in GiB, and not one of {', '.join(known)}"
-                raise RLHFError("C07", text, hint=did_you_mean(name, known) or "for example --gpu h100, or --gpu 24")
+                raise RLHFError("C07", text, hint=did_you_mean(name, known) or "for example --gpu h100")
             title = f"a GPU {name} of" if name in known else "a GPU of"
             rate = known.get(name, {}).get("flops")
             return cls(True, round(gib * 2**30), f"{title} {gib:g} GiB", processes, True, rate, sharing)

@@ -13,7 +13,7 @@ EPISODES, STEPS = "total_episodes: 64", "max_steps: 1"
 # code, file, text in it, text instead, line of the message, what the message says; more: tests/unit/test_config_*.py
 BAD_CONFIGS = [
     ("C01", "ppo", EPISODES, f"{EPISODES}\n  kl_coeff: 0.1", "5", ["kl_coeff", "hint: did you mean kl_coef?"]),
-    ("C02", "ppo", "ppo:", "kl_coef: 0.1\nppo:", "3", ["kl_coef belongs under ppo:", "hint: write it as ppo.kl_coef"]),
+    ("C02", "ppo", "ppo:", "kl_coef: 0.1\nppo:", "3", ["kl_coef belongs under ppo:", "hint: indent it below `ppo:`"]),
     ("C03", "ppo", EPISODES, f"{EPISODES}\n  total_episodes: 65", "5", ["line 4"]),
     ("C05", "ppo", EPISODES, "total_episodes: eight", "4", ["total_episodes", "eight"]),
     ("C06", "sft", STEPS, "learning_rate: -1", "3", ["must be >= 0, got -1"]),

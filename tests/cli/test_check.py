@@ -184,6 +184,13 @@ def test_a_missing_model_is_reported_once_with_all_its_keys(folder: Path) -> Non
     assert message == "error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"
 
 
+def test_a_stage_that_has_not_run_is_no_misspelt_folder(run_folder: Path) -> None:
+    (run_folder / "ppo").mkdir()
+    replace("eval.yaml", "data:", "policies: {dpo: RUN/dpo}\ndata:")
+    hint = "hint: write dpo.yaml (`rlhf init` with --baselines writes one in a new run) and run that stage first"
+    assert hint in check("eval.yaml").stderr
+
+
 def test_fresh_weights(run_folder: Path) -> None:
     new = "new: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1, max_position_embeddings: 64, "
     replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")

@@ -115,6 +115,11 @@ def test_the_version_is_the_packages() -> None:
         ("ppo -c ppo.yaml --dry-run models.sft=./bse", "M01", "bse", ""),
         ("schema pppo", "C07", "pppo", "did you mean ppo?"),
         ("init ci", "C11", "DIR is missing", "rlhf init ci runs/ci"),
+        ("init ci rows.jsonl/x", "E03", "rows.jsonl is a file", "name a folder elsewhere"),
+        ("convert sft.yaml", "C11", "Missing argument 'DIR'", "rlhf convert --help"),
+        ("report nope", "M01", "no such folder nope", "name the folder of a run"),
+        ("report .", "M01", "holds no output of", "run it first: rlhf run /"),
+        ("chat .", "M01", "holds neither ppo/ nor sft/", "run it first: rlhf run /"),
         ("init dmo x", "C07", "dmo", "did you mean demo?"),
     ],
 )

@@ -158,7 +158,7 @@ def unmet(**require: str) -> list[str]:
         check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
     except RLHFError as error:
         assert error.exit_code == 1 and str(error).startswith("error[R06]: eval.yaml:9: ")
-        return [problem.text for problem in error.problems]
+        return [problem.text + (f"; {problem.hint}" if problem.hint else "") for problem in error.problems]
     return []
 
 
@@ -176,8 +176,8 @@ def test_all_unmet_requirements_are_reported() -> None:
     require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 13", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
     assert unmet(**require) == [
         f"{GOLD} is 0.63, required >= 0.9",
-        "models.nobody.kl is not a number in report.json",
-        "models.ppo is not a number in report.json",
+        "models.nobody.kl is not a number in report.json; models has the keys sft, ppo",
+        f"models.ppo is not a number in report.json; models.ppo has the keys {', '.join(REPORT['models']['ppo'])}",
     ]
 
 

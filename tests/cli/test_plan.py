@@ -398,7 +398,7 @@ def test_gpus_by_name(three: Path) -> None:
     ):
         refused = plan("sft.yaml", f"--gpu={name}")
         assert refused.exit_code == 2 and f"error[C07]: --gpu {name}: not a size in GiB" in refused.stderr
-        assert f"hint: {hint}" in refused.stderr
+        assert f"hint: {hint}\n" in refused.stderr
 
 
 def test_fsdp_shards_layers_embeddings_and_heads(three: Path) -> None:

@@ -133,6 +133,9 @@ def test_bad_rows_are_dropped_and_counted(world: World, tmp_path: Path) -> None:
     good = FORMS["columns"]
     bad = [{**good[0], "chosen": ""}, {**good[1], "rejected": good[1]["chosen"]}, {**good[2], "rejected": 7}, good[3]]
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*good, *bad])
+    jsonl.write_jsonl(tmp_path / "none.jsonl", [{**row, "chosen": [{"role": "user", "content": "?"}]} for row in good])
+    none = init(tmp_path / "none", tmp_path / "none.jsonl", world.base).stderr.splitlines()
+    assert none[-2].startswith(f"error[D05]: {tmp_path}/none.jsonl:1: ") and "hint: correct the row" in none[-1]
     result = init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base)
     assert result.exit_code == 0 and "104 rows read, 100 pairs used" in result.stdout
     for code, line in (("D09", 101), ("D07", 102), ("D06", 103), ("D15", 104)):
@@ -146,6 +149,7 @@ COLUMN_ERRORS = [
         ["prompt=question,chosen=better"],
         ("error[C11]", "repeat the option: --column prompt=question --column chosen=better"),
     ),
+    (["prompt=question"], ("e.g. --column chosen=better\n",)),  # never a column that is mapped already
     (["question=prompt"], ('--column names "question"', "hint: swap the two: --column prompt=question?")),
 ]
 

@@ -44,6 +44,8 @@ def test_each_folder_of_configs_is_a_preset() -> None:
     assert init.PRESETS.keys() == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     assert discover.configs_folder() == CONFIGS
     assert all("\n" not in text for text in (preset.description for preset in init.PRESETS.values()))
+    texts = [path.read_text() for path in CONFIGS.rglob("*.yaml*")]
+    assert not any(f"\n# {key}:" in text for key in ("select", "require") for text in texts), "indent them"
 
 
 @pytest.mark.parametrize("name", ["demo", "ci", "functions"])

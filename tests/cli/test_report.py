@@ -312,8 +312,8 @@ def test_only_an_own_report_is_replaced(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gone",), "error[M01]: gone holds none of the stages sft, reward, dpo, ppo, eval"),
-        (("demo", "gone", "other"), "error[M01]: other holds none"),
+        (("gone",), "error[M01]: no such folder gone"),
+        (("demo", "gone", "other"), "error[M01]: no such folder other"),
         (("demo", "--out", "demo"), "error[C15]: demo is a folder"),
         (("demo", "--out", "demo/data.jsonl/page.html"), "error[E03]: demo/data.jsonl cannot be written"),
     ],

@@ -22,7 +22,7 @@ def status(config: FakeConfig) -> runs.StageStatus:
 
 def test_differences_read_like_a_changelog() -> None:
     old = {
-        "config": {"ppo": {"kl_coef": 0.05, "whiten": True}, "rewards": {}, "gone": 1},
+        "config": {"ppo": {"kl_coef": 0.05, "whiten": True}, "rewards": {}, "gone": 1, "f": {"x": None}},
         "parents": {"models.sft": "a", "models.reward": "b"},
         "data": {"data.prompts": "c"},
     }
@@ -42,6 +42,7 @@ def test_differences_read_like_a_changelog() -> None:
         "data.prompts: other content",
     }
     assert runs.identity_difference(old, old) == []
+    assert runs.identity_difference({"config": {"f": {"x": None}}}, {}) == ["f.x: no longer set (was null)"]
     assert "ppo.x: new key 3" not in runs.identity_difference(old, new, {"ppo.x": 3})  # a newer version added the key
     assert "ppo.x: new key 3" in runs.identity_difference(old, new, {"ppo.x": 4})
 

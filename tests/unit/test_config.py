@@ -272,7 +272,7 @@ def test_the_dump_loads_again_as_the_same_config_and_the_identity_has_no_place(s
                 ("sft", "output.save_steps=5"), ("sft", "output.run_name=x"), ("sft", "sft.logging_steps=3"),
                 ("sft", "run=x"), ("sft", "sft.eval_steps=3"), ("sft", "data.train=x.jsonl"),
                 ("reward", "reward.per_device_eval_batch_size=2"), ("ppo", "ppo.num_sample_generations=0"),
-                ("ppo", "models.sft=./x"), ("ppo", "models.sft=org/x"), ("eval", "eval.require.a=> 1"),
+                ("ppo", "models.sft=./x"), ("ppo", "models.sft=org/x"), ("eval", "eval.require.n=> 1"),
                 ("eval", "output.keep=3"), ("ppo", "output.report_to=[wandb]"), ("ppo", "output.project=x"),
                 *((stage, "data.max_dropped=0.5") for stage in CONFIGS),
             ]

@@ -25,14 +25,14 @@ init_kl_coef: 0.2 | C01 unknown key ppo.init_kl_coef | write kl_coef: 0.2
 kl_penalty: mse | C01 unknown key ppo.kl_penalty | write kl_estimator: k2
 sft_model_path: m | C01 unknown key ppo.sft_model_path | write models.sft: m
 log_with: wandb | C01 unknown key ppo.log_with | write output.report_to: [wandb]
-report_to: [wandb] | C02 ppo.report_to belongs under output: | write it as output.report_to
+report_to: [wandb] | C02 ppo.report_to belongs under output: | indent it below `output:`
 vllm_importance_sampling_cap: 2.0 | C01 unknown key ppo.vllm_... | use rollout_correction; {mode: ..., cap: 3.0}
 overlong_buffer_len: 16 | C01 unknown key ppo.overlong_buffer_len | use overlong_penalty; {tokens: n, factor: f}
 top_k: 50 | C01 unknown key ppo.top_k | responses are sampled from the full softmax, ...; remove the line
 is_encoder_decoder: true | C01 unknown key ppo.is_encoder_decoder | encoder-decoder models are ...; remove the line
 mini_batch_size: 4 | C01 unknown key ppo.mini_batch_size | use num_mini_batches; it counts minibatches: ...
-snapshots: 3 | C02 ppo.snapshots belongs under output: | write it as output.snapshots
-seed: 3 | C02 ppo.seed belongs at the top of the file | write it as seed
+snapshots: 3 | C02 ppo.snapshots belongs under output: | indent it below `output:`
+seed: 3 | C02 ppo.seed belongs at the top of the file | write it on a separate line, without an indent
 completion_only_loss: true | C02 ppo.completion_only_loss belongs in sft.yaml, under sft:
 gamma: one | C05 ppo.gamma: expected a number > 0 and <= 1, got "one"
 gamma: "0.9" | C05 ppo.gamma: expected a number > 0 and <= 1, got "0.9" | remove the quotes: 0.9
@@ -113,7 +113,7 @@ my.score | C05 rewards.x: expected keys and values, got "my.score" | write {func
 """,
     ("eval", "data: {prompts: p}\njudges: {mine: 'a:b'}\nmodels: {reward: r}\neval: {LINE}\n", 4): r"""
 select: mein | C17 eval.select: mein does not name a judge of this file | did you mean mine?
-select: {judge: zzzz} | C17 eval.select: zzzz does not name a judge of this file | available judges: mine, reward
+select: {judge: zzzz} | C17 eval.select: zzzz does not name a judge of this file | available: mine, reward
 select: {judge: mine, kl_max: 0} | C06 eval.select.kl_max: must be > 0, got 0
 select: {judge: mine, kl: 3} | C01 unknown key eval.select.kl | ...
 select: {kl_max: 3} | C05 eval.select.judge is missing | ...
@@ -121,6 +121,11 @@ select: ../x | S03 eval.select: not a valid name | ...
 select: mine, frontier: false | C17 eval.select needs the frontier | ...
 require: {selected.kl: "< 9"} | C17 eval.require: selected.kl needs eval.select | ...
 require: {win_rate.ppo_vs_sft.mein.value: "> 0"} | C17 eval.require: ...mein.value does not name a judge... | ...mine?
+require: {win_rate.ppo_vs_stf.mine.value: "> 0"} | C17 ... does not name a comparison of the report | ...ppo_vs_sft?
+require: {greedy.models.poo.kl: "> 0"} | C17 ...greedy.models.poo.kl does not name a policy of this file | ...mean ppo?
+require: {model.ppo.kl: "> 0"} | C17 ...model.ppo.kl does not name a section of the report | did you mean models?
+require: {win_rate.ppo_vs_sft.mine: "> 0"} | C17 ... is no number of the report | write win_rate.ppo_vs_sft.mine.value
+select: mine, require: {selected.judges.mine: "> 0"} | C17 ... is no number ... | write selected.judges.mine.mean
 select: mine, require: {selected.win_rate.mein.value: "> 0"} | C17 eval.require: ... does not name a judge... | ...mine?
 """,
     ("eval", "data: {prompts: p}\njudges: {x: LINE}\n", 2): r"""
@@ -139,14 +144,16 @@ eval: {interpolate: [0.5, 1.0]} | C06 eval.interpolate.1: must be < 1, got 1.0
 eval: {interpolate: [0]} | C06 eval.interpolate.0: must be > 0, got 0
 eval: {limit: {samples: 3}} | C06 eval.limit.samples: must be >= 4, got 3
 eval: {best_of: [2, 1]} | C06 eval.best_of.1: must be >= 2, got 1
-eval: {require: {a.b: 0.6}} | C05 eval.require.a.b: expected text, got 0.6 | write it in quotes: "0.6"
+eval: {require: {a.b: 0.6}} | C07 eval.require.a.b: expected a comparison ...and a number | write "<= 0.6" or ">= 0.6"
+eval: {require: {a.b: "20"}} | C07 eval.require.a.b: expected a comparison ... and a number | write "<= 20" or ">= 20"
+eval: {require: {a.b: [3]}} | C05 eval.require.a.b: expected text, got a list
 eval: {require: {a.b: high}} | C07 eval.require.a.b: expected a comparison operator and a number | e.g. ">= 0.6"
 """,
     ("sft", f"{HEAD['sft']}LINE\n", 3): r"""
-learning_rate: 1e-4 | C02 learning_rate belongs under sft: | write it as sft.learning_rate
+learning_rate: 1e-4 | C02 learning_rate belongs under sft: | indent it below `sft:`
 ppo: {} | C02 ppo belongs in ppo.yaml
 kl_coef: 1 | C02 kl_coef belongs in ppo.yaml, under ppo:
-sft: {neftune_noise_alpha: 5} | C02 sft.neftune_... belongs under trainer: | write it as trainer.neftune_noise_alpha
+sft: {neftune_noise_alpha: 5} | C02 sft.neftune_... belongs under trainer: | indent it below `trainer:`
 sft: {lr: 1e-4} | C01 unknown key sft.lr | write learning_rate: 0.0001
 sft: 3 | C05 sft: expected keys and values, got 3
 output: {run_name: 3} | C05 output.run_name: expected text, got 3 | write it in quotes: "3"
@@ -166,7 +173,7 @@ run: 3 | C05 run: expected text, got 3 | write it in quotes: "3"
     ("sft", f"{HEAD['sft']}trainer:\n  LINE\n", 4): r"""
 neftune_noise_alfa: 5 | C01 unknown key trainer.neftune_noise_alfa: not a field of TRL's SFTConfig | did you mean ...
 learning_rat: 1 | C01 unknown key trainer.learning_rat: not a field ... | did you mean sft.learning_rate?
-max_length: 5 | C02 trainer.max_length belongs under sft: | write it as sft.max_length
+max_length: 5 | C02 trainer.max_length belongs under sft: | indent it below `sft:`
 output_dir: x | C02 trainer.output_dir is set by the pipeline | use run
 save_strategy: no | C02 trainer.save_strategy is set by the pipeline | remove the line
 push_to_hub: true | C02 trainer.push_to_hub is set by the pipeline | remove the line

@@ -203,6 +203,7 @@ def test_first_words_cuts_texts_by_a_uniform_hash_and_splits_by_the_full_text(to
 
 SFT_FAULTS = [
     ([{"question": "a", "answer": "b"}], "D02", ":1: the row needs {prompt, completion}", "columns found: question"),
+    ([{"data": [PAIR]}], "D02", ":1:", "hint: write each row as a separate object, with the column prompt"),
     ([{"prompt": "a"}], "D02", ":1:", "data.columns: {completion: NAME}"),
     ([PAIR], "D02", ":1:", "data.columns: {completion: chosen}"),  # never the prompt: SFT would learn the prompts
     ([{"messages": [USER, {"role": "assistant", "content": None}]}], "D06", ":1:", "content of message 2"),
@@ -219,6 +220,7 @@ PAIR_FAULTS = [
     ([{**PAIR, "chosen": [USER]}], "D12", ":1:", "both be text"),
     ([{"prompt": [USER], "chosen": "a", "rejected": "b"}], "D12", ":1:", "list of messages"),
     ([{"chosen": [USER, turn("assistant", "a"), USER], "rejected": [USER]}], "D12", ":1:", "one assistant message"),
+    ([{"chosen": [USER, turn("gpt", "a")], "rejected": [USER]}], "D12", ":1:", "one assistant message, not by gpt"),
 ]
 
 
@@ -240,15 +242,17 @@ def test_a_fault_has_its_code_and_place(
 @pytest.mark.parametrize(
     ("header", "hint"),
     [
-        ("question,answer", "{prompt: question}"),
+        ("question,answer", "does the first line name the columns? if so, map the columns, e.g. {prompt: question}"),
+        ("prompt;completion", "separate the columns by commas, or by tabs in a .tsv file"),
         ("prompt,What do you prefer?,Why?", "{completion: What do you prefer?}"),
-        (f"How do I make {'a very ' * 40}good soup?,Just add leek", "{completion: Just add leek}"),
+        (f"How do I make {'a very ' * 40}good soup?,Just add leek", "good soup?}"),
     ],
 )
 def test_d02_suggests_a_column_and_shortens_long_names(tmp_path: Path, header: str, hint: str) -> None:
     (tmp_path / "a.csv").write_text(f"{header}\n{header}\n")
     (problem,) = error_of(data.sft_rows, DataSource(str(tmp_path / "a.csv")), None).problems
-    assert problem.code == "D02" and str(problem.hint).startswith("map the columns") and len(problem.text) < 200
+    assert problem.code == "D02" and len(problem.text) < 200
+    assert str(problem.hint).replace("data.columns: ", "").endswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ def test_on_bad_counts_each_dropped_row_once_by_its_fault(tokenizer: Any, tmp_pa
     assert f"3 of 8 rows dropped: {null}" in warnings["D06"]
     assert "1 of 8 rows dropped: the prompt is empty (first: line 5)" in warnings["D08"]
     assert sum(int(line.split(" of 8")[0].split()[-1]) for line in warnings.values()) == 7
+    mixed = {**GOOD, "chosen": [{"role": "assistant", "content": "Yes"}]}  # the first usable row is the schema
+    assert len(data.preference_rows(source(tmp_path, mixed, GOOD, on_bad="drop"), tokenizer, max_length=99)) == 1
     for contents, code in ((SAME, "D07"), ({**GOOD, "prompt": "Tell me " * 99}, "D10")):
         rows = source(tmp_path, GOOD, contents, on_bad="drop")
         (problem,) = problems(data.preference_rows, rows, tokenizer, max_length=99, on_long="error")
