@@ -1,15 +1,12 @@
 """Verifier `unit_tests`: the response is Python code that passes the tests of its row."""
 
 import ast
-import os
 import warnings
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_cli.rewards.sandbox import SandboxError, passed_tests
+from rlhf_cli.rewards.sandbox import SandboxError, on_all_cpus, passed_tests
 from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.rewards.verifiers import Column, by_column, last_code_block, texts
 
@@ -37,7 +34,7 @@ def unit_tests(
         share = sum(passed) / len(passed) if passed else None
         return share if partial or share is None else float(share == 1)
 
-    return by_column(column, score, call=_in_threads, check=_check_tests)
+    return by_column(column, score, call=on_all_cpus, check=_check_tests)
 
 
 def _check_tests(value: Any) -> None:
@@ -54,8 +51,3 @@ def _check_tests(value: Any) -> None:
     runs = any(isinstance(node, ast.Assert | ast.Call) for each in others for node in ast.walk(each))
     if len(others) < len(body) and not runs:
         raise ValueError("the tests only define functions, which nothing calls: all code would pass")
-
-
-def _in_threads(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(function, *rows))
