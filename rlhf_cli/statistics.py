@@ -1,7 +1,8 @@
 """Statistics of the evaluation: confidence intervals, win rates and selection bias. Takes and returns plain numbers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import Any
@@ -61,18 +62,23 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> tuple[float, fl
 def win_rate(scores: Sequence[float], baseline: Sequence[float]) -> dict:
     """Return the share of rows where `scores` is above `baseline`, ties counting half: {value, ci95, n, ties}."""
     points = _points(scores, baseline)
-    return {"value": fmean(points), "ci95": list(_mean_of_points(points)), "n": len(points), "ties": points.count(0.5)}
+    return {"value": fmean(points), "ci95": list(share_interval(points)), "n": len(points), "ties": points.count(0.5)}
 
 
-def _mean_of_points(points: Sequence[float]) -> tuple[float, float]:
+def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float]:
     """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
 
-    It is Wilson's, of as many rows without ties as give the mean the same variance. If all rows are ties, of all rows.
+    It is Wilson's, of as many independent rows without ties as give the mean the same variance. Rows of one of the
+    `groups`, such as pairs of one prompt, depend on one another; then it is of as many rows as there are at most.
     """
-    mean = fmean(points)
-    variance = fmean((point - mean) ** 2 for point in points)
-    n = len(points) * mean * (1 - mean) / variance if variance else len(points)
-    return wilson(mean * n, n)
+    n, mean, sums = len(points), fmean(points), defaultdict[Hashable, float](float)
+    for group, point in zip(range(n) if groups is None else groups, points, strict=True):
+        sums[group] += point - mean
+    variance, count = math.fsum(each * each for each in sums.values()) / n, len(sums)
+    rows = n * mean * (1 - mean) / variance if variance else n if 0 < mean < 1 < count else count
+    if variance and count < n:  # with Bessel's correction
+        rows = min(max(rows * (count - 1) / count, 1), n)
+    return wilson(mean * rows, rows)
 
 
 def _points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:
@@ -111,7 +117,7 @@ def length_controlled(
     points, differences = _points(scores, baseline), np.asarray(length_difference, dtype=np.float64)
     n, won = len(points), sum(points)
     if np.ptp(differences) == 0 or won in (0, n):
-        return won / n, _mean_of_points(points)
+        return won / n, share_interval(points)
     # rows of equal difference and result form a cell; a resample is the number of draws per cell
     (d, y), rows = np.unique(np.stack([differences, points]), axis=1, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(n, rows / n, size=RESAMPLES)

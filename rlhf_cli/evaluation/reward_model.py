@@ -4,12 +4,12 @@ import math
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_cli.errors import Problem
-from rlhf_cli.statistics import bonferroni_z, wilson, wilson_difference, with_interval
+from rlhf_cli.statistics import bonferroni_z, share_interval, wilson, wilson_difference, with_interval
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
@@ -39,12 +39,13 @@ Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """Raw scores of an evaluation pair, and the answers' lengths in tokens including the end token."""
+    """Raw scores of an evaluation pair, the answers' lengths in tokens including the end token, and the prompt."""
 
     chosen: float
     rejected: float
     chosen_length: int
     rejected_length: int
+    prompt: Hashable = field(default_factory=object)  # by default not that of another pair
 
     @property
     def margin(self) -> float:
@@ -66,7 +67,7 @@ def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, A
     card: dict[str, Any] = {
         "n": n,
         "accuracy": wins / n,
-        "accuracy_ci95": list(wilson(wins, n)),
+        "accuracy_ci95": list(share_interval([pair.right for pair in pairs], [pair.prompt for pair in pairs])),
         "margin": sum(pair.margin for pair in pairs) / n,
         "margin_histogram": {"edges": list(MARGIN_EDGES), "counts": margin_histogram([pair.margin for pair in pairs])},
         "ece": expected_calibration_error(bins),

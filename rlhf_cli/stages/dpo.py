@@ -34,7 +34,7 @@ from rlhf_cli.stages.training_setup import (
     read_rows,
     use_own_lm_head,
 )
-from rlhf_cli.statistics import wilson, with_interval
+from rlhf_cli.statistics import share_interval, with_interval
 
 PairRows = list[dict[str, Any]]
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # TRL asks in each step
@@ -163,9 +163,10 @@ def summarize_pairs(
         losses = (per_token[:, 0] - per_token[:, 1] - 1 / (2 * settings.beta)) ** 2
     if share := settings.label_smoothing:
         losses = ((1 - share) * losses + share * logsigmoid(-margins)) / (1 - 2 * share)
-    right, n = int((margins > 0).sum()), len(rows)
-    means = {"loss": fmean(losses.tolist()), "margin": fmean(margins.tolist()), "accuracy": right / n}
-    return {**means, "accuracy_ci95": list(wilson(right, n)), "n": n}
+    right = (margins > 0).double().tolist()
+    means = {"loss": fmean(losses.tolist()), "margin": fmean(margins.tolist()), "accuracy": fmean(right)}
+    interval = share_interval(right, [tuple(row["prompt_ids"]) for row in rows])
+    return {**means, "accuracy_ci95": list(interval), "n": len(rows)}
 
 
 @torch.no_grad()

@@ -262,7 +262,9 @@ def make_report_card(
             bar.advance()
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
-    pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
+    prompts = [tuple(row["prompt_ids"]) for row in rows]
+    columns = zip(chosen, rejected, *zip(*lengths, strict=True), prompts, strict=True)
+    pairs = [ScoredPair(*column) for column in columns]
     card = reward_model.evaluate_pairs(pairs, seed=config.seed)
     card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in probed])
     flags = reward_model.flags(card)

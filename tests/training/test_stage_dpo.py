@@ -17,7 +17,7 @@ from rlhf_cli import data, jsonl
 from rlhf_cli.config.training import DPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.load import load_causal_lm
-from rlhf_cli.statistics import wilson
+from rlhf_cli.statistics import share_interval
 
 pytestmark = pytest.mark.training
 
@@ -102,19 +102,19 @@ def test_the_loss_of_each_step_is_that_of_the_paper(
     assert lines[0]["loss"] == pytest.approx(at_start, abs=1e-7) and lines[0]["rewards/margins"] == 0
     assert lines[1]["loss"] < lines[0]["loss"] and last["step"] == 2
 
-    def check(policy: Path, pairs: list[Pair], loss: float, margin: float) -> int:
+    def check(policy: Path, pairs: list[Pair], loss: float, margin: float) -> list[float]:
         found = ratios(policy, sft_stage / "model", pairs)
         sizes = [(len(chosen), len(rejected)) for _, chosen, rejected in pairs]
         losses = [formula(*each, *size) for each, size in zip(found, sizes, strict=True)]
         assert loss == pytest.approx(sum(losses) / len(pairs), rel=1e-4)
         assert margin == pytest.approx(sum(0.2 * (good - bad) for good, bad in found) / len(pairs), rel=1e-3)
-        return sum(good > bad for good, bad in found)
+        return [float(good > bad) for good, bad in found]
 
     check(config.folder / "state/checkpoint-1", second, lines[1]["loss"], lines[1]["rewards/margins"])
     every = expected_tokens(world, tokenizer)
-    wins = check(config.folder / "model", every, metrics["loss"], metrics["margin"])
-    assert (metrics["n"], metrics["accuracy"]) == (96, wins / 96)
-    assert metrics["accuracy_ci95"] == pytest.approx(wilson(wins, 96))
+    right = check(config.folder / "model", every, metrics["loss"], metrics["margin"])
+    assert (metrics["n"], metrics["accuracy"]) == (96, sum(right) / 96)
+    assert metrics["accuracy_ci95"] == pytest.approx(share_interval(right, [tuple(prompt) for prompt, *_ in every]))
     assert (last["eval_loss"], last["eval_rewards/accuracies"]) == (metrics["loss"], metrics["accuracy"])
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
 from rlhf_cli.stages import reward, setup, training_setup
-from rlhf_cli.statistics import wilson
+from rlhf_cli.statistics import share_interval
 
 pytestmark = pytest.mark.training
 
@@ -80,7 +80,9 @@ def test_it_learns_the_preference_and_writes_a_plain_folder_and_every_metric(
         margins.append(good - bad)
     headline, wins = manifest["metrics"], sum(margin > 0 for margin in margins)
     assert (headline["n"], headline["accuracy"]) == (96, wins / 96) and wins > 90
-    assert headline["accuracy_ci95"] == pytest.approx(wilson(wins, 96))
+    prompts = [row["prompt"] for _, row in jsonl.read_jsonl(world.pairs)]
+    interval = share_interval([float(margin > 0) for margin in margins], prompts)
+    assert headline["accuracy_ci95"] == pytest.approx(interval) and len(set(prompts)) < 96, "pairs of one prompt"
     assert headline["margin"] == pytest.approx(sum(margins) / 96, rel=1e-4)
     assert manifest["parents"]["model.path"]["stage"] == "sft" and manifest["special_tokens"]["stop"] == 1
     card = (config.folder / "model" / "README.md").read_text()

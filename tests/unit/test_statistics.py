@@ -13,6 +13,7 @@ from rlhf_cli.statistics import (
     length_controlled,
     paired_difference,
     selection_bias,
+    share_interval,
     wilson,
     wilson_difference,
     win_rate,
@@ -67,6 +68,21 @@ def test_many_ties_do_not_hide_a_difference() -> None:
     draw, zeros = random.Random(0), [0.0] * 512
     rates = [win_rate(draw.choices([1.0, 0.0, -1.0], [6, 88, 6], k=512), zeros)["ci95"] for _ in range(400)]
     assert 8 <= sum(not low <= 0.5 <= high for low, high in rates) <= 32
+
+
+def test_rows_of_one_group_count_together() -> None:
+    assert share_interval([1, 1, 0, 0], "abcd") == pytest.approx(wilson(2, 4)) == share_interval([1, 1, 0, 0])
+    # by hand: the groups' sums of deviations are 1 and -1, so 4 rows count as 4 * 0.25 / (2 / 4) * (2 - 1) / 2 = 1
+    assert share_interval([1, 1, 0, 0], "aabb") == pytest.approx(wilson(0.5, 1))
+    assert share_interval([1, 1, 1], "aaa") == pytest.approx(wilson(1, 1))
+    assert share_interval([1, 0, 1, 0], "aabb") == pytest.approx(wilson(2, 4)), "at most as many as there are"
+    draw, inside = random.Random(1), 0
+    for _ in range(300):  # 20 prompts with 10 pairs each; a prompt is easy (0.9) or hard (0.3)
+        easy = [draw.choice([0.9, 0.3]) for _ in range(20)]
+        points = [float(draw.random() < share) for share in easy for _ in range(10)]
+        low, high = share_interval(points, [row // 10 for row in range(200)])
+        inside += low <= 0.6 <= high
+    assert 0.91 <= inside / 300 <= 0.99
 
 
 def test_bootstrap_is_near_the_normal_interval_and_repeats() -> None:

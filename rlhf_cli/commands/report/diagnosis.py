@@ -163,7 +163,7 @@ def _reward(run: Run) -> Iterator[Finding]:
 
 
 def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
-    low, high = wilson(card["accuracy"] * card["n"], card["n"])
+    low, high = card["accuracy_ci95"]
     if mean_confidence(card) > high:
         return f"lower {_duration_key(stage)} or reward.learning_rate"
     if mean_confidence(card) < low:
