@@ -108,7 +108,9 @@ def write_own_pairs(model: Path, folder: Path, seed: int) -> None:
             own = []
             for prompt in part:
                 chosen = list(dict.fromkeys(row["chosen"] for row in rows if row["prompt"] == prompt))
-                own += [{"prompt": prompt, "chosen": a, "rejected": b} for a in chosen for b in answers[prompt]]
+                own += [
+                    {"prompt": prompt, "chosen": a, "rejected": b} for a in chosen for b in answers[prompt] if a != b
+                ]
             random.Random(seed).shuffle(own)
             own = balanced(own)[: OWN_SHARE * len(judged)]
             both = [
