@@ -17,7 +17,6 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards import sandbox, verifiers
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
 from rlhf_cli.rewards.signature import TextRows, check_columns
-from rlhf_cli.rewards.verifiers import unit_tests
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
 NESTED = {"type": "array", "items": {"$ref": "#"}}
@@ -243,8 +242,8 @@ def test_code_that_never_ends_is_stopped_by_its_cpu_time_or_the_clock() -> None:
 def test_as_many_processes_at_once_as_this_one_has_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container or a scheduler may give it fewer than the machine has."""
     sizes: list[int] = []
-    monkeypatch.setattr(unit_tests.os, "sched_getaffinity", lambda process: {0, 5, 7})
-    monkeypatch.setattr(unit_tests, "ThreadPoolExecutor", lambda size: sizes.append(size) or ThreadPoolExecutor(size))
+    monkeypatch.setattr(sandbox.os, "sched_getaffinity", lambda process: {0, 5, 7})
+    monkeypatch.setattr(sandbox, "ThreadPoolExecutor", lambda size: sizes.append(size) or ThreadPoolExecutor(size))
     assert scores("unit_tests", [("a = 1", "assert a")]) == [1] and sizes == [3]
 
 
