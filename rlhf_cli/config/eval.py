@@ -7,7 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
 from rlhf_cli.config.common import Dtype, EvalData
-from rlhf_cli.config.ppo import BUILTINS
+from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.errors import did_you_mean
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
@@ -116,6 +117,13 @@ class BuiltinJudge(Section):
 
     builtin: str
     parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+def judge_kind(judge: str | BuiltinJudge) -> Literal["model", "function", "verifier"]:
+    """Return what a judge is; built-in functions that know no right answer are functions."""
+    if isinstance(judge, BuiltinJudge):
+        return "verifier" if judge.builtin in VERIFIERS else "function"
+    return "function" if FUNCTION.fullmatch(judge) else "model"
 
 
 class EvalConfig(Config):

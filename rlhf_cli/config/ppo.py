@@ -14,8 +14,9 @@ from rlhf_cli.config.ppo_options import PPOSettings
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
-VERIFIERS = Path(__file__).parents[1] / "rewards/verifiers"  # only their names are read here
-BUILTINS = (*(module.name for module in iter_modules([str(VERIFIERS)])), "length", "keyword", "repetition")
+# Names of modules, which are not imported here.
+VERIFIERS = tuple(module.name for module in iter_modules([str(Path(__file__).parents[1] / "rewards/verifiers")]))
+BUILTINS = (*VERIFIERS, "length", "keyword", "repetition")
 # Kind of source -> its options. Only the kinds that list an option accept it.
 OPTIONS = {
     "models": ("combine", "std_coef"),

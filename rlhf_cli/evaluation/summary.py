@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import runs, statistics, terminal
-from rlhf_cli.config.eval import BuiltinJudge, EvalConfig, Select
-from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.eval import EvalConfig, Select, judge_kind
 from rlhf_cli.errors import shown
 from rlhf_cli.evaluation.reward_card import missing_card_reason
 from rlhf_cli.evaluation.reward_model import agreement
 from rlhf_cli.models.batch import StopTokenId
-from rlhf_cli.rewards.builtin import REWARDS
 from rlhf_cli.runs.parents import Parent
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))  # and of each policy of `policies` with SFT and PPO
@@ -135,7 +133,7 @@ def build_report(
         report["greedy"] = _policies_section(by_mode["greedy"], seed)
     best_of_n = [e for e in evaluated if e.model in {f"best_of_{n}" for n in config.eval.best_of}]
     report |= _best_of_sections(best_of_n, sampled, seed)
-    report["judge_kinds"] = {name: _judge_kind(judge) for name, judge in config.judges.items()}
+    report["judge_kinds"] = {name: judge_kind(judge) for name, judge in config.judges.items()}
     if config.eval.by:
         groups = group_rows(config.eval.by, columns)
         report["by"] = {"column": config.eval.by, "groups": _group_sections(groups, sampled, best_of_n, seed)}
@@ -151,12 +149,6 @@ def build_report(
 
 
 # Means and win rates
-
-
-def _judge_kind(judge: str | BuiltinJudge) -> str:
-    if isinstance(judge, BuiltinJudge):
-        return "function" if judge.builtin in REWARDS else "verifier"
-    return "function" if FUNCTION.fullmatch(judge) else "model"
 
 
 def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> Section:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.data.datasets import Prompt
+from rlhf_cli.data.datasets import PROMPT_FORMS, Prompt
 from rlhf_cli.data.readers import format_columns
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean
 from rlhf_cli.models.batch import Record, Rollout
@@ -17,7 +17,7 @@ from rlhf_cli.models.batch import Record, Rollout
 # (prompts, responses) or TRL's (prompts=, completions=, completion_ids=, **columns) -> one score, or None, per row.
 # May be async.
 RewardFn = Callable[..., Any]
-OWN_COLUMNS = ("prompt", "messages", "chosen", "rejected")  # of the data; functions do not get them as columns
+OWN_COLUMNS = {name for form in PROMPT_FORMS for name in form}  # functions do not get them as columns
 TYPE_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 

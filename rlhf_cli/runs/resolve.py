@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.eval import judge_kind
 from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
@@ -54,8 +54,7 @@ def references(config: Any) -> list[Reference]:
         expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": POLICY_STAGES}
         result = [Reference(f"models.{name}", getattr(models, name), stages) for name, stages in expected.items()]
         result += [Reference(f"policies.{name}", path, POLICY_STAGES) for name, path in config.policies.items()]
-        judges = {name: judge for name, judge in config.judges.items() if isinstance(judge, str)}
-        models = {name: judge for name, judge in judges.items() if not FUNCTION.fullmatch(judge)}
+        models = {name: judge for name, judge in config.judges.items() if judge_kind(judge) == "model"}
         result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in models.items()]
         return [reference for reference in result if reference.path]
     rewards: dict[str, str | None] = {}

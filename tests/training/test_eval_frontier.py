@@ -219,7 +219,8 @@ def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer(
     assert not [*disagreement(name, "gold", rates["gold"])] and not [*disagreement(name, "reward", rates["reward"])]
     low = {**rates["gold"], "agrees_with_reward": 0.52, "agrees_with_reward_ci95": [0.43, 0.66]}
     (sentence,) = disagreement(name, "gold", low)
-    assert sentence.startswith("The reward model and judge gold prefer the same of PPO's and SFT's answers on 0.520 [")
+    assert sentence.startswith("The reward model and judge gold prefer")
+    assert "judge gold prefer the same of PPO's and SFT's answers on 0.520 [0.430, 0.660] of the prompts" in sentence
 
 
 def test_lengths_control_the_win_rate() -> None:

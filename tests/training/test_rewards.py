@@ -242,7 +242,8 @@ def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
     for row in lines(grpo_folder / "eval/samples.jsonl"):
         assert row["scores"]["letters"] == row["response"].count(COLUMNS[row["index"]]["letter"])
     long = "judges={long: 'grpo:long'}"
-    fails(rlhf(*judge, "-s", long), "R05", "`long` returned None for row 1", "judges score every row", exit_code=1)
+    says = ("reward `long` returned None for row 1", "judges score every row")
+    fails(rlhf(*judge, "-s", long), "R05", *says, exit_code=1)
     write_rows(grpo_folder, PROMPTS, [{}] * 20)
     for command in (["check", grpo_folder / "eval.yaml"], judge):
         fails(rlhf(*command), "D02", 'the function of `letters` takes "letter", but', "further columns: n")
@@ -303,8 +304,9 @@ def test_d02_c17_a_column_of_groups_that_is_missing_or_has_too_many_values(grpo_
     write(grpo_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}, "data": DATA})
     jsonl.write_jsonl(grpo_folder / "rows.jsonl", [{"prompt": f"tell me {n}", "line": n} for n in range(21)])
     sampling = ["eval.temperature=1.0", "eval.response_length=4"]
-    own = "rows.jsonl itself; further columns: line\nhint: copy it to"
-    many = "21 different values, more than 20"
-    for by, code, says in (("lin", "D02", "did you mean line?"), ("prompt", "D02", own), ("line", "C17", many)):
+    own = ("eval.by names ", "rows.jsonl itself; further columns: line\nhint: copy it to")
+    many = ("eval.by: ", "21 different values, more than 20")
+    similar = ("eval.by names ", "did you mean line?")
+    for by, code, says in (("lin", "D02", similar), ("prompt", "D02", own), ("line", "C17", many)):
         for command in (["check", grpo_folder / "eval.yaml"], ["eval", "-c", grpo_folder / "eval.yaml"]):
-            fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, "eval.by", says)
+            fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, *says)

@@ -18,6 +18,9 @@ USER = {"role": "user", "content": "Hi"}
 PAIR = {"prompt": "Tell me", "chosen": " Yes", "rejected": " No"}
 
 
+NAMES, LONG_NAME = "does the first line name the columns? if so,", f"How do I make {'a very ' * 40}good soup?"
+
+
 def turn(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
@@ -242,17 +245,17 @@ def test_a_fault_has_its_code_and_place(
 @pytest.mark.parametrize(
     ("header", "hint"),
     [
-        ("question,answer", "does the first line name the columns? if so, map the columns, e.g. {prompt: question}"),
+        ("question,answer", f"{NAMES} map the columns, e.g. {{prompt: question}}"),
         ("prompt;completion", "separate the columns by commas, or by tabs in a .tsv file"),
-        ("prompt,What do you prefer?,Why?", "{completion: What do you prefer?}"),
-        (f"How do I make {'a very ' * 40}good soup?,Just add leek", "good soup?}"),
+        ("prompt,What do you prefer?,Why?", "map the columns, e.g. {completion: What do you prefer?}"),
+        (f"{LONG_NAME},Just add leek", f"{NAMES} map the columns, e.g. {{prompt: {LONG_NAME}}}"),
     ],
 )
 def test_d02_suggests_a_column_and_shortens_long_names(tmp_path: Path, header: str, hint: str) -> None:
     (tmp_path / "a.csv").write_text(f"{header}\n{header}\n")
     (problem,) = error_of(data.sft_rows, DataSource(str(tmp_path / "a.csv")), None).problems
     assert problem.code == "D02" and len(problem.text) < 200
-    assert str(problem.hint).replace("data.columns: ", "").endswith(hint)
+    assert str(problem.hint).replace("data.columns: ", "") == hint
 
 
 @pytest.mark.parametrize(

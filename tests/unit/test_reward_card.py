@@ -15,7 +15,7 @@ from rlhf_cli.config.ppo_options import RewardRequirements
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair, calibration_bins, length_correlation
-from rlhf_cli.statistics import share_interval, wilson
+from rlhf_cli.statistics import wilson
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins of 75 % and 90 %
 
@@ -31,7 +31,8 @@ def ece(pairs: list[ScoredPair]) -> float:
 def test_accuracy_and_margins_of_five_pairs() -> None:
     result = reward_model.evaluate_pairs([pair(m) for m in (1.0, 0.1, 3.0, -2.0, 0.0)])
     assert (result["n"], result["accuracy"], result["margin"]) == (5, 0.7, pytest.approx(2.1 / 5)), "a tie is one half"
-    assert result["accuracy_ci95"] == pytest.approx(share_interval([1, 1, 1, 0, 0.5])) and "longer_answer" not in result
+    rows = 5 * 0.7 * 0.3 / ((3 * 0.3**2 + 0.7**2 + 0.2**2) / 5)  # without ties, of the same variance
+    assert result["accuracy_ci95"] == pytest.approx(wilson(0.7 * rows, rows)) and "longer_answer" not in result
     one_prompt = [replace(pair(m), prompt=(5, 6)) for m in (1.0, 0.1, 3.0, -2.0)]
     assert reward_model.evaluate_pairs(one_prompt)["accuracy_ci95"] == pytest.approx(wilson(0.75, 1))
     assert reward_model.margin_histogram([-5.0, -4.0, -0.5, 0.0, 0.5, 2.0, 4.0, 9.0]) == [1, 1, 0, 1, 2, 0, 1, 2]
