@@ -36,7 +36,8 @@ from rlhf_cli.ppo.rollout import HFEngine
 HELD_OUT, JUDGE = 120, 150  # prompts
 CHECK = 20  # prompts of a part on which its reward model is measured
 SFT_ANSWERS = 4  # most frequent chosen answers to a prompt that SFT learns
-OWN_ANSWERS, TOKENS = 2, 120  # answers of the SFT model to a prompt, and their maximum length
+OWN_ANSWERS, TOKENS = 8, 120  # answers of the SFT model to a prompt, and their maximum length
+LONGEST = 600  # characters of a prompt that it answers
 OWN_SHARE = 2  # pairs with such an answer for each of GPT-4
 
 
@@ -80,8 +81,9 @@ def sample(model: Path, prompts: list[str], seed: int) -> dict[str, list[str]]:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = HFEngine(policy, tokenizer.eos_token_id, tokenizer.pad_token_id, bf16=True)
     answers: dict[str, list[str]] = defaultdict(list)
-    for start in range(0, len(prompts), 50):
-        part = prompts[start : start + 50]
+    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST]
+    for start in range(0, len(prompts), 12):
+        part = prompts[start : start + 12]
         ids = [
             tokenizer.apply_chat_template(chat(each), add_generation_prompt=True, return_dict=False) for each in part
         ]
