@@ -199,16 +199,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-def closest_folder(path: str | Path) -> str | None:
-    """Return the folder with the name most similar to that of the missing `path`, in its parent folder."""
-    return closest_path(path, is_candidate=os.path.isdir)
-
-
 def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.path.exists) -> str | None:
     """Return the file or folder with the name most similar to that of the missing `path`, in its parent folder."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = closest_folder(missing.parent) if missing.parent != missing else None
+        folder = None if missing.parent == missing else closest_path(missing.parent, is_candidate=os.path.isdir)
         candidate = Path(folder) / missing.name if folder else None
         return shown(candidate) if candidate and is_candidate(candidate) else None
     names = sorted(name for name in os.listdir(missing.parent) if is_candidate(missing.parent / name))

@@ -38,16 +38,9 @@ SHARED = Path(__file__).parents[2] / "shared"
 THINGS = ["sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood"]
 WORDS = {"good": ["bright", "kind", "calm"], "bad": ["dull", "cold", "grim"]}
 SIZES: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 128,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.15, "tie_word_embeddings": True, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

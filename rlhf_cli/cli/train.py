@@ -146,7 +146,7 @@ def plan(
         int | None, option("--prompt-length", "N", "Tokens of the longest prompt; the data is not read.", min=1)
     ] = None,
     flops: Annotated[
-        float | None, option("--flops", "N", "Throughput in FLOP/s. Default: measured on this machine.")
+        float | None, option("--flops", "N", "Throughput in FLOP/s. Default: measured on this machine.", min=1)
     ] = None,
     gpu: Annotated[
         str | None, option("--gpu", "NAME|GIB", "GPU that need not be here: h100, 4090, ..., or GiB with --flops.")

@@ -22,8 +22,8 @@ from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import (
     Problem,
     RLHFError,
-    closest_folder,
     closest_match,
+    closest_path,
     collect_errors,
     did_you_mean,
     shell_path,
@@ -191,7 +191,7 @@ def find_configs(folder: Path) -> dict[str, Path]:
         hint = f"for one stage: rlhf {folder.stem if folder.stem in STAGES else 'sft'} --config {shell_path(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
-        near = closest_folder(folder)
+        near = closest_path(folder, is_candidate=os.path.isdir)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shell_path(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
     files = {path.stem: path for path in configs_in(folder)}
@@ -359,9 +359,9 @@ def show_summary(
     if "eval" in configs:
         evaluation = configs["eval"].folder
         if (evaluation / REPORT).is_file():
-            brief = report.brief(evaluation)
-            terminal.out(f"the page says: {brief.headline}")
-            if not met or brief.suspect:
+            headline, is_suspect = report.brief(evaluation)
+            terminal.out(f"the page says: {headline}")
+            if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
         if met and "ppo" in configs:
             step = " --step selected" if "selected_step" in read_report(evaluation) else ""

@@ -14,7 +14,7 @@ from rlhf_cli.commands.run import StageDecision
 from rlhf_cli.commands.status_read import RunInfo, StageInfo
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
-from rlhf_cli.runs.discover import is_run
+from rlhf_cli.runs.discover import find_run_folders
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
 
@@ -51,7 +51,7 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
 
 def runs_here() -> list[str]:
     """Return the folders that `rlhf ls` would list, or only "." if this folder is a run. Searches few folders."""
-    if is_run(Path(".")):
+    if any(find_run_folders(Path("."), 0)):
         return ["."]
     with terminal.muted_warnings():
         return [shown(run.folder) for run in status_read.find_runs([_default_folder()], MAX_FOLDERS)]
@@ -106,9 +106,8 @@ def _headline(stage: StageInfo) -> str:
         return f"held-out loss {metrics['eval_loss']:.3f}"
     if "loss" in metrics:
         return f"loss {metrics['loss']:.3f}"
-    if "accuracy" in metrics:
-        source = " in training" if from_log else ""
-        return f"accuracy {with_interval(metrics['accuracy'], metrics.get('accuracy_ci95'))}{source}"
+    if (accuracy := metrics.get("accuracy", metrics.get("rewards/accuracies"))) is not None:
+        return f"accuracy {with_interval(accuracy, metrics.get('accuracy_ci95'))}{' in training' if from_log else ''}"
     if "objective/scores" in metrics:
         kl = metrics.get("objective/kl_k1")
         return format_reward(metrics, LAST_UPDATE if from_log else TRAINING) + ("" if kl is None else f", KL {kl:.2f}")

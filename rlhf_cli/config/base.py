@@ -175,8 +175,6 @@ class Config(Section):
                 del container[name]
         for key in ("subset", "revision", "max_dropped"):  # max_dropped can stop a run but not change its result
             tree["data"].pop(key)
-        if tree["data"]["chat_template_kwargs"] is None:  # as in runs that were made before the key
-            del tree["data"]["chat_template_kwargs"]
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
         for source in tree.get("rewards", {}).values():  # a run can resume with another timeout
@@ -189,11 +187,16 @@ class Config(Section):
         return dict(self.data.sources(self.where))
 
     def code(self) -> dict[str, Path]:
-        """Return the Python files of `module:function` values next to the config, by key path."""
+        """Return the Python files of `module:function` values, by key path; beside the config, else where rlhf runs."""
         sources = getattr(self, "rewards", {})
         functions = {f"rewards.{name}.function": source.function for name, source in sources.items()}
         functions |= {f"judges.{name}": judge for name, judge in getattr(self, "judges", {}).items()}
         texts = {key: name for key, name in functions.items() if isinstance(name, str) and FUNCTION.fullmatch(name)}
         modules = {key: name.partition(":")[0] for key, name in texts.items()}
-        files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
-        return {key: path for key, path in files.items() if os.path.isfile(path)}
+        found: dict[str, Path] = {}
+        for key, module in modules.items():  # in the order of imports
+            stems = (folder / module.replace(".", "/") for folder in (self.file.parent, Path.cwd()))
+            files = (path for stem in stems for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")))
+            if (file := next(filter(os.path.isfile, files), None)) is not None:
+                found[key] = file
+        return found

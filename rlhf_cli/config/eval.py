@@ -1,6 +1,7 @@
 """Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -10,6 +11,8 @@ from rlhf_cli.config.common import Dtype, EvalData
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.errors import did_you_mean
+from rlhf_cli.files import read_json_object
+from rlhf_cli.jsonl import at
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id
@@ -152,6 +155,11 @@ class EvalConfig(Config):
         for key in self.eval.require:
             self._check_required(key, judges)
         return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity with output.snapshots of PPO, whose policies the frontier shows, if it is known."""
+        kept = at(read_json_object(Path(self.models.ppo) / "identity.json") or {}, "config.output.snapshots")
+        return {**super().identity(), "output": {"snapshots": self.output.snapshots if kept is None else kept}}
 
     def _check_required(self, key: str, judges: set[str]) -> None:
         """Refuse a key of `eval.require` for which the report will have no value."""

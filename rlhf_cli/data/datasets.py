@@ -185,9 +185,8 @@ def _read(reader: DatasetReader, parse: Parse, on_identical: str = "error") -> I
             else:
                 reader.note(location, bad)
             continue
-        for example in examples:
-            if share is None or share.contains(texts.split_key(example.first_text)):
-                yield example
+        if share is None or share.contains(texts.split_key(examples[-1].first_text)):  # its first user message
+            yield from examples
 
 
 def _read_pairs(reader: DatasetReader, on_identical: str) -> list[Example]:

@@ -17,6 +17,7 @@ from rlhf_cli.data.tokens import Conversation
 Form = tuple[str, ...]  # the columns of a row that rlhf reads
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
+UNTRAINED = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # parts of an answer beside its content
 TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -177,6 +178,9 @@ def _assistant_turns(location: RowLocation, messages: Conversation, start: int, 
     for i in turns:
         _require_prompt(messages[:i])
         _require_text(messages[i]["content"], column)
+        if extra := next(filter(messages[i].get, UNTRAINED), None):
+            text = f'message {i + 1} of "{column}" has {extra}, which would not be trained'
+            raise BadRow("D06", text, "write it into the content, as the chat template does, or remove it")
     return [Example(location, messages[:i], {"completion": messages[i]["content"]}) for i in turns]
 
 

@@ -28,17 +28,12 @@ MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
 CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
 _END_MARK = "assistant-text-ends-here"
-_WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer
-
-
-def set_ids_without_embedding(tokenizer: Any, ids: Iterable[int]) -> None:
-    """Set the ids of special tokens that the tokenizer's model cannot read; `tokenize` raises M06 for such a text."""
-    setattr(tokenizer, _WITHOUT_EMBEDDING, frozenset(ids))
+WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
 
 
 def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
     """Return the ids set by `set_ids_without_embedding`, None before it."""
-    return getattr(tokenizer, _WITHOUT_EMBEDDING, None)
+    return getattr(tokenizer, WITHOUT_EMBEDDING, None)
 
 
 def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> Encoded:
@@ -117,7 +112,7 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
     except CPUTimeExceeded as error:
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
-    except (TemplateError, OverflowError) as error:  # the template sandbox limits `range`
+    except (TemplateError, OverflowError, TypeError, ValueError) as error:  # the sandbox limits `range`
         raise RLHFError("D06", f"the chat template rejects the conversation: {error}") from error
 
 

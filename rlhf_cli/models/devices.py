@@ -43,7 +43,7 @@ def supports_dtype(name: str) -> bool:
     """Return True if `device` can compute in "float16", "bfloat16" or "float32"."""
     if device().type == "cpu":
         return name != "float16"
-    return name != "bfloat16" or torch.cuda.is_bf16_supported()
+    return name != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def use_bf16(requested: bool | None) -> bool:

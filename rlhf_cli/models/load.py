@@ -88,11 +88,18 @@ def load_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any
 
 
 def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """Return the config of a reward model's folder. Raises RLHFError M02 without a head, M03 for several labels."""
+    """Return the config of a reward model's folder.
+
+    Raises RLHFError M02 without a head, M03 for several labels, M10 for a head that is no matrix on the last token.
+    """
     config = read_classifier_config(folder, trust_remote_code)
     if config.num_labels != 1:
         text = f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one"
         raise RLHFError("M03", text, hint="train a reward model with `rlhf reward`, or name one with num_labels 1")
+    has_code = getattr(config, "auto_map", None)
+    if not (has_code or isinstance(getattr(build.reward_model_from_config(config), "score", None), torch.nn.Linear)):
+        text = f"{shown(folder)} ({config.model_type}) does not score the last token by one matrix"
+        raise RLHFError("M10", text, hint="use it as rewards: {NAME: {pipeline: FOLDER, input: both}} of ppo.yaml")
     return config
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data.tokens import ids_without_embedding, set_ids_without_embedding, tokenize
+from rlhf_cli.data.tokens import WITHOUT_EMBEDDING, ids_without_embedding, tokenize
 from rlhf_cli.errors import RLHFError, collect_errors, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import chat_templates
@@ -59,6 +59,8 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> An
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
             )
+            if isinstance(tokenizer.chat_template, dict):  # several by name: `default` is for chats without tools
+                tokenizer.chat_template = tokenizer.chat_template.get("default")
             plain_ids = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
             # Some invalid settings raise only when a text is encoded.
             tokenizer(tokenizer.decode([min(plain_ids)]) if plain_ids else "")
@@ -87,17 +89,14 @@ def remote_code_error(folder: Path | str) -> RLHFError:
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """Set the chat template: a Jinja file, a text, or `chatml` (which adds its two tokens). Raises RLHFError C07."""
+    """Set the chat template: a Jinja file, a text, or `chatml` (which adds its two tokens)."""
     if template == "chatml":
         tokenizer.add_tokens([AddedToken(token, special=True) for token in CHATML_TOKENS], special_tokens=True)
         tokenizer.chat_template = CHATML
     elif "{" in template:
         tokenizer.chat_template = template
-    elif Path(template).is_file():
+    else:  # the config has checked that it is a file
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    else:
-        text = f"{template!r} is neither a Jinja file, nor a template's text, nor chatml"
-        raise RLHFError("C07", f"model.chat_template: {text}")
 
 
 def ensure_pad_token(tokenizer: Any, *, stop_token_id: int) -> str | None:
@@ -145,7 +144,7 @@ def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None
         text = f"the tokenizer has ids up to {max(beyond)}, the model {num_embeddings} embeddings"
         raise RLHFError("M06", text, where=where, hint="use the tokenizer that belongs to the model")
     if excepted is None:
-        set_ids_without_embedding(tokenizer, beyond)
+        setattr(tokenizer, WITHOUT_EMBEDDING, frozenset(beyond))
         if beyond:
             names = first_names(tokenizer.convert_ids_to_tokens(sorted(beyond)))
             text = f"the model has no embedding for special tokens of its tokenizer ({names})"
@@ -277,7 +276,7 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, list):
-            yield from _strings(item.get("content") if isinstance(item, dict) else item for item in value)
+            yield from _strings(i.get("content", i.get("value")) if isinstance(i, dict) else i for i in value)
 
 
 def first_difference(first: Any, second: Any) -> str | None:

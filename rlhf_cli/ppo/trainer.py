@@ -95,10 +95,10 @@ class PPOTrainer:
         for model in self.trained_models.values():
             if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
-        self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
+        self.policy, self.ref, self.value, self.ptx = policy, ref.requires_grad_(False), value, ptx
         self._frozen_names = {name: lora.frozen_state_keys(model) for name, model in self.trained_models.items()}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
-        self.reward_weights, self.reward_clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
+        self.reward_weights, self.reward_clips = dict.fromkeys(rewards, 1.0) | (weights or {}), clips or {}
         for model in (*self.trained_models.values(), ref):
             forward.disable_dropout(model)
         if settings.num_shared_layers:
@@ -208,8 +208,6 @@ class PPOTrainer:
         experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
         monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1)
         return experience.corrected(settings.rollout_correction)
-
-    judge = make_experience  # the former name
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""

@@ -32,6 +32,9 @@ class ClassifierReward:
         if self.input == "both":
             texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         context = load.context_length(self.pipeline.model.config)
+        for name, module in self.pipeline.model.named_modules():  # RoBERTa counts positions from after the padding's
+            if context and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                context -= module.padding_idx + 1
         rows = self.pipeline(
             texts, truncation=context is not None, max_length=context, padding=True, top_k=None,
             function_to_apply=FUNCTION_TO_APPLY[self.output], batch_size=self.batch_size,
@@ -53,6 +56,8 @@ def make(section: RewardSection, context: RewardContext) -> RewardFn:
         model = load.load_classifier(context.model, trust_remote_code=trust)
         tokenizers.check_vocabulary(model, tokenizer, guarded=False)
     tokenizer.padding_side = "right"  # encoders count positions from the left
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
     return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size)
 

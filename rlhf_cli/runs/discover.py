@@ -42,11 +42,6 @@ def configs_in(folder: Path) -> list[Path]:
     return [path for stage in STAGES if os.path.isfile(path := folder / f"{stage}.yaml")]
 
 
-def is_run(folder: Path) -> bool:
-    """Return True if a folder holds a stage's config or output."""
-    return folder in find_run_folders(folder, 0)
-
-
 def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -> Iterator[Path]:
     """Yield the run folders at or below `folder`, nearest first, without those inside a stage's output.
 

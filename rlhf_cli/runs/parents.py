@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_cli.errors import (
     RLHFError,
     at_location,
-    closest_folder,
+    closest_path,
     collect_errors,
     shell_path,
     shell_word,
@@ -351,7 +351,7 @@ def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where:
 
 def missing_folder_error(folder: Path, prefix: str, otherwise: str) -> RLHFError:
     """Return M01 with the closest existing name as a hint, or else the hint `otherwise`."""
-    near = closest_folder(folder)
+    near = closest_path(folder, is_candidate=os.path.isdir)
     hint = f"did you mean {near}?" if near else otherwise
     return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", hint=hint)
 

@@ -63,13 +63,6 @@ class Stage:
         """Return (step, value) of each line of metrics.jsonl that has the metric."""
         return [(row["step"], float(row[key])) for row in self.metrics if is_number(row.get(key))]
 
-    def log(self, name: str) -> tuple[Row, ...]:
-        """Return the rows of samples.jsonl or watchdog.jsonl. Raises RLHFError E08 if it cannot be read now."""
-        if self.state in ("absent", "unreadable"):
-            return ()
-        with translate_read_errors(self.folder / name):
-            return tuple(read_log(self.folder / name))
-
 
 @dataclass(frozen=True)
 class Run:
@@ -219,8 +212,12 @@ def _without_path(text: str, folder: Path) -> str:
 
 
 def _log(stage: Stage, name: str, notes: list[str]) -> tuple[Row, ...]:
+    """Return the rows of samples.jsonl or watchdog.jsonl; a problem goes to the notes."""
+    if stage.state in ("absent", "unreadable"):
+        return ()
     try:
-        return stage.log(name)
+        with translate_read_errors(stage.folder / name):
+            return tuple(read_log(stage.folder / name))
     except RLHFError as error:
         notes.append(f"{stage.name}: {_without_path(error.problems[0].text, stage.folder)}")
         return ()
@@ -290,7 +287,7 @@ def _report_of(report: Row, point: Row) -> Row:
     others = {pair: rates for pair, rates in report["win_rate"].items() if not pair.startswith("ppo_vs_")}
     best_of = [{key: value for key, value in row.items() if key != "ppo_win_rate"} for row in report.get("best_of", [])]
     return {
-        **{key: value for key, value in report.items() if key not in ("greedy", "interpolated")},
+        **{key: value for key, value in report.items() if key not in ("by", "greedy", "interpolated")},
         "models": {**report["models"], "ppo": point},
         "win_rate": {"ppo_vs_sft": point["win_rate"], **others},
         "best_of": best_of,

@@ -247,7 +247,7 @@ class Metrics(StrictModel):
 class BestStep(StrictModel):
     step: int
     metric: str
-    value: float
+    value: float | None = None  # None: the held-out judge scored no response
 
 
 class ParentEntry(StrictModel):

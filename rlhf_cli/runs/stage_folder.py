@@ -38,7 +38,7 @@ from rlhf_cli.runs.parents import (
     sha256_with_base,
     verify_parents,
 )
-from rlhf_cli.runs.status import REPORT, read_identity, require_current, stage_status
+from rlhf_cli.runs.status import REPORT, StageStatus, read_identity, require_current, stage_status
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
@@ -72,15 +72,15 @@ def start_stage(
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
         raise RLHFError("E03", text, where=config.where("run"), hint="set `run:` to another folder") from error
-    if fresh:
-        _move_aside(folder)
-    status = require_current(config, identity)
+    status = StageStatus("new") if fresh else require_current(config, identity)
     if status.state == "finished":
         release(folder)
         return "finished"
     for parent in own_stages(parents):
         lock_folder_shared(parent.path)
     verify_parents(parents)
+    if fresh:
+        _move_aside(folder)
     folder.mkdir(exist_ok=True)
     for path in (folder, folder / "state", folder / SNAPSHOTS):
         clear_leftovers(path)

@@ -115,7 +115,7 @@ def stage_phases(
 
 
 def measuring_phases(config: TRLConfig, model: StageModel, data: DataSize, steps: int, processes: int) -> list[Phase]:
-    """Return what a stage of TRL measures: held-out rows in training and at its end, report card, scale."""
+    """Return what a process of TRL measures: held-out rows in training and at its end, report card, scale."""
     settings, average, phases = training_setup.settings_of(config), data.lengths.average, list[Phase]()
     step_rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * processes
     times = math.ceil(steps / settings.eval_steps if settings.eval_steps else steps * step_rows / max(1, data.rows))
@@ -124,13 +124,14 @@ def measuring_phases(config: TRLConfig, model: StageModel, data: DataSize, steps
         read = 2 * read + len(PROBE_LABELS) * min(MAX_PROBED, data.evaluated)
     if isinstance(config, DPOConfig):  # both sides, by the policy and the reference
         read *= 4
+    read = math.ceil(read / processes)
     if data.evaluated:
         reading = {"weights": model.weights, "activations": model.working(rows, data.lengths.row)}
         answers = 0 if isinstance(config, RewardConfig) else read * average.response
         phases.append(Phase("evaluate", rows, [reading], model.forward_flops(read, average.row, answers), once=True))
     if isinstance(config, RewardConfig) and config.reward.normalize == "sft":
         cache = {"weights": model.weights, "cache": model.cache * SAMPLING_BATCH_SIZE * data.answers.row}
-        flops = model.generation_flops(config.reward.normalize_samples, data.answers)
+        flops = model.generation_flops(math.ceil(config.reward.normalize_samples / processes), data.answers)
         phases.append(Phase("normalize", SAMPLING_BATCH_SIZE, [cache], flops, once=True))
     return phases
 

@@ -100,7 +100,9 @@ def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     if config.sft.packing:
         lengths = Lengths(1, config.sft.max_length - 1)
         sequences = training_setup.num_sequences(config, rows) * rows.stride
-        return replace(_data_size(rows, lengths, "sequences"), rows=sequences, how="about")
+        size = _data_size(rows, lengths, "sequences")
+        evaluated = round(_count_evaluated(config) * sequences / max(1, size.rows))
+        return replace(size, rows=sequences, how="about", evaluated=evaluated)
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
     mean = _mean_length(row["input_ids"] for row in rows)
@@ -109,8 +111,9 @@ def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
 
 
 def _count_evaluated(config: Config) -> int:
-    source = config.sources().get("data.eval")
-    return sum(1 for _ in sources.read_rows(source)) if source else 0
+    if (source := config.sources().get("data.eval")) is None:
+        return 0
+    return round(sum(1 for _ in sources.read_rows(source)) * (source.share.fraction if source.share else 1))
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:

@@ -185,7 +185,7 @@ def trl_model(config: TRLConfig, bodies: Bodies, mode: str, target: Target) -> S
 def trl_fixed(config: TRLConfig, model: StageModel, target: Target) -> Bytes:
     """Return what SFT, the reward stage or DPO keep in memory, per process."""
     eight_bits = config.trainer.get("optim") in ADAMW_8BIT_NAMES
-    deepspeed, stage = config.trainer.get("deepspeed"), 0
+    deepspeed, stage = config.trainer.get("deepspeed"), ZERO_3 if config.trainer.get("fsdp") else 0
     if deepspeed:  # the settings, or a file with them
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, dict) else ZERO_3
     fixed = plan_phases.trl_fixed(model, eight_bits=eight_bits, zero_stage=stage, processes=target.processes)

@@ -291,9 +291,12 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
     if eval_prompts is not None:
         data.warn_shared(prompts, eval_prompts, where=config.where("data.eval_prompts"))
     num_updates = config.ppo.num_updates(len(prompts))
-    collect_errors(
-        lambda: _check_prompts_per_update(config, prompts), lambda: _check_value_only_updates(config, num_updates)
-    )
+
+    def check_value_only_updates() -> None:
+        if problem := config.ppo.value_only_problem(num_updates):
+            raise RLHFError("C17", problem[0], where=config.where("ppo.value_only_updates"), hint=problem[1])
+
+    collect_errors(lambda: _check_prompts_per_update(config, prompts), check_value_only_updates)
     setup.warn_long_intervals(config, num_updates)
 
 
@@ -307,12 +310,6 @@ def _check_prompts_per_update(config: PPOConfig, prompts: data.Rows[Any]) -> Non
     hint = f"lower ppo.gradient_accumulation_steps or per_device_train_batch_size, or bring {needed} prompts"
     where = config.where("ppo.per_device_train_batch_size")
     raise RLHFError("D11", f"{text} ({product} = {needed})", where=where, hint=hint)
-
-
-def _check_value_only_updates(config: PPOConfig, num_updates: int) -> None:
-    if problem := config.ppo.value_only_problem(num_updates):
-        text, hint = problem
-        raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
 
 
 def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[dict[str, list[int]]]:

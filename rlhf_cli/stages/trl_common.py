@@ -84,7 +84,8 @@ def training_args(args_class: Any, config: TRLConfig, **overrides: Any) -> Any:
     gpu = devices.device().type == "cuda"
     same_names = (
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
-        "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing"
+        "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing "
+        "logging_steps eval_steps"
     )
     warmup = section.warmup_ratio if section.warmup_steps is None else section.warmup_steps
     fields = {
@@ -92,17 +93,16 @@ def training_args(args_class: Any, config: TRLConfig, **overrides: Any) -> Any:
         "output_dir": str(config.folder / "state"),
         "seed": config.seed,
         "max_steps": section.max_steps or -1,
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1} if "min_lr" in section.lr_scheduler_type else None,  # as in PPO
         "warmup_steps": warmup,  # below 1: a ratio
         "bf16": devices.use_bf16(section.bf16),
         "use_cpu": not gpu,
         "ddp_find_unused_parameters": False,  # every pass uses all trained parameters; searching takes time
         "dataloader_pin_memory": gpu,
-        "logging_steps": section.logging_steps,
         "logging_nan_inf_filter": False,  # it would hide the losses that R01 reports
         "save_steps": config.output.save_steps or 0.1,
         # Without eval_steps, TrainingCallback.on_step_end requests evaluations.
         "eval_strategy": "steps" if "data.eval" in config.sources() and section.eval_steps else "no",
-        "eval_steps": section.eval_steps,
         "prediction_loss_only": True,
         "report_to": "none",
         "disable_tqdm": True,
@@ -129,6 +129,9 @@ def build_trainer(
 
     Raises RLHFError C17 if TRL rejects the settings, E04 if accelerate found another number of processes.
     """
+    if config.trainer.get("lr_scheduler_kwargs") is None and args.lr_scheduler_type == "warmup_stable_decay":
+        steps = settings_of(config).steps(len(rows), process_group.world_size)  # MiniCPM, arXiv 2404.06395, section 4
+        args.lr_scheduler_kwargs = {"num_decay_steps": math.ceil(steps / 10)}
     datasets = {
         "train_dataset": data.as_dataset(rows),
         "eval_dataset": data.as_dataset(eval_rows) if eval_rows else None,
@@ -270,6 +273,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the progress bar, and restore the sums behind the next log line, from the checkpoint."""
+        state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals of its start
         self.bar = self.bars.enter_context(Progress(self.stage, state.max_steps, "step", done=state.global_step))
         trainer = self.trainer
         if sums := self.resumed:

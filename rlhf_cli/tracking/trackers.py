@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.errors import shown
+from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.jsonl import flatten
 
 NO_STEP = -1
@@ -58,7 +58,7 @@ class TensorBoard:
         resumed = folder.is_dir()
         self.writer = SummaryWriter(str(folder), purge_step=run.saved_step + 1 if resumed else None)
         self.last = run.saved_step if resumed else NO_STEP
-        self.place = f"{shown(folder)} (tensorboard --logdir {shown(run.folder.parent)})"
+        self.place = f"{shown(folder)} (tensorboard --logdir {shell_path(run.folder.parent)})"
         if self.last == NO_STEP:
             assert self.writer.file_writer
             hyperparameters = {  # by keys as for --set
@@ -135,7 +135,7 @@ class WandB:
             self.last = NO_STEP
             if resumed:  # a killed process did not write its last step
                 self.last = max(run.saved_step, run.logged_step - 1)
-            self.place = f"{folder} (offline; to send it: wandb sync {folder}/offline-run-*)"
+            self.place = f"{folder} (offline; to send it: wandb sync {shell_path(id_file.parent)}/offline-run-*)"
         else:
             self.last = self.run.starting_step - 1  # from the server
             self.place = self.run.url or folder
@@ -146,8 +146,8 @@ class WandB:
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Log a Table of the library."""
-        columns = list(rows[0])
-        self._log(step, {name: self.library.Table(columns, [[row[column] for column in columns] for row in rows])})
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may lack a score
+        self._log(step, {name: self.library.Table(columns, [[row.get(column) for column in columns] for row in rows])})
 
     def histograms(self, step: int, values: Samples) -> None:
         """Log a Histogram of the library, of 64 bins, per name."""

@@ -117,7 +117,7 @@ def test_memory(tmp_path, monkeypatch):
 
 
 def test_learning(shared, tmp_path, monkeypatch):
-    sets = (
+    sets = [
         "--set",
         "total_episodes=128",
         "--set",
@@ -126,7 +126,7 @@ def test_learning(shared, tmp_path, monkeypatch):
         "response_length=8",
         "--set",
         "average=0.5",
-    )
+    ]
     command = ("--shared", shared, "--out", tmp_path, "--seeds", 0, "--samples", 2, *sets)
     out = tmp_path / "default"
     judge = lambda _: lambda texts: [float(len(text)) for text in texts]  # noqa: E731

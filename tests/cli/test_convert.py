@@ -58,6 +58,7 @@ FORMS = {
     ".sh": lambda options: "#!/bin/bash\npython examples/scripts/ppo.py \\\n" + "\n".join(
         f"  --{name} '{value}'" for name, value in options.items()
     ) + " > ppo.log 2>&1 | tee all.log\n",
+    ".txt": lambda options: "\ufeff" + FORMS[".sh"](options).replace("\n", "\r\n"),  # of Windows
     ".py": lambda options: f"config = trl.PPOConfig({', '.join(f'{name}={each!r}' for name, each in options.items())})",
 }  # fmt: skip
 

@@ -36,8 +36,8 @@ def test_the_report_comes_first_if_it_shows_a_problem(
     assert last_lines() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
     write_beside(run / "eval")
     page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []
-    assert last_lines() == [f"the page says: {brief(run).headline}", f"next: {'; '.join([*page, *onward])}"]
-    assert ("Stage to fix first" in brief(run).headline) == (gold < 0.5)
+    assert last_lines() == [f"the page says: {brief(run)[0]}", f"next: {'; '.join([*page, *onward])}"]
+    assert ("Stage to fix first" in brief(run)[0]) == (gold < 0.5)
 
 
 def test_a_missing_report_is_written_again(fake_chain: Path, here: Path) -> None:

@@ -218,7 +218,7 @@ def test_the_card_has_the_hashes_and_results_of_the_run(copied: Path) -> None:
 def test_an_evaluation_of_another_model_is_not_used(copied: Path) -> None:
     adapter_folder.run(copied, "ppo", "--fresh", *LORA, "-s", "seed=5")
     text = (exported(copied, out="new") / "README.md").read_text()
-    assert "The run has no evaluation of this model." in text and ModelCard(text).data.eval_results is None
+    assert "This card has no evaluation of this model." in text and ModelCard(text).data.eval_results is None
     result = rlhf("export", copied, "--out", "out", "--step", "selected")
     assert is_error(result, "M10", "run/eval holds no finished evaluation of run/ppo as it is")
     shutil.rmtree(copied / "eval")

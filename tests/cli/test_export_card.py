@@ -136,7 +136,7 @@ def test_changed_stages_and_missing_evaluations_are_omitted(run: Path, tokenizer
     assert "## The reward model" not in text and "\n| reward | " not in text and "\n| sft | " in text
     (run / "eval/report.json").unlink()
     text = card(run, tokenizer)
-    assert "The run has no evaluation of this model." in text and "quality of its answers is unknown" in text
+    assert "This card has no evaluation of this model." in text and "does not know the quality of its answers" in text
     assert ModelCard(text).data.eval_results is None and not re.search("over SFT|gold|heldout", text)
 
 

@@ -29,7 +29,7 @@ from report_run import (
 )
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.report import brief, page, tables, write_beside
+from rlhf_cli.commands.report import brief, charts, page, tables, write_beside
 from rlhf_cli.files import file_sha256
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import at_step, read_run
@@ -62,6 +62,9 @@ def test_the_result_is_in_the_summary(run: Path) -> None:
     ):
         assert part in text, part
     assert text.index("warning[R11]: politeness wins") < text.index("No stage is bad") < text.index("PPO beats SFT")
+    config = yaml.safe_load((run / "eval/config.yaml").read_text())
+    (run / "eval/config.yaml").write_text(json.dumps({**config, "eval": {"select": {"judge": "gold", "kl_max": 5}}}))
+    assert "the last one, 20, is beyond the bound on the KL with 9.75 nats" in words(run)
 
 
 def test_each_number_of_the_page_follows_its_file(run: Path) -> None:
@@ -279,7 +282,7 @@ def test_the_page_is_written_into_eval_and_its_path_is_printed(run: Path) -> Non
     assert (run / "eval/report.html").read_text().startswith("<!DOCTYPE html>")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        assert brief(run).headline == brief(run / "eval").headline == "No stage is bad."
+        assert brief(run)[0] == brief(run / "eval")[0] == "No stage is bad."
     shutil.rmtree(run / "eval")
     assert rlhf("report", run).stdout == f"{run}/report.html\n"
     assert rlhf("report", run / "ppo").stdout == f"{run}/report.html\n", "a stage's folder stands for its run"
@@ -358,11 +361,12 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(run: Path, monkeypatch: pytest
     def fail(*_: object) -> str:
         raise ValueError("no such\nfont")
 
-    monkeypatch.setattr(page, "of_run", fail)
-    write_beside(run / "eval")
-    assert not (run / "eval/report.html").exists()
+    for part in ((page, "of_run"), (charts, "draw_frontier")):
+        monkeypatch.setattr(*part, fail)
+        write_beside(run / "eval")
+        assert not (run / "eval/report.html").exists()
     text = "warning[R15]: the report of the evaluation could not be written: ValueError: no such font"
-    assert terminal.emitted_warnings() == [text]
+    assert set(terminal.emitted_warnings()) == {text}
 
 
 def test_a_page_in_eval_does_not_make_the_stage_stale(run: Path) -> None:

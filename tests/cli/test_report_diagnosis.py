@@ -104,7 +104,7 @@ def test_the_headline_names_the_stage_to_fix_first(run: Path, fault: str) -> Non
 def test_an_outdated_stage_is_in_its_badge_and_in_the_headline(run: Path) -> None:
     assert "out of date" not in words(run)
     change(run / "ppo/manifest.json", model_sha256="trained again")
-    text, headline = words(run), brief(run).headline
+    text, headline = words(run), brief(run)[0]
     assert headline.startswith("No stage is bad. Out of date: eval, made from ") and headline in text
     reason = headline.partition("eval, ")[2].rstrip(".")
     assert f"eval out of date {reason}" in text and "ppo" in reason
@@ -240,9 +240,9 @@ def test_bad_stages_come_first_and_the_evaluation_last(run: Path) -> None:
     evaluation["models"]["sft"]["eos_fraction"] = 0.8
     evaluation["win_rate"]["ppo_vs_sft"] = {"gold": win(0.3)}
     write_report(run, evaluation)
-    assert brief(run).headline.startswith("The outcome is bad, but no training stage is. Worth a look first: sft. Only")
+    assert brief(run)[0].startswith("The outcome is bad, but no training stage is. Worth a look first: sft. Only")
     log_ppo(run, policy__approxkl_avg=[0.5] * 20)
-    assert brief(run).headline.startswith("Stage to fix first: ppo.")
+    assert brief(run)[0].startswith("Stage to fix first: ppo.")
     assert re.findall(r"(\w+) (?:\(worth a look\))?: ", todo(run))[:3] == ["ppo", "sft", "eval"]
 
 

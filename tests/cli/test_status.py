@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_stage
@@ -19,6 +20,7 @@ from report_run import change, metrics, write_run
 
 from rlhf_cli import runs
 from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands import status as status_table
 from rlhf_cli.commands import status_read
 from rlhf_cli.config.training import SFTSettings
 from rlhf_cli.files import files_sha256
@@ -129,6 +131,11 @@ def test_json_has_all_keys_always(run: Path) -> None:
     assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
     assert states(run) == ["new"] * 4 and new["stages"]["sft"]["changed"] is None
     assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo, eval\n")
+
+
+def test_a_running_dpo_shows_its_accuracy() -> None:
+    stage: Any = SimpleNamespace(headline={"rewards/accuracies": 0.75}, headline_from="metrics.jsonl")
+    assert status_table._headline(stage) == "accuracy 0.750 in training"
 
 
 def change_key(run: Path) -> None:

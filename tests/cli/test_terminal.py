@@ -161,19 +161,10 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (0, "0 s"),
-        (0.0123, "0.012 s"),
-        (4.68, "4.7 s"),
-        (9.96, "10 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min"),
-        (723, "12 min 3 s"),
-        (3599.7, "1 h"),
-        (12_000, "3 h 20 min"),
-        (7_210, "2 h"),
-        (190_000, "2 d 4 h"),
+        (0, "0 s"), (0.0123, "0.012 s"), (4.68, "4.7 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min"),
+        (723, "12 min 3 s"), (3599.7, "1 h"), (12_000, "3 h 20 min"), (7_210, "2 h"), (190_000, "2 d 4 h"),
     ],
-)
+)  # fmt: skip
 def test_a_duration_has_at_most_two_units(seconds: float, expected: str) -> None:
     assert terminal.duration(seconds) == expected
 

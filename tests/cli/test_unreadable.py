@@ -77,6 +77,11 @@ def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None
             runs.start_stage(config, identity, {}, fresh=False)
         with pytest.raises(RLHFError, match="E08"):
             runs.start_stage(FakeConfig(tmp_path, "reward"), identity, {"model.path": parent}, fresh=False)
+        (tmp_path / "reward").mkdir(exist_ok=True)
+        (tmp_path / "reward/notes").touch()
+        with pytest.raises(RLHFError, match="E08"):
+            runs.start_stage(FakeConfig(tmp_path, "reward"), identity, {"model.path": parent}, fresh=True)
+        assert (tmp_path / "reward/notes").exists(), "nothing is moved before the inputs are read"
     weights.write_bytes(b"WEIGHTS")
     with pytest.raises(RLHFError, match=rf"M05.*{HASH_DIFFERS[:20]}"):
         runs.start_stage(config, identity, {}, fresh=False)

@@ -172,15 +172,9 @@ def test_the_manifest_records_all_origins(tmp_path: Path) -> None:
     assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
     assert manifest["template_sha256"] is None  # no template; a missing key means unknown
     assert manifest["versions"].keys() >= {"rlhf", "python", "torch", "transformers", "trl"}
-    assert sorted(manifest["files"]) == [
-        "config.yaml",
-        "identity.json",
-        "metrics.jsonl",
-        "model/README.md",
-        "model/config.json",
-        "model/model.safetensors",
-        "snapshots/step_000001/w",
-    ]
+    model = ["model/README.md", "model/config.json", "model/model.safetensors"]
+    listed = ["config.yaml", "identity.json", "metrics.jsonl", *model, "snapshots/step_000001/w"]
+    assert sorted(manifest["files"]) == listed
     assert manifest["files"]["model/model.safetensors"]["bytes"] == len(b"weights")
 
 

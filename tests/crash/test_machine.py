@@ -63,6 +63,12 @@ def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch
     assert warned(result, "E01", "--set sft.bf16: ", "float32 is used")
 
 
+def test_bfloat16_that_a_gpu_only_emulates_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not devices.use_bf16(None) and not devices.use_bf16(True)
+
+
 # E03 before a training.
 
 

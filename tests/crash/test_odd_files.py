@@ -71,6 +71,8 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
 
 def test_the_error_names_the_key() -> None:
     assert schema_error("report.json", report()) is None and schema_error("manifest.json", {"card": CARD}) is None
+    best = {"step": 0, "metric": "objective/score/style", "value": None}  # the held-out judge scored no response
+    assert schema_error("manifest.json", {"best": best}) is None
     assert schema_error("report.json", report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
     odd = schema_error("manifest.json", {"card": {**CARD, "ece": None}})
     assert odd == "manifest.json: card.ece: input should be a valid number"

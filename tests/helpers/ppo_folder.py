@@ -28,16 +28,10 @@ PPO = {
     "data": {"prompts": "prompts.jsonl"},
     "output": {"save_steps": 2, "snapshots": 2},
     "ppo": {
-        "total_episodes": 32,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_ppo_epochs": 2,
-        "response_length": 8,
-        "temperature": 0.7,
-        "learning_rate": 1e-3,
-        "num_sample_generations": 2,
+        "total_episodes": 32, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2,
+        "response_length": 8, "temperature": 0.7, "learning_rate": 1e-3, "num_sample_generations": 2,
     },
-}
+}  # fmt: skip
 ONE = "ppo.total_episodes=8"  # one update
 EVAL = {
     "models": {"sft": "sft_model", "reward": "reward_model"},

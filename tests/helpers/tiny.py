@@ -57,14 +57,9 @@ def prompts(rows: int = 8, seed: int = 0) -> Prompts:
 
 def settings(**changes) -> PPOSettings:
     base = {
-        "total_episodes": 32,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "response_length": 8,
-        "temperature": 0.7,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-    }
+        "total_episodes": 32, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "response_length": 8,
+        "temperature": 0.7, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+    }  # fmt: skip
     return PPOSettings(**(base | changes))
 
 

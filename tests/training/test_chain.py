@@ -69,7 +69,7 @@ def test_later_stages_do_not_repeat_warnings(
     ppo = json.loads((folder / "run/ppo/manifest.json").read_text())["metrics"]["objective/scores"]
     assert f"ppo      reward {ppo:.3f} on training prompts (before the KL penalty), KL " in result.stderr
     *_, verdict, page_line, last = result.stdout.splitlines()
-    assert verdict.startswith("result: ") and page_line == f"the page says: {brief(folder / 'run').headline}"
+    assert verdict.startswith("result: ") and page_line == f"the page says: {brief(folder / 'run')[0]}"
     assert last.startswith("next: open run/eval/report.html in a browser; rlhf chat run --compare")
 
 

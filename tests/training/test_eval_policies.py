@@ -58,7 +58,7 @@ def test_policies_are_evaluated_beside_and_between_sft_and_ppo(trained_folder: P
     assert torch.allclose(logits(half), logits(halfway(*plain)), atol=1e-5), "an export has the by-hand weights"
     card = (run / "half/README.md").read_text()
     assert "SFT + 0.5 (PPO - SFT)" in card and "Its KL from the SFT model is unknown." in card
-    assert "The run has no evaluation of this model." in card
+    assert "This card has no evaluation of this model." in card
     write(run, "eval", {**EVAL, "policies": POLICIES, "eval": {**QUICK, "interpolate": [0.9999999, 0.5]}})
     report, result = evaluate(run)
     models, rates = report["models"], report["win_rate"]

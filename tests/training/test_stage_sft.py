@@ -323,9 +323,12 @@ def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_pa
         (folder / "sft/manifest.json").unlink()
         for later in range(step + 1, 13):
             shutil.rmtree(folder / f"sft/state/checkpoint-{later}")
-        config = config_of(world, folder, tmp_path / "rows.jsonl", **changes)
+        other = {**changes, "output": {"save_steps": 4, "keep": 99}}
+        config = config_of(world, folder, tmp_path / "rows.jsonl", **other)
         assert train(config)["model_sha256"] == whole["model_sha256"]
         assert metrics_of(config) == metrics_of(straight)
+        saved = {int(path.name.rpartition("-")[2]) for path in (config.folder / "state").iterdir()}
+        assert saved == {*range(1, step + 1), *range(step + 4 - step % 4, 13, 4)}, "the interval is the new one"
 
 
 def test_by_default_each_tenth_is_saved_and_each_epoch_evaluated(world: World, tmp_path: Path) -> None:
@@ -373,6 +376,11 @@ def test_other_fields_of_trl_reach_it_or_are_refused_in_one_line(world: World, t
     assert not args.bf16 or torch.cuda.is_available()
     assert (args.max_steps, args.warmup_steps, args.save_steps) == (8, 0.03, 0.1)
     assert isinstance(args, trl.SFTConfig)
+    schedules = {"cosine_warmup_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 1}}
+    for name, options in schedules.items():
+        trainer = trainer_of(config_of(world, tmp_path, sft={"lr_scheduler_type": name}))[0]
+        assert trainer.args.lr_scheduler_kwargs == options
+        trainer.create_scheduler(8, trainer.create_optimizer())
     fails(config_of(world, tmp_path, trainer={"padding_free": True}), "C17", "padding_free")
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.tracking import Log, MetricsLog, Trackers, read_log
-from rlhf_cli.tracking.trackers import TrackerRun, Trackio
+from rlhf_cli.tracking.trackers import TrackerRun, Trackio, WandB
 
 
 class Listener:
@@ -128,6 +129,10 @@ def test_a_table_has_text_and_numbers_and_no_secret(config: Config, monkeypatch:
         tracked.histograms(1, {"some": [1.0], "none": []})
     assert Listener.rows == [{"response": "it is [secret]", "scores/a": 1.5, "ended": True}]
     assert Listener.calls == [("samples", 1), ("some", 1), ("closed", 0)]
+    logged: list[Any] = []  # a row without a score, as a verifier returns
+    library = SimpleNamespace(Table=lambda *arguments: arguments)
+    WandB.table(SimpleNamespace(library=library, _log=lambda *each: logged.append(each)), 1, "t", [{"a": 1}, {"b": 2}])
+    assert logged == [(1, {"t": (["a", "b"], [[1, None], [None, 2]])})]
 
 
 @pytest.mark.parametrize("moment", ["__init__", "metrics", "table", "histograms", "close"])

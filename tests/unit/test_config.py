@@ -128,16 +128,40 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(here: Path) -> None:
     for value, expected in [("chat.jinja", str(here / "chat.jinja")), ("chatml", "chatml"), ("'{{ m }}'", "{{ m }}")]:
         text = MINIMAL["sft"].replace("path: base", f"path: base, chat_template: {value}")
         assert loaded(here, "sft", text).model.chat_template == expected
+    with pytest.raises(RLHFError, match="chat_template"):
+        loaded(here, "sft", "", "model.chat_template=chatlm")
 
 
 @pytest.mark.parametrize("bad", ["{date: tomorrow}", "{date: 20250131}", "{messages: x}", "{'a b': 1}", "{a: [1]}"])
 def test_the_variables_of_a_chat_template_are_in_the_identity(bad: str, here: Path) -> None:
-    plain = loaded(here, "sft").identity()
     named = loaded(here, "sft", "", "data.chat_template_kwargs={enable_thinking: false, date: 2025-01-31}").identity()
-    assert "chat_template_kwargs" not in plain["data"]  # as in the runs that were made before the key
+    plain = loaded(here, "sft").identity()
+    before = {"config": {**plain, "data": {k: v for k, v in plain["data"].items() if k != "chat_template_kwargs"}}}
+    assert runs.identity_difference(before, {"config": plain}, {"data.chat_template_kwargs": None}) == []
     assert named["data"]["chat_template_kwargs"] == {"enable_thinking": False, "date": "2025-01-31"}
     with pytest.raises(RLHFError, match="chat_template_kwargs"):
         loaded(here, "sft", "", f"data.chat_template_kwargs={bad}")
+
+
+def test_an_evaluation_is_of_the_snapshots_that_ppo_kept(here: Path) -> None:
+    config = loaded(here, "eval", "", "models.ppo=./policy")
+    Path("policy").mkdir()
+    assert config.identity()["output"] == {"snapshots": 8}
+    Path("policy/identity.json").write_text('{"config": {"output": {"snapshots": 3}}}')
+    assert config.identity()["output"] == {"snapshots": 3}
+
+
+def test_the_code_of_a_reward_is_beside_the_config_or_where_rlhf_runs(here: Path) -> None:
+    config = loaded(here, "ppo", "", "rewards.f.function=style:score", "rewards.g.function=pack.age:score")
+    away, pack = Path.cwd(), here / "pack/age/__init__.py"
+    for file, before in ((away / "style.py", None), (here / "style.py", away / "style.py")):
+        assert config.code().get("rewards.f.function") == before
+        file.touch()
+    pack.parent.mkdir(parents=True)
+    pack.touch()
+    assert config.code() == {"rewards.f.function": here / "style.py", "rewards.g.function": pack}
+    assert runs.identity_difference({}, {"data": {"rewards.f.function": "a"}}) == []  # not hashed by older versions
+    assert runs.identity_difference({}, {"parents": {"judges.f": "a"}}) == ["judges.f: was not set"]
 
 
 def test_new_weights_keep_every_field_and_an_empty_section_means_its_defaults(here: Path) -> None:
@@ -274,13 +298,14 @@ def test_the_dump_loads_again_as_the_same_config_and_the_identity_has_no_place(s
                 ("reward", "reward.per_device_eval_batch_size=2"), ("ppo", "ppo.num_sample_generations=0"),
                 ("ppo", "models.sft=./x"), ("ppo", "models.sft=org/x"), ("eval", "eval.require.n=> 1"),
                 ("eval", "output.keep=3"), ("ppo", "output.report_to=[wandb]"), ("ppo", "output.project=x"),
+                ("sft", "output.snapshots=1"), ("ppo", "ppo.max_logprob_gap=1"),
                 *((stage, "data.max_dropped=0.5") for stage in CONFIGS),
             ]
         ),
         *(
             (stage, override, True)
             for stage, override in [
-                ("sft", "sft.learning_rate=1e-3"), ("sft", "seed=1"), ("sft", "output.snapshots=1"),
+                ("sft", "sft.learning_rate=1e-3"), ("sft", "seed=1"), ("ppo", "output.snapshots=1"),
                 ("sft", "trainer.optim=sgd"), ("sft", "data.columns.prompt=q"), ("reward", "reward.normalize=none"),
                 ("ppo", "ppo.kl_coef=0.1"), ("ppo", "rewards.reward.weight=2"), ("ppo", "rewards.f.function=a:b"),
                 ("ppo", "models.value=./x"), ("ppo", "data.truncate_prompt_words=3"), ("eval", "eval.n=4"),
@@ -292,7 +317,9 @@ def test_the_dump_loads_again_as_the_same_config_and_the_identity_has_no_place(s
 def test_the_identity_has_exactly_what_can_change_the_result(
     stage: str, override: str, is_in_identity: bool, here: Path
 ) -> None:
-    assert (loaded(here, stage, "", override).identity() != loaded(here, stage).identity()) == is_in_identity
+    configs = loaded(here, stage), loaded(here, stage, "", override)
+    before, after = ({"stage": stage, "config": json.loads(json.dumps(each.identity()))} for each in configs)
+    assert bool(runs.identity_difference(before, after)) == is_in_identity
 
 
 def test_a_rollout_server_counts_by_how_it_gets_the_weights(here: Path) -> None:

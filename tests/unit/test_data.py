@@ -211,6 +211,12 @@ SFT_FAULTS = [
     ([PAIR], "D02", ":1:", "data.columns: {completion: chosen}"),  # never the prompt: SFT would learn the prompts
     ([{"messages": [USER, {"role": "assistant", "content": None}]}], "D06", ":1:", "content of message 2"),
     ([{"messages": [USER, "Yes"]}], "D06", ":1:", "message 2"),
+    (
+        [{"messages": [USER, {**turn("assistant", "I look."), "tool_calls": [{}]}]}],
+        "D06",
+        ":1:",
+        "has tool_calls, which",
+    ),
     ([{"messages": "Yes"}], "D06", ":1:", "expected a list of messages"),
     ([{"messages": [USER]}], "D09", ":1:", "no assistant message"),
     (b'["a", "b"]\n', "D12", "rows.jsonl:1", ""),
@@ -300,6 +306,17 @@ def test_d06_a_conversation_that_the_template_rejects(tokenizer: Any, tmp_path: 
     assert len(data.sft_rows(DataSource(str(path), on_bad="drop"), tokenizer, max_length=99)) == 2
     (warning,) = [line for line in terminal.emitted_warnings() if "D06" in line]
     assert "1 of 3 rows dropped: the chat template rejects" in warning and "(first: line 2)" in warning
+    tokenizer.chat_template = "{% for name in messages[0]['content']|items %}{% endfor %}"  # of a mapping
+    assert "error[D06]: " in (text := str(error_of(data.sft_rows, path, tokenizer))) and ":1: the chat template" in text
+
+
+def test_all_turns_of_a_row_are_on_one_side_of_a_split(chat: Any, tmp_path: Path) -> None:
+    hi, bye = [turn("system", "Go"), turn("assistant", "Hi")], turn("assistant", "Bye now")
+    path = write(tmp_path, *({"messages": [*hi, turn("user", f"{n}"), bye]} for n in range(60)))
+    for held_out in (False, True):
+        source = DataSource(str(path), share=HoldoutSplit(0.3, 0, held_out=held_out))
+        rows = [row["input_ids"] for row in data.sft_rows(source, chat, max_length=99)]
+        assert 2 * rows.count(min(rows, key=len)) == len(rows) and 0 < len(rows) < 120
 
 
 # --- the order of rows

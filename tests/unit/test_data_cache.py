@@ -136,7 +136,7 @@ def test_rows_of_a_model_with_more_embeddings_are_not_read_for_one_with_fewer(
 ) -> None:
     contents = [{**CONTENTS[0], "chosen": "<pad> yes"}, *CONTENTS[1:]]
     assert pairs(tokenizer, tmp_path, contents)
-    tokens.set_ids_without_embedding(tokenizer, [tokenizer.pad_token_id])
+    setattr(tokenizer, tokens.WITHOUT_EMBEDDING, frozenset([tokenizer.pad_token_id]))
     for _ in range(2):
         with pytest.raises(RLHFError, match=r"M06.*pairs.jsonl:1: a text contains <pad>"):
             pairs(tokenizer, tmp_path, contents)

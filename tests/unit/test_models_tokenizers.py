@@ -44,10 +44,12 @@ def test_a_trained_tokenizer_encodes_any_text_and_is_reproducible(world: World) 
 
 def test_training_reads_plain_text_and_the_contents_of_messages(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("zebra zebra zebra\n")
-    jsonl.write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "quagga", "content": "okapi okapi okapi"}]}])
+    turns = {"messages": [{"role": "quagga", "content": "okapi okapi okapi"}]}
+    sharegpt = {"conversations": [{"from": "tapir", "value": "lemur lemur lemur"}]}
+    jsonl.write_jsonl(tmp_path / "chat.jsonl", [turns, sharegpt])
     assert "zebra" in tokenizers.train_tokenizer(tmp_path / "plain.txt", 400).get_vocab()
     words = tokenizers.train_tokenizer(tmp_path / "chat.jsonl", 400).get_vocab()
-    assert "okapi" in words and "quagga" not in words
+    assert {"okapi", "lemur"} <= words.keys() and not {"quagga", "tapir"} & words.keys()
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(tokenizer: Any, tmp_path: Pa
     tokenizers.set_chat_template(tokenizer, "chatml")
     chatml = template_sha256(tokenizer)
     assert chatml not in (None, first) and template_sha256(reloaded(tokenizer, tmp_path / "saved")) == chatml
-    with pytest.raises(RLHFError, match="C07"):
-        tokenizers.set_chat_template(tokenizer, "chatlm")
+    tokenizer.chat_template = {"default": text, "tool_use": "{{ tools }}"}  # by name, as some models have
+    assert template_sha256(reloaded(tokenizer, tmp_path / "two")) == first
 
 
 def test_a_tokenizer_of_digits_without_an_unknown_token_loads(tmp_path: Path) -> None:

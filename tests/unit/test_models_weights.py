@@ -197,6 +197,9 @@ def test_weights_of_other_tasks_are_ignored(causal: Path, tmp_path: Path) -> Non
     extra = {"roberta.pooler.dense.weight": torch.ones(16, 16), "lm_head.bias": torch.ones(64)}
     loaded = load_classifier(change(tmp_path / "encoder", extra))
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in tensors.items())
+    RobertaForSequenceClassification(RobertaConfig(num_labels=1, **sizes)).save_pretrained(tmp_path / "one")
+    with pytest.raises(RLHFError, match=r"M10.*\(roberta\) does not score the last token by one matrix"):
+        load_reward_model(tmp_path / "one")
 
 
 def test_other_towers_of_a_composite_checkpoint_are_ignored(tmp_path: Path) -> None:

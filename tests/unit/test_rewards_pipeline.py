@@ -8,7 +8,12 @@ import families
 import pytest
 import torch
 from ppo_folder import PPO, PROMPTS, fails, lines, manifest, must_succeed, ppo, rlhf, write
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from rlhf_cli.rewards.classifier import ClassifierReward
 
@@ -67,6 +72,18 @@ def test_a_response_beyond_the_context_is_truncated(classified: Path, monkeypatc
     assert scores[0][0] == pytest.approx(scores[0][1], abs=1e-5) and scores[0][0] != pytest.approx(
         scores[0][2], abs=1e-5
     )
+
+
+def test_roberta_has_fewer_positions_than_its_config_says(classified: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(classified / "sentiment")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    names = {"num_labels": 1, "id2label": {0: "GOOD"}, "label2id": {"GOOD": 0}, "max_position_embeddings": 20}
+    config = RobertaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes, **names)
+    RobertaForSequenceClassification(config).save_pretrained(classified / "roberta")
+    tokenizer.eos_token, tokenizer.pad_token = tokenizer.sep_token or tokenizer.pad_token, None
+    tokenizer.save_pretrained(classified / "roberta")
+    with_pipeline(classified, pipeline="roberta", label="GOOD", input="both")
+    must_succeed(ppo(classified, "-s", "ppo.total_episodes=8", "-s", "ppo.response_length=30"))
 
 
 @pytest.mark.parametrize(

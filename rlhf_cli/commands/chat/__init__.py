@@ -152,6 +152,8 @@ class InputReader:
     def _read_line(self, prompt: str) -> str | None:
         line = terminal.ask(prompt)
         self.number += 1
+        if line and self.number == 1:
+            line = line.removeprefix("\ufeff")  # of a file
         return None if line is None else decode(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
 
 

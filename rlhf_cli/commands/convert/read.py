@@ -65,7 +65,7 @@ def read_settings(path: Path) -> Source:
         if source.problems:
             raise RLHFError.from_problems(source.problems)
         return _read_tree(source.tree)
-    text = yaml_io.read_text(path)
+    text = yaml_io.read_text(path).removeprefix("\ufeff").replace("\r\n", "\n")  # as Windows editors write it
     return _read_script(text, name) if suffix == ".py" else _read_command(text, name)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.eval import EvalConfig
@@ -51,22 +50,22 @@ def show_evaluation(config: EvalConfig) -> None:
     """
     if not distributed.is_main_process():
         return
-    report = read_report(config.folder)
-    if render.has_frontier(report):
-        from rlhf_cli.commands.report.charts import draw_frontier
-
-        draw_frontier(report, config.folder / "frontier.svg")
     write_beside(config.folder)
     print_report(config.folder)
-    check_requirements(report, config.eval.require, where=config.where)
+    check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
 
 def write_beside(eval_folder: Path) -> None:
-    """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
+    """Draw the frontier, if there is one, and write report.html in an evaluation's folder.
+
+    The evaluation is complete by then: a failure is a warning (R15).
+    """
     target = eval_folder / REPORT
     try:
-        from rlhf_cli.commands.report import page
+        from rlhf_cli.commands.report import charts, page
 
+        if render.has_frontier(report := read_report(eval_folder)):
+            charts.draw_frontier(report, eval_folder / "frontier.svg")
         _require_own_file(target)
         write_text(target, page.of_run(read_run(eval_folder)))
     except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
@@ -75,20 +74,16 @@ def write_beside(eval_folder: Path) -> None:
         terminal.warn("R15", text, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
 
 
-class Brief(NamedTuple):
-    """The first sentence of a run's report, and whether a stage is bad or worth a look."""
+def brief(folder: Path) -> tuple[str, bool]:
+    """Return the first sentence of a run's report, and whether a stage is bad or worth a look.
 
-    headline: str
-    suspect: bool
-
-
-def brief(folder: Path) -> Brief:
-    """Return the summary of a run without drawing its report. Raises RLHFError M01 if there is no stage."""
+    Raises RLHFError M01 if there is no stage.
+    """
     from rlhf_cli.commands.report import diagnosis
 
     run = read_run(folder)
     badges = diagnosis.badges(run)
-    return Brief(diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges))
+    return diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
 
 
 def _require_own_file(target: Path) -> None:

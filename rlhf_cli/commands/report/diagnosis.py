@@ -1,5 +1,6 @@
 """Diagnosis of a run: findings and advice for each stage, the stage to fix first, and the result in sentences."""
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -311,9 +312,10 @@ def sentences(run: Run) -> Iterator[str]:
     yield from (f"{line}." for line in limit_lines(report))
     step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
     if point := next((each for each in points if each["step"] == step), None):
-        last = max(each["step"] for each in points)
-        tied = last in chosen.get("within_noise", ())
-        compared = "within noise of it" if tied else "worse by more than noise"
+        last, kl = max((each["step"], each["kl"]) for each in points)
+        compared = "within noise of it" if last in chosen.get("within_noise", ()) else "worse by more than noise"
+        if kl > (run.stages["eval"].setting("eval.select.kl_max") or math.inf):
+            compared = f"beyond the bound on the KL with {number(kl)} nats"
         end = "the last one" if step == last else f"the last one, {last}, is {compared}"
         yield f"Selected policy: update {step} at {number(point['kl'])} nats, by {chosen['rule']}; {end}."
     elif chosen:

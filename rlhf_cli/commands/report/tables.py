@@ -29,7 +29,7 @@ def visible(text: str) -> str:
 
 def number(value: float) -> str:
     """Return a number in few digits, with a real minus sign."""
-    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2g}" if abs(value) < 1e-3 else ""
+    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 999.5 else f"{value:.2g}" if abs(value) < 1e-3 else ""
     return (text or f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
 
 
