@@ -21,7 +21,7 @@ PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
 Source = DataSource | Path | str
 UnencodedRow = tuple[RowLocation, str | Conversation | None, str | None]  # location, prompt, response
-Parse = Callable[[RowLocation, Form, dict[str, Any]], Iterable[Example]]
+Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]
 Row = TypeVar("Row")
 NewRow = TypeVar("NewRow")
 

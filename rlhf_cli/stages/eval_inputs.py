@@ -1,6 +1,7 @@
 """Settings and inputs of an evaluation, also for `rlhf check` and `plan`."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,14 @@ def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
     for name, judge in config.judges.items():
         key, folder = f"judges.{name}", config.file.parent
         if isinstance(judge, BuiltinJudge):
-            context = RewardContext(folder, lambda option, key=key: config.where(f"{key}.{option}"))
-            functions[name] = builtin.make(judge, context)
+            functions[name] = builtin.make(judge, RewardContext(folder, partial(_where_option, config, key)))
         elif FUNCTION.fullmatch(judge):
             functions[name] = load_function(judge, folder=folder, where=config.where(key))
     return functions
+
+
+def _where_option(config: EvalConfig, key: str, option: str) -> str:
+    return config.where(f"{key}.{option}")
 
 
 def check_columns_read(config: EvalConfig, judges: Mapping[str, RewardFn], prompts: data.Rows[data.Prompt]) -> None:
