@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from rlhf_cli import data
-from rlhf_cli.commands.check import Report, StageCheck
+from rlhf_cli.commands.check_files import Report, StageCheck
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig

@@ -157,9 +157,9 @@ class EvalConfig(Config):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity with output.snapshots of PPO, whose policies the frontier shows, if it is known."""
+        """Return the identity and output.snapshots of PPO, whose policies the frontier shows; None if unknown."""
         kept = at(read_json_object(Path(self.models.ppo) / "identity.json") or {}, "config.output.snapshots")
-        return {**super().identity(), "output": {"snapshots": self.output.snapshots if kept is None else kept}}
+        return {**super().identity(), "snapshots_of_ppo": kept}
 
     def _check_required(self, key: str, judges: set[str]) -> None:
         """Refuse a key of `eval.require` for which the report will have no value."""

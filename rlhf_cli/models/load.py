@@ -88,10 +88,7 @@ def load_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any
 
 
 def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """Return the config of a reward model's folder.
-
-    Raises RLHFError M02 without a head, M03 for several labels, M10 for a head that is no matrix on the last token.
-    """
+    """Return the config of a reward model's folder. Raises RLHFError M02 (no head), M03 (labels), M10 (other head)."""
     config = read_classifier_config(folder, trust_remote_code)
     if config.num_labels != 1:
         text = f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one"

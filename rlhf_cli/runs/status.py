@@ -86,6 +86,8 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
     sections = {key.rpartition(".")[0] for key in after}
     unset: list[str] = []  # keys without a value in a section that is gone, which explain nothing beside other lines
     for key in before | after:
+        if key == "snapshots_of_ppo" and before.get(key) is None:
+            continue  # of an older version, or unknown
         if key not in before:
             lines += [f"{key}: new key {_value(after[key])}"] if defaults.get(key, _MISSING) != after[key] else []
         elif key not in after:
@@ -105,10 +107,7 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
 
 
 def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an identity by dotted path, with today's names. An empty table is no setting.
-
-    Keys that cannot change the result are left out: a limit that can only stop PPO, and snapshots of other stages.
-    """
+    """Return the config of an identity by dotted path, with today's names, without empty tables and unused keys."""
     unused = {"ppo.max_logprob_gap"} | ({"output.snapshots"} if identity.get("stage") not in ("ppo", "eval") else set())
     settings = {current_name(key): value for key, value in flatten(identity.get("config", {})).items() if value != {}}
     return {key: value for key, value in settings.items() if key not in unused}

@@ -1,6 +1,7 @@
 """The words and exit codes of errors."""
 
 import ast
+import os
 import pickle
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import SHARED
 
-from rlhf_cli.errors import CODES, Problem, RLHFError, closest_folder, closest_match, closest_path
+from rlhf_cli.errors import CODES, Problem, RLHFError, closest_match, closest_path
 
 
 def test_what_users_wrote_cannot_break_the_line() -> None:
@@ -60,10 +61,10 @@ def test_the_nearest_file_may_be_in_a_misspelt_folder_and_only_a_folder_is_named
     assert closest_path("dta/train.jsonl") == "data/train.jsonl"
     assert closest_path("data/zzz") is None
     (here / "demo.log").touch()
-    assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
+    assert closest_path("demo") == "demo.log" and closest_path("demo", is_candidate=os.path.isdir) is None
     (here / "demmo").mkdir()
     (here / "demmo/sft.yaml").touch()
-    assert closest_folder("demo") == "demmo" and closest_path("demo.log/sft.yaml") is None
+    assert closest_path("demo", is_candidate=os.path.isdir) == "demmo" and closest_path("demo.log/sft.yaml") is None
 
 
 # Through the command line

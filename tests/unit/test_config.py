@@ -144,11 +144,12 @@ def test_the_variables_of_a_chat_template_are_in_the_identity(bad: str, here: Pa
 
 
 def test_an_evaluation_is_of_the_snapshots_that_ppo_kept(here: Path) -> None:
-    config = loaded(here, "eval", "", "models.ppo=./policy")
+    config, identities = loaded(here, "eval", "", "models.ppo=./policy"), []
     Path("policy").mkdir()
-    assert config.identity()["output"] == {"snapshots": 8}
-    Path("policy/identity.json").write_text('{"config": {"output": {"snapshots": 3}}}')
-    assert config.identity()["output"] == {"snapshots": 3}
+    for kept in (8, 3):
+        Path("policy/identity.json").write_text(json.dumps({"config": {"output": {"snapshots": kept}}}))
+        identities.append({"stage": "eval", "config": config.identity()})
+    assert runs.identity_difference(*identities) == ["snapshots_of_ppo 8 -> 3"]
 
 
 def test_the_code_of_a_reward_is_beside_the_config_or_where_rlhf_runs(here: Path) -> None:

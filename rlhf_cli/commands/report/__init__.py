@@ -50,22 +50,22 @@ def show_evaluation(config: EvalConfig) -> None:
     """
     if not distributed.is_main_process():
         return
+    report = read_report(config.folder)
+    if render.has_frontier(report):
+        from rlhf_cli.commands.report.charts import draw_frontier
+
+        draw_frontier(report, config.folder / "frontier.svg")
     write_beside(config.folder)
     print_report(config.folder)
-    check_requirements(read_report(config.folder), config.eval.require, where=config.where)
+    check_requirements(report, config.eval.require, where=config.where)
 
 
 def write_beside(eval_folder: Path) -> None:
-    """Draw the frontier, if there is one, and write report.html in an evaluation's folder.
-
-    The evaluation is complete by then: a failure is a warning (R15).
-    """
+    """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
     target = eval_folder / REPORT
     try:
-        from rlhf_cli.commands.report import charts, page
+        from rlhf_cli.commands.report import page
 
-        if render.has_frontier(report := read_report(eval_folder)):
-            charts.draw_frontier(report, eval_folder / "frontier.svg")
         _require_own_file(target)
         write_text(target, page.of_run(read_run(eval_folder)))
     except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
