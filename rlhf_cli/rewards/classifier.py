@@ -26,17 +26,14 @@ class ClassifierReward:
     output: str = "logit"
     input: str = "response"
     batch_size: int = 64
+    context: int | None = None  # tokens
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
         texts = responses
         if self.input == "both":
             texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        context = load.context_length(self.pipeline.model.config)
-        for name, module in self.pipeline.model.named_modules():  # RoBERTa counts positions from after the padding's
-            if context and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-                context -= module.padding_idx + 1
         rows = self.pipeline(
-            texts, truncation=context is not None, max_length=context, padding=True, top_k=None,
+            texts, truncation=self.context is not None, max_length=self.context, padding=True, top_k=None,
             function_to_apply=FUNCTION_TO_APPLY[self.output], batch_size=self.batch_size,
         )  # fmt: skip
         return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
@@ -58,8 +55,12 @@ def make(section: RewardSection, context: RewardContext) -> RewardFn:
     tokenizer.padding_side = "right"  # encoders count positions from the left
     if tokenizer.pad_token is None:
         tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+    longest = load.context_length(model.config)
+    for name, module in model.named_modules():  # RoBERTa counts positions from after the padding's
+        if longest and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            longest -= module.padding_idx + 1
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
-    return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size)
+    return ClassifierReward(pipeline, label, section.output, section.input, section.batch_size, longest)
 
 
 def _resolve_label(label: str | None, known: list[str], context: RewardContext) -> str:
