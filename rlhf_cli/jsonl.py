@@ -109,7 +109,7 @@ def decode(raw: bytes, path: Path, number: int) -> str:
     except UnicodeDecodeError as error:
         line = number + raw.count(b"\n", 0, error.start)
         position = error.start - raw.rfind(b"\n", 0, error.start)
-        coding = "utf16" if raw.startswith(UTF16) else "latin1"
+        coding = "utf16" if raw.startswith(UTF16) else "cp1252"
         text = f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8"
         hint = f"convert the file, for example: iconv -f {coding} -t utf8"
         raise RLHFError("D04", text, where=f"{shown(path)}:{line}", hint=hint) from error

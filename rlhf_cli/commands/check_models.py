@@ -275,6 +275,7 @@ class StageValidator:
             result = f"{len(rows)} {'prompts' if key.endswith('prompts') else 'rows'}"
             result += f", at most {rows.longest} tokens" if rows.longest else ""
             result += f"; {rows.dropped_text()}" if rows.num_dropped else ""
+            result += f"; columns: {rows.columns}"
             self.report.add(
                 stage.config.stage, key, result, rows=len(rows), read=rows.num_read, asked=rows.num_expected,
                 left_out=rows.num_dropped, longest=rows.longest,

@@ -188,7 +188,7 @@ def read_text(file: str | Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"{name}:{raw.count(NEWLINE, 0, error.start) + 1}"
-        hint = f"convert it: iconv -f latin1 -t utf8 {name}"
+        hint = f"convert it: iconv -f cp1252 -t utf8 {name}"
         raise RLHFError("C09", f"byte 0x{raw[error.start]:02X} is not UTF-8", where=where, hint=hint) from error
 
 

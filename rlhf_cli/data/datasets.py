@@ -12,6 +12,7 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import texts
 from rlhf_cli.data.formats import DatasetReader
 from rlhf_cli.data.readers import BadRow, RowLocation
+from rlhf_cli.data.rendering import RenderedRow, check_rendering
 from rlhf_cli.data.texts import Example, Form, Pair
 from rlhf_cli.data.tokens import Conversation, Encoded, encode_cached, encode_many
 from rlhf_cli.errors import RLHFError
@@ -59,6 +60,7 @@ class Rows(list[Row]):
         self.longest_read = reader.longest  # including rows dropped as too long
         self.stride = stride
         self.source = reader.source
+        self.columns = reader.columns_text()
         self.prompts = frozenset(map(texts.prompt_key, prompts))
 
     @property
@@ -160,17 +162,37 @@ def prompt_rows(
     return rows.with_rows(replace(each, columns={name: each.columns.get(name) for name in names}) for each in rows)
 
 
-def preference_pairs(source: Source) -> tuple[list[Pair], int, bool]:
-    """Return distinct usable pairs, the number of rows read, True for transcripts. Raises RLHFError D01-D05, D12."""
-    reader = DatasetReader(source, PAIR_FORMS)
+@dataclass(frozen=True)
+class PairFile:
+    """The distinct usable pairs of a file, and how it was read."""
+
+    pairs: list[Pair]
+    num_read: int  # rows
+    num_dropped: int  # of them, but for repeated pairs
+    dropped: str  # the reasons, for a message
+    transcripts: bool
+    columns: str  # which were read as what, and which were not
+
+
+def preference_pairs(source: Source) -> PairFile:
+    """Read the distinct usable pairs of a file. Raises RLHFError D01-D05, D12."""
+    reader = DatasetReader(source, PAIR_FORMS, reads_system_texts=True)
     pairs: dict[str, Example] = {}
     for pair in _read_pairs(reader, "drop"):
-        if pairs.setdefault(repr((pair.prompt, *pair.responses.values())), pair) is not pair:
+        key = repr((pair.system, pair.prompt, *pair.responses.values()))
+        if pairs.setdefault(key, pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
     reader.finish(len(pairs), {**hints, "other": "the other rows are used"})
-    distinct = [Pair(p.location, p.prompt, **p.responses, margin=p.margin) for p in pairs.values()]
-    return distinct, reader.num_read, reader.transcripts
+    bad = {code: dropped for code, dropped in reader.dropped.items() if code != "D15"}
+    return PairFile(
+        pairs=[Pair(p.location, p.prompt, **p.responses, margin=p.margin, system=p.system) for p in pairs.values()],
+        num_read=reader.num_read,
+        num_dropped=sum(dropped.rows for dropped in bad.values()),
+        dropped=", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in bad.items()),
+        transcripts=reader.transcripts,
+        columns=reader.columns_text(),
+    )
 
 
 def _read(reader: DatasetReader, parse: Parse, on_identical: str = "error") -> Iterator[Example]:
@@ -269,6 +291,7 @@ def _tokenised(
     examples = examples[::stride]
     if reader.transcripts and not tokenizer.chat_template:
         examples = [example.as_text() for example in examples]
+    _check_rendering(reader, tokenizer, examples)
     rows, kept = [], 0
     for example, (prompt, responses) in _encode(reader, tokenizer, examples):
         if bad := _token_fault(example, prompt, responses):
@@ -278,6 +301,19 @@ def _tokenised(
             kept += example.rows
     reader.finish(kept)
     return Rows(rows, reader, prompts, kept, stride)
+
+
+def _check_rendering(reader: DatasetReader, tokenizer: Any, examples: list[Example]) -> None:
+    """Warn D18, and raise RLHFError T08, as `check_rendering`."""
+    if not tokenizer.chat_template:
+        return
+    rows = [
+        RenderedRow(each.location, each.prompt, [*each.responses.values()])
+        for each in examples
+        if isinstance(each.prompt, list)
+    ]
+    hint = "write the texts without it: the role and the text alone"
+    check_rendering(rows, tokenizer, where=reader.source.shown(), hint=hint)
 
 
 def _encode(

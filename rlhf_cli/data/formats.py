@@ -1,113 +1,21 @@
-"""Read the rows of a source under rlhf's column names; the first row is the schema of the others.
-
-Rows of ShareGPT and Alpaca become conversations and pairs: {messages} or {prompt, chosen, rejected}.
-"""
+"""Read the rows of a source under rlhf's column names; the first row is the schema of the others."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, suffix
-from rlhf_cli.data import texts
-from rlhf_cli.data.readers import TABLES, BadRow, RowLocation, describe_value, format_columns
+from rlhf_cli.data import columns, conversions, texts
+from rlhf_cli.data.readers import TABLES, BadRow, RowIterator, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.texts import Form
 from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, shell_word
 
-ROLE_ALIASES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
-    "system": "system",
-}
-TURN_COLUMNS = ("conversations", "conversation", "messages")
-MESSAGES_FORM: Form = ("messages",)
-PAIR_FORM: Form = ("prompt", "chosen", "rejected")
-Row = dict[str, Any]
-
-
-def must_convert(row: Row, own: Form | None) -> bool:
-    """Return True for a row of ShareGPT or Alpaca, if `own`, the form that its columns have, is not complete."""
-    if "prompt" in row or (target := target_form(row)) is None:
-        return False
-    return own is None or (own == MESSAGES_FORM and bool(_turns(row))) or (target == PAIR_FORM and "prompt" not in own)
-
-
-def target_form(row: Row) -> Form | None:
-    """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
-    has_pair = all(isinstance(row.get(name), str) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
-    if has_pair and _is_full_dialogue(row):
-        return None  # full dialogues need no separate prompt
-    if not _turns(row) and not (isinstance(row.get("instruction"), str) and (has_pair or "output" in row)):
-        return None
-    return PAIR_FORM if has_pair else MESSAGES_FORM
-
-
-def convert_row(row: Row) -> Row:
-    """Convert a row. Raises BadRow D12 (unknown format), D06 (not text)."""
-    columns = target_form(row)
-    if columns is None:
-        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT nor Alpaca")
-    turns = _turns(row)
-    messages = list(map(_message, turns) if turns else _alpaca_messages(row))
-    if row.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
-    if columns == PAIR_FORM:
-        chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
-        pair = {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
-        return pair | ({"margin": row["margin"]} if "margin" in row else {})
-    return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
-
-
-def _is_full_dialogue(row: Row) -> bool:
-    """Return True if the answers are full dialogues: transcripts, or texts whose common prefix has the question."""
-    chosen, rejected = row["chosen"], row["rejected"]
-    if not (isinstance(chosen, str) and isinstance(rejected, str)):
-        return False
-    users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
-    question = str((users[-1]["value"] if users else row.get("instruction") or row.get("input")) or "").strip()
-    in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
-    return in_prefix or (texts.is_transcript(chosen) and texts.is_transcript(rejected))
-
-
-def _alpaca_messages(row: Row) -> Iterator[Row]:
-    history = row.get("history") or []
-    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
-        raise BadRow("D12", f'"history" is not a list of [question, answer]: `{history!r:.60}`')
-    for question, answer in history:
-        yield from ({"role": "user", "content": _text(question, "history")}, _answer(answer, "history"))
-    parts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
-    yield {"role": "user", "content": "\n\n".join(filter(None, parts))}
-
-
-def _turns(row: Row) -> list[Any]:
-    """Return the list in the first column that has a ShareGPT turn, or []."""
-    lists = (row[name] for name in TURN_COLUMNS if isinstance(row.get(name), list))
-    return next((turns for turns in lists if any(map(_is_turn, turns))), [])
-
-
-def _is_turn(value: Any) -> bool:
-    return isinstance(value, dict) and {"from", "value"} <= value.keys()
-
-
-def _text(value: Any, column: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text')
-    return value
-
-
-def _message(turn: Any) -> Row:
-    if not _is_turn(turn) or str(turn["from"]) not in ROLE_ALIASES:
-        raise BadRow("D12", f"`{turn!r:.60}` is not a turn of {', '.join(ROLE_ALIASES)}")
-    return {"role": ROLE_ALIASES[turn["from"]], "content": _text(turn["value"], "value")}
-
-
-def _answer(value: Any, column: str) -> Row:
-    return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
-
-
 MAX_SHOWN_PROBLEMS = 5
+HEAD_ROWS = 100  # that decide whether answers repeat their prompt: a single one may do so by chance
 TEXT, CONVERSATION = "text", "a conversation"
 ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
 # Faults of the whole file (D02, D14), and faults with an option (data.on_identical, data.on_long).
@@ -135,19 +43,29 @@ class DroppedRows:
 class DatasetReader:
     """Reader of a source's rows; it collects problems and counts dropped rows."""
 
-    def __init__(self, source: DataSource | Path | str, forms: tuple[Form, ...]) -> None:
+    def __init__(
+        self, source: DataSource | Path | str, forms: tuple[Form, ...], *, reads_system_texts: bool = False
+    ) -> None:
+        """`reads_system_texts`: the caller uses a system column beside prompts that are texts."""
         self.source, self.forms = DataSource.of(source), forms
         self.columns = self.source.columns
+        self.reads_system_texts = reads_system_texts
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
         # Of the first row, which all others must match: its short location, columns, and types of their values.
         self.first, self._first_row = "", RowLocation(Path(), 0)
         self.form: Form = ()
         self.kinds: dict[str, str] = {}
-        self.transcripts = False  # if True, texts are dialogues and are converted to conversations
-        self.converts = False  # if True, rows are of ShareGPT or Alpaca and are converted
+        self.unread: list[str] = []  # columns of the first row that are not read
+        # How rows are converted, by the first row.
+        self.stored: list[str] = []  # columns whose text is a list of messages
+        self.foreign_format = ""  # its name, if rows are of one that is converted
+        self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
+        self.repeating: list[str] = []  # columns of answers that begin with the prompt
+        self.transcripts = False  # texts are dialogues and become conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
+        self._rows: RowIterator = iter(())
         self._reading = False  # rows are being read and have not been assigned to a split yet
         self._known = {name for form in forms for name in form}
         self._refuse_unknown_columns()
@@ -155,26 +73,23 @@ class DatasetReader:
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
         self._reading = True
-        for location, raw in read_rows(self.source):
+        self._rows = read_rows(self.source)
+        while (located := next(self._rows, None)) is not None:
+            location, raw = located
             self.num_read += 1
             try:
-                # the row with the names of data.columns
-                row = {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
+                row = self._rename(raw)
                 if not self.first:
                     self._check_columns(raw)
-                    self.converts = must_convert(row, self._own_form(row))
-                if self.converts:
-                    raw, further = convert_row(row), {n: v for n, v in row.items() if n not in self._known}
-                    row = further | raw | self._mapped(raw)
+                    self.stored = conversions.stored_messages(row, {*self._known, *conversions.TURN_COLUMNS})
+                row = self._parse_stored(row)
+                if not self.first:
+                    self.foreign_format = conversions.foreign_format(row, self._own_form(row))
+                row = self._to_own_columns(row)
                 if not self.first:
                     self._infer_schema(location, raw, row)
-                    if self.converts:
-                        columns = ", ".join(self.form)
-                        terminal.log_once(f"data     {self.source.shown()}: ShareGPT or Alpaca, read as {{{columns}}}")
                 self._check_row(row)
-                form = self.form
-                if self.transcripts:
-                    form, row = self._parse_transcripts(form, row)
+                form, row = self._to_prompt_and_answers(row)
             except BadRow as bad:
                 self.note(location, bad)
                 if not self.first and self.problems:
@@ -183,8 +98,37 @@ class DatasetReader:
             yield location, form, row
         self._reading = False
 
+    def _rename(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the row with the names of data.columns."""
+        return {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
+
     def _mapped(self, raw: dict[str, Any]) -> dict[str, Any]:
         return {name: raw[column] for name, column in self.columns.items() if column in raw}
+
+    def _parse_stored(self, row: dict[str, Any]) -> dict[str, Any]:
+        parsed = {name: conversions.parse_stored_messages(row.get(name), name) for name in self.stored}
+        return row | parsed
+
+    def _to_own_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Convert a row of another format, and the names of roles."""
+        if self.foreign_format:
+            converted = conversions.convert_row(row)
+            further = {name: value for name, value in row.items() if name not in self._known}
+            row = further | converted | self._mapped(converted)
+        lists = {name: row[name] for name in self._known & row.keys() if isinstance(row[name], list)}
+        return row | {name: conversions.with_standard_roles(messages) for name, messages in lists.items()}
+
+    def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
+        """Return the form and the row, with all that comes before the answers in its prompt alone."""
+        if self.whole_dialogues:
+            conversions.require_prompt_in_dialogues(row)
+        if self.repeating:
+            row = conversions.without_prompt(row, self.repeating)
+        if CONVERSATION in self.kinds.values() and not self.foreign_format:
+            row = conversions.with_system_message(row, self.form)
+        if self.transcripts:
+            return self._parse_transcripts(self.form, row)
+        return self.form, row
 
     def _own_form(self, row: dict[str, Any]) -> Form | None:
         return next((form for form in self.forms if all(name in row for name in form)), None)
@@ -244,11 +188,37 @@ class DatasetReader:
             first = next((str(dropped.first) for dropped in self.dropped.values()), None)
             hint = "correct the row, and those like it" if first else where and f"see {where}"
             raise RLHFError("D05", text, where=first or self.source.shown(), hint=hint)
+        self._report_unread()
         for code, dropped in self.dropped.items():
             rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
             text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
             terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, hints["other"]))
+
+    def _report_unread(self) -> None:
+        """Say once how rows were converted, and warn (D17) about unread columns that are meant for the model."""
+        name = self.source.shown()
+        for text in self._conversion_texts():
+            terminal.log_once(f"data     {name}: {text}")
+        meant = [column for column in self.unread if column in columns.MEANT_FOR_THE_MODEL]
+        if meant:
+            text = f"not read: {format_columns(meant)}, which may be meant for the model"
+            hint = "write prompts as lists of messages with a system message, or put the text into the prompt"
+            terminal.warn("D17", text, where=name, hint=hint)
+        others = [column for column in self.unread if column not in meant]
+        if others and ("prompt",) not in self.forms:  # columns of prompts are for reward functions
+            terminal.log_once(f"data     {name}: not read: {format_columns(others)}")
+
+    def _conversion_texts(self) -> Iterator[str]:
+        if self.stored:
+            yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
+        if self.foreign_format:
+            yield f"{self.foreign_format}, read as {{{', '.join(self.form)}}}"
+        if self.whole_dialogues:
+            yield "chosen and rejected are whole dialogues: the prompt is their common beginning"
+        if self.repeating:
+            names = " and ".join(self.repeating)
+            yield f"{names} begin with the prompt, which is taken off; data.format: plain keeps it"
 
     def _check_columns(self, raw: dict[str, Any]) -> None:
         for name, file_column in self.columns.items():
@@ -257,37 +227,88 @@ class DatasetReader:
                 raise BadRow("D02", text, did_you_mean(file_column, raw))
 
     def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> None:
-        """Set the schema from the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
-        self.form = form = self._form(location, raw, row)
-        self.kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
-        dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
-        may_be = self.source.format != "plain" and set(self.kinds.values()) == {TEXT}
-        self.transcripts = may_be and all(texts.is_transcript(row[name]) for name in dialogues)
+        """Set the schema from the first row, and what its texts hold. Raises BadRow D02, D06, D12."""
+        self.form = self._form(location, row if self.foreign_format else raw, row)
+        self.kinds = {name: _kind(row[name], self._file_column(name)) for name in self.form}
+        is_text = set(self.kinds.values()) == {TEXT}
+        may_hold_more = is_text and self.source.format != "plain"
+        answers = [name for name in self.form if name in ("completion", "chosen", "rejected")]
+        self.whole_dialogues, self.repeating = False, []
+        if may_hold_more and self.form == conversions.PAIR_FORM and conversions.dialogues_beside_prompt(row):
+            self.whole_dialogues = True
+            self.form = ("chosen", "rejected")
+        elif may_hold_more and answers and "prompt" in self.form and self._most_repeat_the_prompt(row, answers):
+            self.repeating = answers
+        dialogues = ("prompt",) if "prompt" in self.form else self.form  # columns that may contain them
+        self.transcripts = may_hold_more and all(texts.is_transcript(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
+        self.unread = self._unread_columns(raw, row)
         self.first, self._first_row = location.short, location
 
+    def _most_repeat_the_prompt(self, row: dict[str, Any], answers: list[str]) -> bool:
+        """Look at the next rows to decide whether the answers begin with the prompt."""
+        head = list(islice(self._rows, HEAD_ROWS))
+        self._rows = chain(head, self._rows)
+        return conversions.answers_repeat_prompt([row, *(self._rename(raw) for _, raw in head)], answers)
+
+    def _unread_columns(self, raw: dict[str, Any], row: dict[str, Any]) -> list[str]:
+        read = {*self.form, "margin"}
+        if self.whole_dialogues:
+            read.add("prompt")
+        if self.reads_system_texts or (CONVERSATION in self.kinds.values()):
+            read |= {*columns.SYSTEM_COLUMNS}
+        if self.foreign_format:
+            read |= {name for name in raw if name in conversions.FOREIGN_COLUMNS}
+        from_file = {self._file_column(name) for name in read} | {*self.columns.values()}
+        return [name for name in raw if name not in from_file]
+
+    def columns_text(self) -> str:
+        """Return which columns were read as what, and which were not."""
+        names = [(name, self._file_column(name)) for name in self.form]
+        read = ", ".join(name if name == column else f"{name} from {column}" for name, column in names)
+        if self.foreign_format:
+            read += f" from {self.foreign_format}"
+        return f"{read}; not read: {format_columns(self.unread)}" if self.unread else read
+
     def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
-        if form := self._own_form(row):
+        form = self._own_form(row)
+        if form == ("chosen", "rejected") and (others := conversions.texts_beside_answers(row)):
+            text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
+            raise BadRow("D02", text, self._mapping_hint(["prompt"], {name: row[name] for name in others}))
+        if form:
             return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
-        missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
+        text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
+        raise BadRow("D02", text, self._missing_hint(location, raw, row))
+
+    def _missing_hint(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> str:
+        """Return what to do about a row without a known form."""
+        wanted = ("prompt",) if ("prompt",) in self.forms else self.forms[0]
+        missing = [name for name in wanted if name not in row] or [wanted[0]]
+        if self.foreign_format and "messages" in raw:
+            return "each row has one answer, but a pair needs two; use these rows for sft"
+        if labels := columns.label_hint(missing, raw):
+            return labels
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
-        other = {name for name, value in raw.items() if isinstance(value, list) and _conversation_fault(value, name)}
-        used = self._known - ANSWER_COLUMNS | {*self.forms[0], *self.columns.values()} | other
-        free = [name for name in raw if name not in used]
-        near = closest_match(missing, free) or next((name for name in free if name in ANSWER_COLUMNS), None)
-        hint = f"map the columns, e.g. {self._column_mapping(missing, near or next(iter(free), 'NAME'))}"
-        if len(raw) == 1 and {*";\t"} & {*"".join(raw)}:
-            hint = "separate the columns by commas, or by tabs in a .tsv file"
-        elif other and not free:
-            hint = f"write each row as a separate object, with the column {missing}"
-        elif suffix(location.path) in TABLES and not near and not self._known & raw.keys():
-            hint = f"does the first line name the columns? if so, {hint}"
-        if self.converts and "messages" in raw:
-            hint = "each row has one answer, but a pair needs two; use these rows for sft"
-        raise BadRow("D02", f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}", hint)
+        lists = {name for name, value in raw.items() if isinstance(value, list) and _conversation_fault(value, name)}
+        used = self._known - ANSWER_COLUMNS | {*self.forms[0], *self.columns.values()} | lists
+        free = {name: value for name, value in raw.items() if name not in used}
+        if lists and not free:
+            return f"write each row as a separate object, with the column {missing[0]}"
+        hint = self._mapping_hint(missing, free)
+        no_name_fits = "NAME" in hint and not self._known & raw.keys()
+        if suffix(location.path) in TABLES and no_name_fits:
+            return f"does the first line name the columns? if so, {hint}"
+        return hint
+
+    def _mapping_hint(self, missing: list[str], free: dict[str, Any]) -> str:
+        """Return the mapping of all missing columns, with NAME where no column looks alike."""
+        mapping: dict[str, str] = {}
+        for name in missing:
+            mapping[name] = columns.look_alike(name, free, taken=[*mapping.values()]) or "NAME"
+        return f"map the columns, e.g. {self._column_mapping(mapping)}"
 
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):
@@ -316,15 +337,16 @@ class DatasetReader:
                 continue
             hint = did_you_mean(name, known)
             if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
-                hint = f"swap the two: {self._column_mapping(file_column, name)}?"
+                hint = f"swap the two: {self._column_mapping({file_column: name})}?"
             option = "--column" if self.source.where == "--data" else "data.columns"
             text = f'{option} names "{name}"; known columns: {", ".join(known)}'
             raise RLHFError("D02", text, where=self.source.where, hint=hint)
 
-    def _column_mapping(self, name: str, file_column: str) -> str:
-        """Return a column mapping as the user writes it, in a config or as an option of `rlhf init`."""
-        option = f"--column {shell_word(f'{name}={file_column}')}"
-        return option if self.source.where == "--data" else f"data.columns: {{{name}: {file_column}}}"
+    def _column_mapping(self, mapping: Mapping[str, str]) -> str:
+        """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
+        if self.source.where == "--data":
+            return " ".join(f"--column {shell_word(f'{name}={column}')}" for name, column in mapping.items())
+        return f"data.columns: {{{', '.join(f'{name}: {column}' for name, column in mapping.items())}}}"
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)

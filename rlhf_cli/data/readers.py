@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import sys
 import textwrap
 import zlib
@@ -9,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import orjson
+
 from rlhf_cli.config.sources import suffix
-from rlhf_cli.errors import RLHFError, did_you_mean, shown
+from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shell_word, shown
 from rlhf_cli.jsonl import BOM, decode, numbered_lines, numbered_rows, open_data, parse_json
 
 PARQUET_BATCH_ROWS = 1024
@@ -77,6 +80,7 @@ def _json(file: BinaryIO, path: Path) -> RowIterator:
     """Read a list of objects, or JSON lines if the file does not start with a list."""
     raw = file.read().removeprefix(BOM)
     if not raw.lstrip().startswith(b"["):
+        _refuse_rows_under_a_key(raw, path)
         yield from _json_lines(io.BytesIO(raw), path)
         return
     for number, row in enumerate(parse_json(raw, path), start=1):
@@ -84,6 +88,19 @@ def _json(file: BinaryIO, path: Path) -> RowIterator:
         if not isinstance(row, dict):
             raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(location))
         yield location, row
+
+
+def _refuse_rows_under_a_key(raw: bytes, path: Path) -> None:
+    """Raise D12 if the file is one object with a list of objects, {"data": [{...}, ...]}."""
+    try:
+        whole = orjson.loads(raw)
+    except orjson.JSONDecodeError:  # several objects, or none: the reader of lines says what is wrong
+        return
+    for key, value in whole.items() if isinstance(whole, dict) else ():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            text = f'the file is one object, with its rows under "{format_columns([key])}"; expected a list of objects'
+            hint = f"write the list alone, for example: jq {shell_word(f'.{json.dumps(key)}')} {shell_path(path)}"
+            raise RLHFError("D12", text, where=shown(path), hint=hint)
 
 
 def _table(file: BinaryIO, path: Path) -> RowIterator:
@@ -99,6 +116,7 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
                 continue
             if not header:
                 header = cells
+                _refuse_other_delimiter(header, path, str(location))
                 _refuse_duplicate_names(header, str(location), "the header names")
             elif len(cells) != len(header):
                 text = f"{len(cells)} cells, but the header names {len(header)} columns"
@@ -110,6 +128,17 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
         hint = "convert its line ends: tr '\\r' '\\n'" if bare_newline else 'inside quotes, write a quote twice: ""'
         text = f"not valid CSV: {'a line break outside quotes' if bare_newline else error}"
         raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
+
+
+def _refuse_other_delimiter(header: list[str], path: Path, where: str) -> None:
+    """Raise D02 if the header is one name that other delimiters would split, as in the CSV of many spreadsheets."""
+    expected = TABLES[suffix(path)]
+    found = next((each for each in DELIMITERS if each != expected and each in header[0]), None)
+    if len(header) == 1 and found:
+        names = format_columns(header[0].split(found))
+        text = f"the header has one column; separated by {DELIMITERS[found]} it would name {names}"
+        hint = "separate the columns by commas, or by tabs in a .tsv file"
+        raise RLHFError("D02", text, where=where, hint=hint)
 
 
 def _refuse_duplicate_names(names: list[str], where: str, subject: str) -> None:
@@ -164,6 +193,7 @@ def _text(file: BinaryIO, path: Path) -> RowIterator:
             yield RowLocation(path, number), {"text": text}
 
 
+DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # instead of the delimiter of the suffix
 TABLES = {".csv": ",", ".tsv": "\t"}  # suffix -> delimiter
 READERS: dict[str, Callable[[BinaryIO, Path], RowIterator]] = {
     ".jsonl": _json_lines,

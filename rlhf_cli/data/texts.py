@@ -6,11 +6,13 @@ A transcript (hh-rlhf) is a dialogue in one text: "\\n\\nHuman: ...\\n\\nAssista
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Any
 
+from rlhf_cli.data.columns import system_text
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.tokens import Conversation
 
@@ -19,6 +21,13 @@ TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
 UNTRAINED = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # parts of an answer beside its content
 TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+# What ends the prompt in a text of prompt and answer: "Assistant:", "### Response:", "<|assistant|>", "[/INST]"; else
+# the end of a line or a sentence.
+TURN_HEADER = re.compile(
+    r"(?:^|\n|[.?!]\s)[ \t]*(?:#+ *)?[^\W\d]\w{0,19}:(?=\s|$)|<\|[^|<>\n]+\|>(?:assistant\b)?|\[/INST\]"
+)
+LINE_END = re.compile(r"\n")
+SENTENCE_END = re.compile(r"[.?!\u2026\u3002\uff1f\uff01][\"')\]]*(?=\s|$)")  # also those of Chinese
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class Pair:
     chosen: str
     rejected: str
     margin: float | None
+    system: str = ""  # of a system column beside a prompt that is text
 
     def as_text(self) -> "Pair":
         """Return a copy with its conversation as a transcript, for a tokenizer without a chat template."""
@@ -47,6 +57,7 @@ class Example:
     margin: float | None = None  # of a pair
     rows: int = 1  # of the file, with this prompt
     columns: dict[str, Any] = field(default_factory=dict)  # of a prompt's row, those besides the form's
+    system: str = ""  # of a system column beside a pair whose prompt is text
 
     @property
     def first_text(self) -> str | Conversation:
@@ -89,14 +100,15 @@ def parse_pair_row(location: RowLocation, form: Form, row: dict[str, Any]) -> li
     elif prompt is None:
         prompt, chosen, rejected = _split_texts(chosen, rejected)
         if not prompt:
-            text = 'the prompt is empty: "chosen" and "rejected" have no common prefix'
+            text = 'the prompt is empty: "chosen" and "rejected" have no common prefix of whole turns or sentences'
             raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
     elif not isinstance(prompt, str):
         raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
     _require_prompt(prompt)
     _require_text(chosen, "chosen")
     _require_text(rejected, "rejected")
-    return [Example(location, prompt, {"chosen": chosen, "rejected": rejected}, _margin(row))]
+    system = system_text(row) if isinstance(prompt, str) else ""
+    return [Example(location, prompt, {"chosen": chosen, "rejected": rejected}, _margin(row), system=system)]
 
 
 def parse_prompt_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
@@ -185,15 +197,26 @@ def _assistant_turns(location: RowLocation, messages: Conversation, start: int, 
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split off the common prefix as prompt, cut at the end of a word; white space goes to the responses."""
-    length = _common_prefix_length(chosen, rejected)
-    prompt = chosen[:length]
-    inside_word = any(text[length : length + 1].strip() for text in (chosen, rejected))
-    at_end = length in (len(chosen), len(rejected))
-    if (inside_word or at_end) and prompt[-1:].strip():
-        prompt = prompt[: len(prompt) - len(prompt.split()[-1])]
-    prompt = prompt.rstrip()
+    """Split off the common prefix as prompt, cut after its last turn; white space goes to the responses."""
+    common = chosen[: common_prefix_length(chosen, rejected)]
+    shorter = min(len(chosen.rstrip()), len(rejected.rstrip()))
+    prompt = common[: _end_of_last_turn(common, shorter)].rstrip()
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+
+
+def _end_of_last_turn(common: str, shorter: int) -> int:
+    """Return where the answers begin: after the last header of a turn, or else line, or else sentence; 0 for none.
+
+    A line or sentence that ends the shorter text is its answer.
+    """
+    headers = [match.end() for match in TURN_HEADER.finditer(common)]
+    if headers:
+        return headers[-1]
+    for boundary in (LINE_END, SENTENCE_END):
+        ends = [match.end() for match in boundary.finditer(common) if match.end() < shorter]
+        if ends:
+            return ends[-1]
+    return 0
 
 
 def _split_conversations(
@@ -204,7 +227,7 @@ def _split_conversations(
     if isinstance(prompt_column, list):
         prompt = prompt_column
     else:
-        prompt = chosen[: min(_common_prefix_length(chosen, rejected), len(chosen) - 1)]
+        prompt = chosen[: min(common_prefix_length(chosen, rejected), len(chosen) - 1)]
     if not prompt and isinstance(prompt_column, str):
         raise BadRow("D12", '"prompt" is text, but "chosen" is a list of messages that does not begin with it')
     tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
@@ -215,14 +238,19 @@ def _split_conversations(
     return prompt, tails[0][0]["content"], tails[1][0]["content"]
 
 
-def _common_prefix_length(left: Any, right: Any) -> int:
+def common_prefix_length(left: Any, right: Any) -> int:
+    """Return the number of equal characters or messages at the beginning of both."""
     return sum(1 for _ in takewhile(lambda items: items[0] == items[1], zip(left, right, strict=False)))
 
 
 def _margin(row: dict[str, Any]) -> float | None:
-    if "margin" not in row:
+    """Return the margin of a pair; None without one, which null and an empty cell mean, too."""
+    margin = row.get("margin")
+    if margin is None or margin == "":
         return None
-    margin = row["margin"]
+    if isinstance(margin, str):  # a cell of a table
+        with suppress(ValueError):
+            margin = float(margin)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
         raise BadRow("D06", f'"margin" is {margin!r:.40}; expected a finite number')
     return float(margin)

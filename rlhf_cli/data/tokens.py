@@ -25,7 +25,7 @@ BATCH_ROWS = 4096  # rows
 RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
 MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
 MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
-CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
+CACHE_VERSION = 2  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
 _END_MARK = "assistant-text-ends-here"
 WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
@@ -67,12 +67,19 @@ def _encode_responses(tokenizer: Any, responses: Sequence[str | None]) -> list[l
     texts = [text for text in responses if text is not None]
     if not texts:
         return [[] for _ in responses]
-    stop, tokenized = stop_token_id(tokenizer), iter(tokenize(tokenizer, texts))
+    stop = stop_token_id(tokenizer)
+    stop_text = tokenizer.decode([stop])
+    tokenized = iter(tokenize(tokenizer, [_without_space_after(stop_text, text) for text in texts]))
     ids = [[] if text is None else next(tokenized) for text in responses]
     for text, row in zip(responses, ids, strict=True):
         if text is not None and row[-1:] != [stop]:
             row.append(stop)
     return ids
+
+
+def _without_space_after(stop: str, text: str) -> str:
+    """Return a text that ends in the stop token without the white space after it: one stop token ends the answer."""
+    return text.rstrip() if text.rstrip().endswith(stop) else text
 
 
 def stop_token_id(tokenizer: Any) -> int:
@@ -113,7 +120,10 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
     except (TemplateError, OverflowError, TypeError, ValueError) as error:  # the sandbox limits `range`
-        raise RLHFError("D06", f"the chat template rejects the conversation: {error}") from error
+        text, hint = f"the chat template rejects the conversation: {error}", None
+        if any(message["role"] == "system" for message in conversation):
+            hint = "without a system role in the template, put the text before the first user message's"
+        raise RLHFError("D06", text, hint=hint) from error
 
 
 @lru_cache(maxsize=8)

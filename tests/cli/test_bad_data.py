@@ -8,7 +8,7 @@ import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import jsonl
-from rlhf_cli.data import formats
+from rlhf_cli.data import conversions
 from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
@@ -70,13 +70,15 @@ def test_what_becomes_of_rows_of_sharegpt_and_alpaca() -> None:
         {"role": "user", "content": "Tell me about it.\n\nThe sun."},
         *({"role": "assistant", "content": text} for text in ("bright", "dull")),
     )
-    assert formats.convert_row(
+    assert conversions.convert_row(
         {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
     ) == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
     }
-    assert formats.convert_row({**ALPACA, "history": "", "output": "bright"}) == {"messages": [user, good]}  # of a CSV
-    assert formats.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
+    assert conversions.convert_row({**ALPACA, "history": "", "output": "bright"}) == {
+        "messages": [user, good]
+    }  # of a CSV
+    assert conversions.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
         "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
     }  # fmt: skip
 
@@ -97,7 +99,7 @@ QUESTION = {"from": "human", "value": "Say 0\n"}
     ],
 )
 def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:
-    assert formats.target_form(row) is None
+    assert conversions.target_form(row) is None
     write("pairs", *[row] * 64)
     done = check("reward.yaml")
     assert done.exit_code == 0 and "64 rows" in done.output, done.output
@@ -106,7 +108,7 @@ def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: P
 @pytest.mark.parametrize("asked", [{"instruction": "Hi."}, {"conversations": [{"from": "human", "value": "Hi."}]}])
 def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any]) -> None:
     """The other answer does not begin so: read as it stands, the pair would lose its prompt."""
-    assert formats.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == formats.PAIR_FORM
+    assert conversions.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == conversions.PAIR_FORM
 
 
 @pytest.mark.parametrize(

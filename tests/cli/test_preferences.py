@@ -143,13 +143,20 @@ def test_bad_rows_are_dropped_and_counted(world: World, tmp_path: Path) -> None:
 
 
 COLUMN_ERRORS = [
-    ([], ("error[D02]: ", "question, better, worse", "e.g. --column prompt=question")),
+    (
+        [],
+        (
+            "error[D02]: ",
+            "question, better, worse",
+            "e.g. --column prompt=question --column chosen=better --column rejected=worse\n",
+        ),
+    ),
     (["prompt"], ("error[C11]: --column prompt: expected NAME=COLUMN",)),
     (
         ["prompt=question,chosen=better"],
         ("error[C11]", "repeat the option: --column prompt=question --column chosen=better"),
     ),
-    (["prompt=question"], ("e.g. --column chosen=better\n",)),  # never a column that is mapped already
+    (["prompt=question"], ("e.g. --column chosen=better --column rejected=worse\n",)),  # none that is mapped already
     (["question=prompt"], ('--column names "question"', "hint: swap the two: --column prompt=question?")),
 ]
 

@@ -27,7 +27,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file() -> None:
 
 
 TOKEN = "hf_" + "aB3" * 11
-CONVERT = "hint: convert it: iconv -f latin1 -t utf8 sft.yaml"
+CONVERT = "hint: convert it: iconv -f cp1252 -t utf8 sft.yaml"
 SYSTEM = "!!python/object/apply:os.system"
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)

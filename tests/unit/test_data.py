@@ -136,12 +136,19 @@ def test_pairs(tokenizer: Any, tmp_path: Path) -> None:
     ("chosen", "rejected", "parts"),
     [
         ("Q: why? A: yes it is", "Q: why? A: no", ("Q: why? A:", " yes it is", " no")),
-        ("Q: why? A: yes", "Q: why? A: yep", ("Q: why? A:", " yes", " yep")),  # cut at the start of the word
-        ("Human: hi\n\nBot: a b", "Human: hi\n\nBot: a c", ("Human: hi\n\nBot: a", " b", " c")),
-        ("tell me more", "tell me more now", ("tell me", " more", " more now")),  # one is the beginning of the other
+        ("Q: why? A: yes", "Q: why? A: yep", ("Q: why? A:", " yes", " yep")),  # not inside a word
+        ("Human: hi\n\nBot: a b", "Human: hi\n\nBot: a c", ("Human: hi\n\nBot:", " a b", " a c")),  # not in an answer
+        (
+            "Tell me more. No",
+            "Tell me more. No.",
+            ("Tell me more.", " No", " No."),
+        ),  # one is the beginning of the other
+        ("Why?\nThe sun is up", "Why?\nThe sun is down", ("Why?", "\nThe sun is up", "\nThe sun is down")),
+        ("[INST] Hi [/INST] Yes", "[INST] Hi [/INST] You", ("[INST] Hi [/INST]", " Yes", " You")),
+        ("Hi. Why? Yes. I am.", "Hi. Why? Yes. I do.", ("Hi. Why? Yes.", " I am.", " I do.")),
     ],
 )
-def test_the_prompt_of_two_texts_is_their_common_prefix(
+def test_the_prompt_of_two_texts_is_their_common_beginning_of_whole_turns(
     tokenizer: Any, tmp_path: Path, chosen: str, rejected: str, parts: tuple[str, str, str]
 ) -> None:
     (row,) = data.preference_rows(write(tmp_path, {"chosen": chosen, "rejected": rejected}), tokenizer, max_length=99)
@@ -229,7 +236,10 @@ PAIR_FAULTS = [
     ([{**PAIR, "chosen": [USER]}], "D12", ":1:", "both be text"),
     ([{"prompt": [USER], "chosen": "a", "rejected": "b"}], "D12", ":1:", "list of messages"),
     ([{"chosen": [USER, turn("assistant", "a"), USER], "rejected": [USER]}], "D12", ":1:", "one assistant message"),
-    ([{"chosen": [USER, turn("gpt", "a")], "rejected": [USER]}], "D12", ":1:", "one assistant message, not by gpt"),
+    ([{"chosen": [USER, turn("tool", "a")], "rejected": [USER]}], "D12", ":1:", "one assistant message, not by tool"),
+    ([{"chosen": "The first step.", "rejected": "The shop."}], "D08", ":1:", "no common prefix of whole turns"),
+    ([{**PAIR, "margin": "wide"}], "D06", ":1:", "\"margin\" is 'wide'"),
+    ([{**PAIR, "margin": 1}, {**PAIR, "margin": None}], "D12", ":2:", "compare line 1"),
 ]
 
 
@@ -251,10 +261,11 @@ def test_a_fault_has_its_code_and_place(
 @pytest.mark.parametrize(
     ("header", "hint"),
     [
-        ("question,answer", f"{NAMES} map the columns, e.g. {{prompt: question}}"),
+        ("question,answer", "map the columns, e.g. {prompt: question, completion: answer}"),
         ("prompt;completion", "separate the columns by commas, or by tabs in a .tsv file"),
-        ("prompt,What do you prefer?,Why?", "map the columns, e.g. {completion: What do you prefer?}"),
-        (f"{LONG_NAME},Just add leek", f"{NAMES} map the columns, e.g. {{prompt: {LONG_NAME}}}"),
+        ("prompt\tcompletion", "separate the columns by commas, or by tabs in a .tsv file"),
+        ("prompt,What do you prefer?,Why?", "map the columns, e.g. {completion: NAME}"),
+        (f"{LONG_NAME},Just add leek", f"{NAMES} map the columns, e.g. {{prompt: NAME, completion: NAME}}"),
     ],
 )
 def test_d02_suggests_a_column_and_shortens_long_names(tmp_path: Path, header: str, hint: str) -> None:

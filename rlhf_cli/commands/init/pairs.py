@@ -47,33 +47,61 @@ class PairFormat:
     read: int  # rows of the file
     text: str  # one line: what the prompts are
     chat_template: str | None  # to set in sft.yaml
+    columns: str  # one line: which columns were read as what, and which were not
 
 
 def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat:
     """Read the valid pairs of a source in the form that suits the tokenizer; warnings count the other rows.
 
     With a chat template, prompts become conversations unless `plain`. Without one, conversations use chatml unless
-    `plain`, and transcripts stay text. Raises RLHFError D01-D12.
+    `plain`, and transcripts stay text. A text prompt with a system text is a conversation.
+    Raises RLHFError D01-D12, D16 if too many rows are not usable.
     """
-    pairs, rows, transcripts = data.preference_pairs(source)
+    file = data.preference_pairs(replace(source, format="plain") if plain and tokenizer.chat_template else source)
+    _check_dropped(source, file)
+    pairs = file.pairs
     own_template, text = tokenizer.chat_template, "plain text"
     template: str | None = None
-    if any(not isinstance(pair.prompt, str) for pair in pairs):
-        if (transcripts and (plain or not own_template)) or (plain and not own_template):
+    has_conversations = any(not isinstance(pair.prompt, str) for pair in pairs)
+    has_system_texts = any(pair.system for pair in pairs)
+    if has_system_texts and plain:
+        terminal.warn("D17", "the system column is not read: --plain keeps prompts as they are", where=source.shown())
+    if has_conversations:
+        if (file.transcripts and (plain or not own_template)) or (plain and not own_template):
             text = "dialogues in one text" + ("" if plain else ", as the model has no chat template")
             pairs = [pair.as_text() for pair in pairs]
         else:
             template = None if own_template else "chatml"
             text = "conversations" + (", in chatml: the model has no chat template" if template else "")
-    elif own_template and not plain:
-        text = "conversations, by the model's chat template"
-        pairs = [replace(p, prompt=[{"role": "user", "content": p.prompt}]) for p in pairs]
-        pairs = [replace(p, chosen=p.chosen.strip(), rejected=p.rejected.strip()) for p in pairs]
+    elif (own_template or has_system_texts) and not plain:
+        template = None if own_template else "chatml"
+        text = "conversations, by the model's chat template" if own_template else "conversations, in chatml"
+        text += ", with system messages" if has_system_texts else ""
+        pairs = [_as_conversation(pair) for pair in pairs]
     elif sum(not str(p.prompt)[-1:].isspace() and not p.chosen[:1].isspace() for p in pairs) > len(pairs) / 2:
         # most answers would join the last word of their prompts
         text = "plain text, a space put before each answer"
         pairs = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
-    return PairFormat(pairs, rows, text, template)
+    return PairFormat(pairs, file.num_read, text, template, file.columns)
+
+
+def _as_conversation(pair: Pair) -> Pair:
+    """Return a pair of texts as a conversation of its system text and prompt."""
+    system = [{"role": "system", "content": pair.system}] if pair.system else []
+    user = {"role": "user", "content": str(pair.prompt)}
+    return replace(pair, prompt=[*system, user], chosen=pair.chosen.strip(), rejected=pair.rejected.strip())
+
+
+def _check_dropped(source: DataSource, file: data.PairFile) -> None:
+    """Warn (D16) if many rows are not usable. Raises RLHFError D16 if most are not, for any reason."""
+    share = file.num_dropped / file.num_read
+    if share <= WARN_DROPPED_FRACTION:
+        return
+    text = f"{file.num_dropped} of {file.num_read} rows are dropped: {file.dropped}"
+    hint = "look at these rows: a column may be read as what it is not"
+    if share > MAX_DROPPED:
+        raise RLHFError("D16", f"{text}; at most {MAX_DROPPED:.0%} may be", where=source.shown(), hint=hint)
+    terminal.warn("D16", text, where=source.shown(), hint=hint)
 
 
 def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:

@@ -29,6 +29,7 @@ from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import to_yaml
+from rlhf_cli.data.rendering import RenderedRow, check_rendering
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
@@ -82,6 +83,7 @@ def init(
     tokenizer = tokenizers.load_tokenizer(parent.model)
     formatted = read_pairs(source, tokenizer, plain=plain)
     variables = _set_chat_template(tokenizer, formatted)
+    check_conversations(formatted, tokenizer)
     context = _context_length(parent.model)
     used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
     parts = split_pairs(used, seed)
@@ -122,6 +124,16 @@ def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str |
     variables = chat_templates.variables_for_answers(tokenizer)
     chat_templates.set_template_variables(tokenizer, variables, where="--base")
     return variables
+
+
+def check_conversations(formatted: PairFormat, tokenizer: Any) -> None:
+    """Warn (D18) about chat markup in the texts. Raises RLHFError T08 if the template leaves out a message."""
+    rows = [
+        RenderedRow(pair.location, pair.prompt, [pair.chosen, pair.rejected])
+        for pair in formatted.pairs
+        if isinstance(pair.prompt, list)
+    ]
+    check_rendering(rows, tokenizer, where="--data", hint="add --plain, which uses the texts as they are")
 
 
 def _missing_options_error(data: str | None, base: str | None, folder: Path) -> RLHFError:
@@ -176,6 +188,7 @@ def print_summary(
     """Print the data read, the sizes chosen, and a note on the data."""
     used = sum(map(len, parts.values()))
     terminal.out(f"{formatted.read} rows read, {used} pairs used, as {formatted.text}")
+    terminal.out(f"columns: {formatted.columns}")
     rows = [
         [name, uses, str(len(distinct_prompts(pairs))), str(len(pairs))]
         for (name, uses), pairs in zip(PART_USES.items(), parts.values(), strict=True)

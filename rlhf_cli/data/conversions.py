@@ -1,0 +1,255 @@
+"""Convert rows of other people's files to rlhf's columns, one kind of row a function.
+
+Rows of ShareGPT and Alpaca become conversations and pairs. A list of messages may be stored as text, have other names
+of roles, or stand beside its system prompt. Answers may repeat the prompt, or be the whole dialogue.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rlhf_cli.data import texts
+from rlhf_cli.data.columns import is_prose, system_text
+from rlhf_cli.data.readers import BadRow, describe_value
+from rlhf_cli.data.texts import Form
+
+ROLE_ALIASES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    "system": "system",
+}
+TURN_COLUMNS = ("conversations", "conversation", "messages")
+FOREIGN_COLUMNS = {
+    *TURN_COLUMNS, "system", "instruction", "input", "output", "history", "chosen", "rejected",
+    "preferred_output", "non_preferred_output",
+}  # fmt: skip
+MESSAGES_FORM: Form = ("messages",)
+PAIR_FORM: Form = ("prompt", "chosen", "rejected")
+SHAREGPT_OR_ALPACA, OPENAI = "ShareGPT or Alpaca", "OpenAI's preferences"
+Row = dict[str, Any]
+STORED_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+
+
+def foreign_format(row: Row, own: Form | None) -> str:
+    """Return the name of a row's format if it must be converted, else "".
+
+    A row whose columns have the form `own` is converted only if that form is not complete.
+    """
+    if "preferred_output" in row and isinstance(row.get("input"), dict):
+        return OPENAI
+    if "prompt" in row or (target := target_form(row)) is None:
+        return ""
+    lacks_messages = own == MESSAGES_FORM and bool(_turns(row))
+    lacks_prompt = own is not None and target == PAIR_FORM and "prompt" not in own
+    return SHAREGPT_OR_ALPACA if own is None or lacks_messages or lacks_prompt else ""
+
+
+def target_form(row: Row) -> Form | None:
+    """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
+    if "preferred_output" in row and isinstance(row.get("input"), dict):
+        return PAIR_FORM
+    has_pair = all(isinstance(row.get(name), str) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
+    if has_pair and _is_full_dialogue(row):
+        return None  # full dialogues need no separate prompt
+    if not _turns(row) and not (isinstance(row.get("instruction"), str) and (has_pair or "output" in row)):
+        return None
+    return PAIR_FORM if has_pair else MESSAGES_FORM
+
+
+def convert_row(row: Row) -> Row:
+    """Convert a row. Raises BadRow D12 (unknown format), D06 (not text)."""
+    form = target_form(row)
+    if form is None:
+        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT nor Alpaca")
+    if "preferred_output" in row:
+        return _openai_pair(row)
+    turns = _turns(row)
+    messages = list(map(_message, turns) if turns else _alpaca_messages(row))
+    if text := system_text(row):
+        messages.insert(0, {"role": "system", "content": text})
+    if form == PAIR_FORM:
+        chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
+        pair = {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
+        return pair | ({"margin": row["margin"]} if "margin" in row else {})
+    return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
+
+
+def _openai_pair(row: Row) -> Row:
+    """Return a row of OpenAI's preference fine-tuning as a pair: {input: {messages}, preferred_output, ...}."""
+    given = row["input"]
+    if given.get("tools"):
+        raise BadRow("D06", '"input" has tools, which are not read', "write them into a system message, or remove them")
+    outputs = (row.get("preferred_output"), row.get("non_preferred_output"))
+    if not all(isinstance(messages, list) for messages in (given.get("messages"), *outputs)):
+        raise BadRow("D06", '"input.messages", "preferred_output" and "non_preferred_output" must be lists of messages')
+    return {"prompt": given["messages"], "chosen": outputs[0], "rejected": outputs[1]}
+
+
+def _is_full_dialogue(row: Row) -> bool:
+    """Return True if the answers are full dialogues: transcripts, or texts whose common prefix has the question."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        return False
+    users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
+    question = str((users[-1]["value"] if users else row.get("instruction") or row.get("input")) or "").strip()
+    in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
+    return in_prefix or (texts.is_transcript(chosen) and texts.is_transcript(rejected))
+
+
+def _alpaca_messages(row: Row) -> Iterator[Row]:
+    history = row.get("history") or []
+    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+        raise BadRow("D12", f'"history" is not a list of [question, answer]: `{history!r:.60}`')
+    for question, answer in history:
+        yield from ({"role": "user", "content": _text(question, "history")}, _answer(answer, "history"))
+    parts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
+    yield {"role": "user", "content": "\n\n".join(filter(None, parts))}
+
+
+def _turns(row: Row) -> list[Any]:
+    """Return the list in the first column that has a ShareGPT turn, or []."""
+    lists = (row[name] for name in TURN_COLUMNS if isinstance(row.get(name), list))
+    return next((turns for turns in lists if any(map(_is_turn, turns))), [])
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and {"from", "value"} <= value.keys()
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text')
+    return value
+
+
+def _message(turn: Any) -> Row:
+    if not _is_turn(turn) or str(turn["from"]) not in ROLE_ALIASES:
+        raise BadRow("D12", f"`{turn!r:.60}` is not a turn of {', '.join(ROLE_ALIASES)}")
+    return {"role": ROLE_ALIASES[turn["from"]], "content": _text(turn["value"], "value")}
+
+
+def _answer(value: Any, column: str) -> Row:
+    return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
+
+
+# Lists of messages
+
+
+def stored_messages(row: Row, names: Iterable[str]) -> list[str]:
+    """Return the columns among `names` whose text is a list of messages, as json.dumps or pandas store it."""
+    return [name for name in names if isinstance(row.get(name), str) and STORED_MESSAGES.match(row[name])]
+
+
+def parse_stored_messages(text: Any, column: str) -> list[Any]:
+    """Return the list that a text of JSON or Python holds. Raises BadRow D06."""
+    if not (isinstance(text, str) and STORED_MESSAGES.match(text)):
+        problem = f'"{column}" is {describe_value(text)}, in other rows a list of messages stored as text'
+        raise BadRow("D06", problem)
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            messages = parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if isinstance(messages, list):
+            return messages
+    hint = 'store lists as JSON, e.g. table.to_json("rows.jsonl", orient="records", lines=True)'
+    raise BadRow("D06", f'"{column}" is a list of messages stored as text that is neither JSON nor Python', hint)
+
+
+def with_standard_roles(messages: list[Any]) -> list[Any]:
+    """Return the messages with the roles user, assistant and system in place of other names for them."""
+    standard = []
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        if isinstance(role, str) and role in ROLE_ALIASES:
+            message = {**message, "role": ROLE_ALIASES[role]}
+        standard.append(message)
+    return standard
+
+
+def with_system_message(row: Row, form: Form) -> Row:
+    """Put the text of the row's system column before its messages, unless they begin with a system message.
+
+    Raises BadRow D06 if it is not text.
+    """
+    text = system_text(row)
+    if not text:
+        return row
+    changed = {}
+    for name in form:
+        messages = row[name]
+        first_role = messages[0].get("role") if isinstance(messages, list) and messages else None
+        if first_role == "user" or (first_role == "assistant" and name in ("prompt", "messages")):
+            changed[name] = [{"role": "system", "content": text}, *messages]
+    return {**row, **changed}
+
+
+# Texts of answers that hold the prompt
+
+
+def texts_beside_answers(row: Row) -> list[str]:
+    """Return the columns beside chosen and rejected that may be their prompt.
+
+    Empty for whole dialogues, which contain it. A text at the beginning of both answers is not counted.
+    """
+    chosen, rejected = _answers(row)
+    beginning = ""
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        if chosen and isinstance(chosen[0], dict) and chosen[0].get("role") != "assistant":
+            return []
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        if texts.is_transcript(chosen) and texts.is_transcript(rejected):
+            return []
+        beginning = chosen[: texts.common_prefix_length(chosen, rejected)]
+    others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+    prose = [name for name, value in others.items() if is_prose(value) and value.strip() not in beginning]
+    messages = [name for name, value in others.items() if isinstance(value, list) and any(map(_is_message, value))]
+    return [name for name in others if name in (*prose, *messages)]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value
+
+
+def answers_repeat_prompt(rows: Sequence[Row], answers: Sequence[str]) -> bool:
+    """Return True if in most rows each answer begins with the prompt; then the answers are whole texts."""
+    rows_of_text = [row for row in rows if all(isinstance(row.get(name), str) for name in ("prompt", *answers))]
+    repeating = [row for row in rows_of_text if all(begins_with(row[name], row["prompt"]) for name in answers)]
+    return len(repeating) > len(rows_of_text) / 2
+
+
+def begins_with(text: str, prompt: str) -> bool:
+    """Return True if a text begins with a prompt, without regard to white space around them."""
+    return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
+
+
+def without_prompt(row: Row, answers: Sequence[str]) -> Row:
+    """Take the prompt off the beginning of the answers. Raises BadRow D12 if one does not begin with it."""
+    prompt, rest = row["prompt"], {}
+    for name in answers:
+        answer = row[name]
+        if not begins_with(answer, prompt):
+            raise BadRow("D12", f'"{name}" does not begin with the prompt, as in most of the first rows')
+        is_exact = answer.startswith(prompt)
+        rest[name] = answer.removeprefix(prompt) if is_exact else answer.lstrip().removeprefix(prompt.strip())
+    return {**row, **rest}
+
+
+def dialogues_beside_prompt(row: Row) -> bool:
+    """Return True for a prompt as text beside whole dialogues: two transcripts."""
+    return all(isinstance(row[name], str) for name in PAIR_FORM) and all(map(texts.is_transcript, _answers(row)))
+
+
+def require_prompt_in_dialogues(row: Row) -> None:
+    """Raise BadRow D12 if the dialogues beside a prompt do not both begin with it."""
+    question = row["prompt"].strip().removesuffix("Assistant:").strip().removeprefix("Human:").strip()
+    chosen, rejected = _answers(row)
+    start = chosen.find(question)
+    if start < 0 or not rejected.startswith(chosen[: start + len(question)]):
+        raise BadRow("D12", '"chosen" and "rejected" are whole dialogues, and do not both begin with the prompt')
+
+
+def _answers(row: Row) -> tuple[str, str]:
+    return row["chosen"], row["rejected"]
