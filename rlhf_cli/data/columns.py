@@ -69,9 +69,10 @@ def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -
 
 
 def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
-    """Return what to do about rows whose labels or scores decide the pair; None if there are no such columns."""
+    """Return what to do about rows whose labels or scores decide the pair, None if the names of columns decide."""
     labels = label_columns(row)
-    if not labels or not {"chosen", "rejected"} & set(missing):
+    answers = [name for name in missing if name in ("chosen", "rejected")]
+    if not labels or all(look_alike(name, row) for name in answers):
         return None
     if isinstance(row.get("label"), bool) and look_alike("completion", row):
         return "there is no KTO yet: rows of one answer and a label are not read; bring pairs"

@@ -7,7 +7,7 @@ of roles, or stand beside its system prompt. Answers may repeat the prompt, or b
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rlhf_cli.data import texts
@@ -137,9 +137,10 @@ def _answer(value: Any, column: str) -> Row:
 # Lists of messages
 
 
-def stored_messages(row: Row, names: Iterable[str]) -> list[str]:
+def stored_messages(row: Row, names: Collection[str]) -> list[str]:
     """Return the columns among `names` whose text is a list of messages, as json.dumps or pandas store it."""
-    return [name for name in names if isinstance(row.get(name), str) and STORED_MESSAGES.match(row[name])]
+    texts_of_columns = {name: value for name, value in row.items() if name in names and isinstance(value, str)}
+    return [name for name, text in texts_of_columns.items() if STORED_MESSAGES.match(text)]
 
 
 def parse_stored_messages(text: Any, column: str) -> list[Any]:
@@ -154,12 +155,21 @@ def parse_stored_messages(text: Any, column: str) -> list[Any]:
             continue
         if isinstance(messages, list):
             return messages
-    hint = 'store lists as JSON, e.g. table.to_json("rows.jsonl", orient="records", lines=True)'
-    raise BadRow("D06", f'"{column}" is a list of messages stored as text that is neither JSON nor Python', hint)
+    problem = f'"{column}" is a list of messages stored as text that is neither JSON nor Python'
+    hint = 'write lists as JSON, for example table.to_json("rows.jsonl", orient="records", lines=True)'
+    raise BadRow("D06", f"{problem}: {hint}")
+
+
+def other_roles(messages: list[Any]) -> list[str]:
+    """Return the names of roles that `with_standard_roles` changes."""
+    roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    return [role for role in roles if isinstance(role, str) and ROLE_ALIASES.get(role, role) != role]
 
 
 def with_standard_roles(messages: list[Any]) -> list[Any]:
     """Return the messages with the roles user, assistant and system in place of other names for them."""
+    if not other_roles(messages):
+        return messages
     standard = []
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None

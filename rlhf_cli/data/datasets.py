@@ -174,9 +174,9 @@ class PairFile:
     columns: str  # which were read as what, and which were not
 
 
-def preference_pairs(source: Source) -> PairFile:
-    """Read the distinct usable pairs of a file. Raises RLHFError D01-D05, D12."""
-    reader = DatasetReader(source, PAIR_FORMS, reads_system_texts=True)
+def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
+    """Read the distinct usable pairs of a file; the texts of a system column, too. Raises RLHFError D01-D05, D12."""
+    reader = DatasetReader(source, PAIR_FORMS, reads_system_texts=reads_system_texts)
     pairs: dict[str, Example] = {}
     for pair in _read_pairs(reader, "drop"):
         key = repr((pair.system, pair.prompt, *pair.responses.values()))

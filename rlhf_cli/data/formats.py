@@ -56,10 +56,12 @@ class DatasetReader:
         self.first, self._first_row = "", RowLocation(Path(), 0)
         self.form: Form = ()
         self.kinds: dict[str, str] = {}
+        self.beside: list[str] = []  # columns of the first row that are read beside the form's: margin, a system text
         self.unread: list[str] = []  # columns of the first row that are not read
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
         self.foreign_format = ""  # its name, if rows are of one that is converted
+        self.renamed_roles: dict[str, None] = {}  # in their order
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
         self.repeating: list[str] = []  # columns of answers that begin with the prompt
         self.transcripts = False  # texts are dialogues and become conversations
@@ -81,7 +83,7 @@ class DatasetReader:
                 row = self._rename(raw)
                 if not self.first:
                     self._check_columns(raw)
-                    self.stored = conversions.stored_messages(row, {*self._known, *conversions.TURN_COLUMNS})
+                    self.stored = conversions.stored_messages(row, self._known | {*conversions.TURN_COLUMNS})
                 row = self._parse_stored(row)
                 if not self.first:
                     self.foreign_format = conversions.foreign_format(row, self._own_form(row))
@@ -115,7 +117,9 @@ class DatasetReader:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
             row = further | converted | self._mapped(converted)
-        lists = {name: row[name] for name in self._known & row.keys() if isinstance(row[name], list)}
+        lists = {name: value for name, value in row.items() if name in self._known and isinstance(value, list)}
+        for messages in lists.values():
+            self.renamed_roles |= dict.fromkeys(conversions.other_roles(messages))
         return row | {name: conversions.with_standard_roles(messages) for name, messages in lists.items()}
 
     def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
@@ -214,6 +218,9 @@ class DatasetReader:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
         if self.foreign_format:
             yield f"{self.foreign_format}, read as {{{', '.join(self.form)}}}"
+        if self.renamed_roles:
+            roles = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
+            yield f"roles of messages: {', '.join(roles)}"
         if self.whole_dialogues:
             yield "chosen and rejected are whole dialogues: the prompt is their common beginning"
         if self.repeating:
@@ -244,7 +251,7 @@ class DatasetReader:
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        self.unread = self._unread_columns(raw, row)
+        self._sort_columns(raw)
         self.first, self._first_row = location.short, location
 
     def _most_repeat_the_prompt(self, row: dict[str, Any], answers: list[str]) -> bool:
@@ -253,30 +260,37 @@ class DatasetReader:
         self._rows = chain(head, self._rows)
         return conversions.answers_repeat_prompt([row, *(self._rename(raw) for _, raw in head)], answers)
 
-    def _unread_columns(self, raw: dict[str, Any], row: dict[str, Any]) -> list[str]:
-        read = {*self.form, "margin"}
+    def _sort_columns(self, raw: dict[str, Any]) -> None:
+        """Note which columns of the first row are read beside those of the form, and which are not."""
+        has_messages = CONVERSATION in self.kinds.values()
+        beside = ["margin"] if "chosen" in self.form else []
+        if has_messages or self.reads_system_texts:
+            beside += columns.SYSTEM_COLUMNS
         if self.whole_dialogues:
-            read.add("prompt")
-        if self.reads_system_texts or (CONVERSATION in self.kinds.values()):
-            read |= {*columns.SYSTEM_COLUMNS}
+            beside.append("prompt")
         if self.foreign_format:
-            read |= {name for name in raw if name in conversions.FOREIGN_COLUMNS}
-        from_file = {self._file_column(name) for name in read} | {*self.columns.values()}
-        return [name for name in raw if name not in from_file]
+            beside += conversions.FOREIGN_COLUMNS
+        of_form = {self._file_column(name) for name in self.form} | {*self.columns.values()}
+        from_file = [self._file_column(name) for name in beside]
+        self.beside = [name for name in raw if name in from_file and name not in of_form]
+        self.unread = [name for name in raw if name not in {*from_file, *of_form}]
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        names = [(name, self._file_column(name)) for name in self.form]
-        read = ", ".join(name if name == column else f"{name} from {column}" for name, column in names)
         if self.foreign_format:
-            read += f" from {self.foreign_format}"
-        return f"{read}; not read: {format_columns(self.unread)}" if self.unread else read
+            parts = [f"{{{', '.join(self.form)}}} from {self.foreign_format}"]
+        else:
+            names = [(name, self._file_column(name)) for name in self.form]
+            parts = [name if name == column else f"{name} from {column}" for name, column in names]
+        text = ", ".join([*parts, *self.beside])
+        return f"{text}; not read: {format_columns(self.unread)}" if self.unread else text
 
     def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         form = self._own_form(row)
         if form == ("chosen", "rejected") and (others := conversions.texts_beside_answers(row)):
             text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
-            raise BadRow("D02", text, self._mapping_hint(["prompt"], {name: row[name] for name in others}))
+            hint = self._mapping_hint(["prompt"], {name: row[name] for name in others})
+            raise BadRow("D02", text, hint.replace("NAME", others[0]) if len(others) == 1 else hint)
         if form:
             return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)

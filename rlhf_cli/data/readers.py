@@ -99,7 +99,8 @@ def _refuse_rows_under_a_key(raw: bytes, path: Path) -> None:
     for key, value in whole.items() if isinstance(whole, dict) else ():
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             text = f'the file is one object, with its rows under "{format_columns([key])}"; expected a list of objects'
-            hint = f"write the list alone, for example: jq {shell_word(f'.{json.dumps(key)}')} {shell_path(path)}"
+            list_alone = shell_word(f".[{json.dumps(key)}]")
+            hint = f"write the list alone, for example: jq {list_alone} {shell_path(path)} > rows.json"
             raise RLHFError("D12", text, where=shown(path), hint=hint)
 
 

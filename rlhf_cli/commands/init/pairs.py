@@ -16,7 +16,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.common import MAX_DROPPED
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.texts import Pair
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
 
@@ -57,15 +57,13 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
     `plain`, and transcripts stay text. A text prompt with a system text is a conversation.
     Raises RLHFError D01-D12, D16 if too many rows are not usable.
     """
-    file = data.preference_pairs(replace(source, format="plain") if plain and tokenizer.chat_template else source)
+    file = data.preference_pairs(source, reads_system_texts=not plain)
     _check_dropped(source, file)
     pairs = file.pairs
     own_template, text = tokenizer.chat_template, "plain text"
     template: str | None = None
     has_conversations = any(not isinstance(pair.prompt, str) for pair in pairs)
-    has_system_texts = any(pair.system for pair in pairs)
-    if has_system_texts and plain:
-        terminal.warn("D17", "the system column is not read: --plain keeps prompts as they are", where=source.shown())
+    has_system_texts = not plain and any(pair.system for pair in pairs)
     if has_conversations:
         if (file.transcripts and (plain or not own_template)) or (plain and not own_template):
             text = "dialogues in one text" + ("" if plain else ", as the model has no chat template")
@@ -73,7 +71,7 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
         else:
             template = None if own_template else "chatml"
             text = "conversations" + (", in chatml: the model has no chat template" if template else "")
-    elif (own_template or has_system_texts) and not plain:
+    elif has_system_texts or (own_template and not plain):
         template = None if own_template else "chatml"
         text = "conversations, by the model's chat template" if own_template else "conversations, in chatml"
         text += ", with system messages" if has_system_texts else ""
@@ -254,11 +252,22 @@ def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
             chunk = pairs[first : first + CHUNK_PAIRS]
             prompts = [prompt for pair in chunk for prompt in (pair.prompt, None)]
             answers = [answer for pair in chunk for answer in (pair.chosen, pair.rejected)]
-            ids = data.encode_many(tokenizer, prompts, answers)
+            try:
+                ids = data.encode_many(tokenizer, prompts, answers)
+            except RLHFError:
+                _encode_one_by_one(tokenizer, chunk)
+                raise
             for (prompt, chosen), (_, rejected) in zip(ids[::2], ids[1::2], strict=True):
                 lengths.append(Length(len(prompt), len(chosen), len(rejected)))
             bar.advance(len(chunk), note="tokenised")
     return lengths
+
+
+def _encode_one_by_one(tokenizer: Any, pairs: Sequence[Pair]) -> None:
+    """Raise the RLHFError of the first pair that cannot be encoded, with its location."""
+    for pair in pairs:
+        with at_location(str(pair.location)):
+            data.encode(tokenizer, pair.prompt, pair.chosen)
 
 
 def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
