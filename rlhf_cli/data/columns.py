@@ -77,7 +77,7 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
     if isinstance(row.get("label"), bool) and look_alike("completion", row):
         return "there is no KTO yet: rows of one answer and a label are not read; bring pairs"
     example = _pairs_by_index(labels, row)
-    rule = f"write them out: {example}" if example else "write chosen and rejected by it with a script"
+    rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
     return f'rlhf does not read labels or scores, and "{labels[0]}" decides which answer is better: {rule}'
 
 
