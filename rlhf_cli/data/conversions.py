@@ -73,6 +73,8 @@ def convert_row(row: Row) -> Row:
         chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
         pair = {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
         return pair | ({"margin": row["margin"]} if "margin" in row else {})
+    if isinstance(row.get("output"), list):
+        raise BadRow("D06", '"output" is a list: write its better answer as "chosen" and another one as "rejected"')
     return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
 
 

@@ -58,6 +58,7 @@ class DatasetReader:
         self.kinds: dict[str, str] = {}
         self.beside: list[str] = []  # columns of the first row that are read beside the form's: margin, a system text
         self.unread: list[str] = []  # columns of the first row that are not read
+        self.labels: list[str] = []  # those of them that hold labels or scores of the answers
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
         self.foreign_format = ""  # its name, if rows are of one that is converted
@@ -209,7 +210,11 @@ class DatasetReader:
             text = f"not read: {format_columns(meant)}, which may be meant for the model"
             hint = "write prompts as lists of messages with a system message, or put the text into the prompt"
             terminal.warn("D17", text, where=name, hint=hint)
-        others = [column for column in self.unread if column not in meant]
+        labels = self.labels if "completion" in self._known else []
+        if labels:
+            text = f"not read: {format_columns(labels)}, which may say which answers are bad"
+            terminal.warn("D17", text, where=name, hint="keep only the rows that the model is to learn, without it")
+        others = [column for column in self.unread if column not in (*meant, *labels)]
         if others and ("prompt",) not in self.forms:  # columns of prompts are for reward functions
             terminal.log_once(f"data     {name}: not read: {format_columns(others)}")
 
@@ -274,6 +279,7 @@ class DatasetReader:
         from_file = [self._file_column(name) for name in beside]
         self.beside = [name for name in raw if name in from_file and name not in of_form]
         self.unread = [name for name in raw if name not in {*from_file, *of_form}]
+        self.labels = [name for name in columns.label_columns(raw) if name in self.unread]
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
@@ -289,8 +295,9 @@ class DatasetReader:
         form = self._own_form(row)
         if form == ("chosen", "rejected") and (others := conversions.texts_beside_answers(row)):
             text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
-            hint = self._mapping_hint(["prompt"], {name: row[name] for name in others})
-            raise BadRow("D02", text, hint.replace("NAME", others[0]) if len(others) == 1 else hint)
+            likely = columns.look_alike("prompt", {name: row[name] for name in others})
+            column = likely or (others[0] if len(others) == 1 else "NAME")
+            raise BadRow("D02", text, f"map the columns, e.g. {self._column_mapping({'prompt': column})}")
         if form:
             return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)

@@ -246,6 +246,16 @@ def test_sft_takes_the_prompt_off_a_completion(tmp_path: Path, tokenizer: Any) -
     assert tokenizer.decode(found[3]["input_ids"]) == "How is thing 3? The thing is fine 3.<eos>"
 
 
+def test_sft_names_a_label_that_it_does_not_read(folder: Path) -> None:
+    rows = [
+        {"prompt": p, "completion": c, "label": number % 2 == 0} for number, (p, c, _) in enumerate([texts_of(1)] * 9)
+    ]
+    jsonl.write_jsonl(folder / "rows.jsonl", rows)
+    result = rlhf("check", "sft.yaml")
+    assert result.exit_code == 0
+    assert "warning[D17]: rows.jsonl: not read: label, which may say which answers are bad" in result.stderr
+
+
 INDEX_LABEL = {
     "response_0": "It is dull.",
     "response_1": "It is fine.",
@@ -296,6 +306,12 @@ REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
         "D02",
         ("there is no KTO yet",),
         ("chosen=", "chosen: "),
+    ),
+    "two answers in one output": (
+        lambda p, c, r: {"instruction": p, "input": "", "output": [c, r]},
+        "D06",
+        ('write its better answer as "chosen"',),
+        (),
     ),
     "names that say nothing": (
         lambda p, c, r: {"prompt_id": "7 a", "question": p, "response_j": c, "response_k": r},
