@@ -119,7 +119,7 @@ def log_from_any_rank(text: str) -> None:
 
 def log_once(text: str) -> None:
     """Print a log line once per command, even if several stages log it."""
-    if is_first_time(text):
+    if not _muted and is_first_time(text):
         say(text)
 
 
@@ -136,7 +136,7 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
 
 @contextmanager
 def muted_warnings() -> Iterator[None]:
-    """Keep warnings without printing them: another process will."""
+    """Print no warnings and no lines of `log_once`: another process will. Warnings are kept."""
     global _muted
     before, _muted = _muted, True
     try:

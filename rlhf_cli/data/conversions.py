@@ -1,7 +1,7 @@
 """Convert rows of other people's files to rlhf's columns, one kind of row a function.
 
-Rows of ShareGPT and Alpaca become conversations and pairs. A list of messages may be stored as text, have other names
-of roles, or stand beside its system prompt. Answers may repeat the prompt, or be the whole dialogue.
+Rows of ShareGPT and Alpaca become conversations and pairs. Lists of messages may be stored as text, name their
+roles otherwise, or have the system prompt in another column. Answers may repeat the prompt, or be the whole dialogue.
 """
 
 import ast

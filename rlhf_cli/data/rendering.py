@@ -1,4 +1,4 @@
-"""Checks of what a chat template makes of conversations: no text is left out, and none is marked up twice."""
+"""Checks of how a chat template renders conversations: with each message, and with markup once."""
 
 import re
 from collections.abc import Sequence

@@ -181,6 +181,14 @@ def test_bad_data_is_reported_by_line(
     assert refused(result, code, place, *says) and result.stderr.count("error[") == 1
 
 
+def test_t08_a_message_that_the_template_leaves_out(folder: Path) -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    (folder / "model/chat_template.jinja").write_text(template)
+    write("rows", {"messages": [TURNS[0], {"role": "tool", "content": "It is 7."}, TURNS[1]]})
+    says = ('leaves out the text of message 2, of the role "tool"', "hint: use the roles user, assistant and system")
+    assert refused(rlhf("sft"), "T08", "rows.jsonl:1: ", *says)
+
+
 def test_d03_a_duplicate_key_in_a_list(folder: Path) -> None:
     (folder / "rows.json").write_text(f"[{LIKE_A_KEY}, {TWICE}]")
     assert refused(rlhf("sft", "-s", "data.train=rows.json"), "D03", "rows.json:1: ", 'the key "prompt" occurs twice')

@@ -166,7 +166,10 @@ def test_an_unreachable_hub_is_no_error(run_folder: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     skipped = messages(result, "not checked: ")
     assert len(skipped) == 5 and "hf download owner/model" in skipped[0] and "owner/prompts" in skipped[1]
-    assert "tokenizer is not known" in skipped[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
+    assert (
+        "tokenizer is not known" in skipped[2]
+        and lines(result.stdout)["sft", "data.train"] == "96 rows; columns: prompt, completion"
+    )
     jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
     assert check(".").exit_code == 2
 
@@ -196,7 +199,7 @@ def test_fresh_weights(run_folder: Path) -> None:
     replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 64")
     quick = check(".")
-    assert quick.exit_code == 0 and lines(quick.stdout)["sft", "data.train"] == "96 rows"
+    assert quick.exit_code == 0 and lines(quick.stdout)["sft", "data.train"] == "96 rows; columns: prompt, completion"
     assert "not checked: sft model.new: its tokenizer" in quick.stdout
     deep = check(".", "--deep")
     assert deep.exit_code == 0 and lines(deep.stdout)["ppo", "data.prompts"].startswith("96 prompts, at most ")
