@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Other kinds than `function` -> module of rewards/ with a function `make`
 MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
-FORM_ERRORS = (TypeError, AttributeError, LookupError, ValueError)  # raised by a function that reads another form
+FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads another form
 
 
 class RewardSource(Protocol):
@@ -161,7 +161,7 @@ def wrong_form(function: RewardFn, row: TextRows) -> tuple[str, str] | None:
             return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
     arguments, named = signature.arguments(row)
     result = _result(function, [each[0] for each in arguments], {name: each[0] for name, each in named.items()})
-    if is_number(result) or isinstance(result, dict):  # verl's may return {score: ...}
+    if is_number(result) or (isinstance(result, dict) and "score" in result):  # verl's may return {score: ...}
         return "it is a function of one sample, as verl's compute_score", ALL_ROWS
     return None
 

@@ -24,7 +24,7 @@ def as_list(result: Any) -> list[Any]:
     """Return the scores of all rows: numbers as Python has them, and whatever else stands in their place.
 
     Takes what TRL's GRPOTrainer takes, an iterable of numbers, bools, scalars of numpy or tensors, or one tensor or
-    array (B,); and OpenRLHF's dict, of which `rewards` is read. Raises RewardFormError for anything else.
+    array (B,) or (B, 1); and OpenRLHF's dict, of which `rewards` is read. Raises RewardFormError for anything else.
     """
     if isinstance(result, Mapping):
         if "rewards" not in result:
@@ -34,8 +34,6 @@ def as_list(result: Any) -> list[Any]:
     if is_number(result):
         number = reprlib.repr(_python_value(result))
         raise RewardFormError(f"returned {number}, one number for all rows, as a function of one sample does", ALL_ROWS)
-    if getattr(result, "ndim", 1) != 1:
-        raise RewardFormError(f"returned a tensor of shape {tuple(result.shape)}", PER_ROW)
     if isinstance(result, str | bytes) or not isinstance(result, Iterable):
         raise RewardFormError(f"returned {reprlib.repr(result)}", PER_ROW)
     return list(map(_python_value, result))

@@ -218,6 +218,8 @@ def check_columns(
             elif required:
                 other = "set parameters.column" if hasattr(function, "check_value") else "give the parameter a default"
                 reader, hint = f"the function of `{name}` takes", f"add the column, or {other}"
+                if column == "labels":
+                    hint = "OpenRLHF fills it from --label_key: call that column labels, or give the parameter its name"
                 problems.append(missing_column(reader, column, known, source, where(name), hint))
     if problems:
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))
