@@ -147,30 +147,31 @@ def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: boo
 def wrong_form(function: RewardFn, row: TextRows) -> tuple[str, str] | None:
     """Return why a function raises for one row, with a hint, if it does not when it is called in another form."""
     signature = Signature.of(function)
-    arguments, named = signature.arguments(row)
-    if _result(function, arguments, named) is not None:
+    if _returns(function, *signature.arguments(row)):
         return None
-    if signature.form == "TRL":
-        read, are = ("texts", "conversations") if row.conversations else ("messages", "texts")
-        arguments, named = signature.arguments(row.in_other_form())
-        if _result(function, arguments, named) is not None:
-            text = f"it reads the completions as {read}, but the prompts of the data are {are}"
-            hint = 'read completions[i] as a text, or write each prompt as [{"role": "user", "content": ...}]'
-            if row.conversations:
-                hint = 'read the text of a completion as completions[i][0]["content"]'
-            return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
+    if signature.form == "TRL" and _returns(function, *signature.arguments(row.in_other_form())):
+        if row.conversations:
+            read, are, hint = "texts", "conversations", 'read a completion as completions[i][0]["content"]'
+        else:
+            read, are = "messages", "texts"
+            hint = 'read a completion as completions[i], or write each prompt as [{"role": "user", "content": ...}]'
+        text = f"it reads the completions as {read}, but the prompts of the data are {are}"
+        return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
     arguments, named = signature.arguments(row)
-    result = _result(function, [each[0] for each in arguments], {name: each[0] for name, each in named.items()})
-    if is_number(result) or (isinstance(result, dict) and "score" in result):  # verl's may return {score: ...}
+    sample = [each[0] for each in arguments], {name: each[0] for name, each in named.items()}
+    if _returns(function, *sample, one_sample=True):
         return "it is a function of one sample, as verl's compute_score", ALL_ROWS
     return None
 
 
-def _result(function: RewardFn, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Return the result of a call, or None if it raises."""
+def _returns(function: RewardFn, arguments: list[Any], named: dict[str, Any], *, one_sample: bool = False) -> bool:
+    """Return True if a call returns a list, or for `one_sample` a number or a dict with `score`."""
     with suppress(Exception, SystemExit, asyncio.CancelledError):
-        return _resolved(function(*arguments, **named))
-    return None
+        result = _resolved(function(*arguments, **named))
+        if one_sample:
+            return is_number(result) or (isinstance(result, dict) and "score" in result)
+        return bool(as_list(result))
+    return False
 
 
 def call_reward_fn(function: RewardFn, rows: TextRows) -> list[Any]:

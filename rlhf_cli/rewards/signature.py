@@ -87,19 +87,19 @@ PLACES: tuple[str, ...] = ("prompts", "responses")
 class Signature:
     """The parameters of a reward function, which decide how it is called.
 
-    The form is that of `rows_form`. In "places" the first two parameters get prompts and responses as texts, whatever
-    their names, but the second one gets the prompts if it is called so. In all other forms a parameter gets what its
-    name says, as the system passes it: TRL the prompts as in the data and `completions` as lists of one message for
-    conversations and as texts otherwise; OpenRLHF `queries`, prompt + response, with the special tokens of a chat
-    template; trlx `samples`, the same without them. Every further parameter is a column of the data, which may be
-    missing if the parameter has a default. `**kwargs` gets the other columns.
+    The form is that of `form_of`. In "places" the first two parameters get prompts and responses as texts, whatever
+    their names, but see `_by_place`. In all other forms a parameter gets what its name says, as the system passes it:
+    TRL the prompts as in the data and `completions` as lists of one message for conversations and as texts otherwise;
+    OpenRLHF `queries`, prompt + response, with the special tokens of a chat template; trlx `samples`, the same without
+    them. Every further parameter is a column of the data, which may be missing if the parameter has a default.
+    `**kwargs` gets the other columns.
     """
 
     form: str  # a key of GIVEN
     by_place: tuple[str, ...]  # what is passed by position, by its name in GIVEN
     named: Mapping[str, bool]  # parameters passed by keyword -> required
     takes_all: bool  # has **kwargs
-    unnamed: tuple[str, ...] = ()  # names of the parameters passed by position
+    placed: tuple[str, ...] = ()  # the parameters passed by position, which are no columns
 
     @classmethod
     def of(cls, function: RewardFn) -> "Signature":
@@ -113,17 +113,17 @@ class Signature:
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         places = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
-        form = rows_form({each.name for each in named}, two_places=len(places) >= 2 or any_place)
+        form = form_of({each.name for each in named}, two_places=len(places) >= 2 or any_place)
         if form == "places":
+            placed = tuple(places[:2])
+            form, by_place = _by_place(placed)
             # A wrapper with (*args, **kwargs) may pass on two arguments only.
             takes_all = takes_all and not any_place
-            unnamed = places[:2]
-            by_place = PLACES[::-1] if unnamed[1:] in (["prompt"], ["prompts"]) else PLACES
         else:
-            unnamed = [each.name for each in named if each.kind is each.POSITIONAL_ONLY]
-            by_place = tuple(unnamed)
-        required = {each.name: each.default is each.empty for each in named if each.name not in unnamed}
-        return cls(form, by_place, required, takes_all, tuple(unnamed))
+            placed = tuple(each.name for each in named if each.kind is each.POSITIONAL_ONLY)
+            by_place = tuple(name for name in placed if name in GIVEN[form])
+        required = {each.name: each.default is each.empty for each in named if each.name not in placed}
+        return cls(form, by_place, required, takes_all, placed)
 
     @property
     def columns(self) -> dict[str, bool]:
@@ -169,12 +169,12 @@ class Signature:
 
     def _column_values(self, records: "Sequence[Record]") -> dict[str, list[Any]]:
         names = dict.fromkeys(chain.from_iterable(records))
-        other = {"prompt", *self.unnamed}
+        other = {"prompt", *self.placed}
         read = [name for name in names if name not in other and (self.takes_all or name in self.named)]
         return {name: [deepcopy(record.get(name)) for record in records] for name in read}
 
 
-def rows_form(names: Collection[str], *, two_places: bool) -> str:
+def form_of(names: Collection[str], *, two_places: bool) -> str:
     """Return the form of a function, a key of GIVEN, by the names of its parameters."""
     if "completions" in names:
         return "TRL"
@@ -187,6 +187,13 @@ def rows_form(names: Collection[str], *, two_places: bool) -> str:
     if "completion_ids" in names:
         return "TRL"
     return "places" if two_places else "TRL"
+
+
+def _by_place(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the form of a function of two parameters, and what they get: a parameter `prompts` gets no responses."""
+    if names[1:] not in (("prompt",), ("prompts",)):
+        return "places", PLACES
+    return ("OpenRLHF", ("queries", "prompts")) if names[0] == "query" else ("places", PLACES[::-1])
 
 
 def _completion(prompt: Any, response: str) -> Any:

@@ -1,4 +1,4 @@
-"""A trial of reward functions on two rows of the data, in a process of their own, before anything is trained.
+"""A trial of reward functions on two rows of the data, in a separate process, before anything is trained.
 
 What a function loads, prints, changes or breaks stays in that process. Imports no torch.
 """

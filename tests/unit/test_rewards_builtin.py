@@ -193,6 +193,8 @@ ROWS = TextRows(p, r, ids, RECORDS, list(zip(mp, mr, strict=True)))
         ("x, prompts", {"x": r, "prompts": p}),  # a parameter called prompts gets prompts, at any place
         ("response, prompt, answer", {"response": r, "prompt": p, "answer": a}),
         ("x, prompts, /", {"x": r, "prompts": p}),
+        ("query, prompt", {"query": q, "prompt": mp}),
+        ("query, response", {"query": p, "response": r}),
         ("responses, prompts, /", {"responses": r, "prompts": p}),
         ("queries, prompts", {"queries": q, "prompts": mp}),
         ("prompts, queries, /", {"queries": q, "prompts": mp}),
