@@ -1,6 +1,6 @@
 """Checks of `rlhf check` that need torch: tokenizers, templates, every row of data, and optionally models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,9 +14,12 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig, TRLConfig
-from rlhf_cli.errors import at_location, shown
+from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, tokenizers
+from rlhf_cli.models.batch import stop_ids
+from rlhf_cli.rewards import trial
+from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import eval_inputs, hardware, ppo_models, ppo_setup, setup, training_setup
 from rlhf_cli.stages.plan_models import is_policy_key, is_scorer_key
@@ -133,7 +136,11 @@ class StageValidator:
         if prompts is not None:
             self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
             attempt(ppo_setup.check_prompt_counts, config, prompts, held_out)
-            attempt(ppo_models.check_reward_columns, config, reward_fns, prompts, held_out)
+            sections = {name: config.rewards[name] for name in reward_fns}
+            functions = {name: section.function for name, section in sections.items() if section.function}
+            with self.report.collecting():
+                ppo_models.check_reward_columns(config, reward_fns, prompts, held_out)
+                self._try_functions(stage, "rewards", functions, prompts, tokenizer)
             self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
@@ -158,9 +165,38 @@ class StageValidator:
         )
         if rows is not None:
             self._check_retokenized(stage, scorers, list(rows))
-            self.report.attempt(eval_inputs.check_columns_read, config, judges, rows)
+            functions = {
+                name: judge for name, judge in config.judges.items() if name in judges and isinstance(judge, str)
+            }
+            with self.report.collecting():
+                eval_inputs.check_columns_read(config, judges, rows)
+                self._try_functions(stage, "judges", functions, rows, tokenizer)
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
+
+    def _try_functions(
+        self, stage: StageCheck, section: str, specs: Mapping[str, str], prompts: Sequence[data.Prompt], tokenizer: Any
+    ) -> None:
+        """Call the functions of a section on two rows, unless the stage is finished.
+
+        `specs`: name -> module:function.
+        """
+        config = stage.config
+        if stage.finished or not specs:
+            return
+        stop = next(iter(stop_ids(data.stop_token_id(tokenizer))), None) if tokenizer else None
+        rows = trial.made_up_rows(prompts, tokenizer, stop)
+        tried = f"{len(rows.prompts)} rows with a made-up response"
+        job = trial.Trial(specs, config.file.parent, rows, every_row=section == "judges")
+        for name, outcome in trial.try_functions(job).items():
+            key = f"{section}.{name}"
+            if isinstance(outcome, RewardFormError):
+                with self.report.collecting(), at_location(config.where(key)):
+                    raise outcome
+            elif isinstance(outcome, RLHFError):
+                self.report.not_checked.append(f"{config.stage} {key}: on {tried}, {outcome.problems[0].text}")
+            else:
+                self.report.add(config.stage, key, f"called on {tried}; scores: {', '.join(map(_score, outcome))}")
 
     def _check_policies(self, stage: StageCheck) -> StartModel:
         """Return the start of PPO and evaluation; check that all models that generate tokenize like models.sft."""
@@ -283,3 +319,7 @@ class StageValidator:
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)
         return rows
+
+
+def _score(score: float | None) -> str:
+    return "none" if score is None else f"{score:.4g}"

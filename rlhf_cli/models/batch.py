@@ -179,7 +179,7 @@ class Rollout:
         records = tuple(chain.from_iterable(part.records for part in parts))
         return cls(**padded, ended=torch.cat([part.ended for part in parts]), records=records)
 
-    def to(self, device: torch.device) -> "Rollout":
+    def to(self, device: torch.device | str) -> "Rollout":
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors.items()})
 
     @property

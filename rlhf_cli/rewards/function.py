@@ -1,4 +1,7 @@
-"""Rewards that read text: the protocol of reward sources, `function:`, and how reward functions are called."""
+"""Rewards that read text: the protocol of reward sources, `function:`, and how reward functions are called.
+
+Imports no torch, so that the trial of functions starts at once.
+"""
 
 import asyncio
 import importlib
@@ -10,26 +13,28 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.rewards.results import ALL_ROWS, PER_ROW, RewardFormError, as_list, is_finite_number, is_number
 from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 # Other kinds than `function` -> module of rewards/ with a function `make`
 MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
+FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads another form
 
 
 class RewardSource(Protocol):
     """Scores a rollout. A source that `may_skip_rows` has this attribute, True; a plain function has none."""
 
-    def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
+    def __call__(self, rollout: "Rollout") -> "Tensor | EnsembleScores":
         """Return the raw score of each row, (B,) float32; NaN for none, if the source has `may_skip_rows`."""
         ...
 
@@ -70,6 +75,8 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
         function: RewardFn = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
         hint = "write package.module:function, of an installed package or a file beside the config"
+        if module.endswith(".py"):
+            hint = f"write the module without .py: {module.removesuffix('.py')}:{name}"
         raise RLHFError("C17", f"cannot import `{spec}`: {error}", where=where, hint=hint) from error
     if not callable(function):
         raise RLHFError("C17", f"`{spec}` is not a function", where=where)
@@ -88,7 +95,7 @@ def no_bytecode_files() -> Iterator[None]:
 
 @dataclass
 class FunctionReward:
-    """A Python function that returns a list of one number, or None for no score, per row; called as `Signature` says.
+    """A Python function that returns a number, or None for no score, per row; called as `Signature` says.
 
     A coroutine is awaited. Raises RLHFError R05 if the function raises, or returns a wrong count or a non-number.
     """
@@ -98,48 +105,88 @@ class FunctionReward:
     tokenizer: Any
     may_skip_rows: ClassVar[bool] = True
 
-    def __call__(self, rollout: Rollout) -> Tensor:
+    def __call__(self, rollout: "Rollout") -> "Tensor":
+        import torch
+
         rows = TextRows.of(rollout, self.tokenizer)
         scores = score_texts(self.name, self.function, rows, every_row=False)
         return torch.tensor([math.nan if score is None else score for score in scores], device=rollout.ids.device)
 
 
 def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: bool = True) -> list[Any]:
-    """Return a finite float per row, or None unless `every_row`. Raises RLHFError R05 as FunctionReward does."""
+    """Return a finite float per row, or None unless `every_row`. Raises RLHFError R05 as FunctionReward does.
+
+    It is a RewardFormError if the function is of another form, so that it fails for any responses.
+    """
     prompts = rows.prompts
     try:
         scores = call_reward_fn(function, rows)
+    except RewardFormError as error:
+        (problem,) = error.problems
+        raise RewardFormError(f"reward `{name}` {problem.text}", problem.hint or "") from error
     except RLHFError as error:
         (problem,) = error.problems
         raise RLHFError("R05", f"reward `{name}`: {problem.text}", hint=problem.hint) from error
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         text = f"reward `{name}` raised {type(error).__name__}: {error}"
+        if isinstance(error, FORM_ERRORS) and (cause := wrong_form(function, rows.first())):
+            raise RewardFormError(f"{text}; {cause[0]}", cause[1]) from error
         raise RLHFError("R05", text, hint="call it by itself on one prompt and response") from error
     if len(scores) != len(prompts):
-        text = f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses"
-        raise RLHFError("R05", text, hint="return one number per response")
+        raise RewardFormError(f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses", PER_ROW)
     for row, score in enumerate(scores):
-        if not (_is_finite_number(score) or (score is None and not every_row)):
+        if not (is_finite_number(score) or (score is None and not every_row)):
             text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
-            raise RLHFError("R05", text, hint="return a finite number" + ": judges score every row" * (score is None))
+            hint = "return a finite number" + ": judges score every row" * (score is None)
+            if score is None or isinstance(score, float):  # another response may have a score
+                raise RLHFError("R05", text, hint=hint)
+            raise RewardFormError(text, hint)
     return [None if score is None else float(score) for score in scores]
 
 
-def _is_finite_number(score: Any) -> bool:
-    """Return True if `score` is a real number that fits a float."""
-    with suppress(OverflowError):  # an integer above 1.8e308
-        return not isinstance(score, bool) and isinstance(score, Real) and math.isfinite(score)
+def wrong_form(function: RewardFn, row: TextRows) -> tuple[str, str] | None:
+    """Return why a function raises for one row, with a hint, if it does not when it is called in another form."""
+    signature = Signature.of(function)
+    if _returns(function, *signature.arguments(row)):
+        return None
+    if signature.form == "TRL" and _returns(function, *signature.arguments(row.in_other_form())):
+        if row.conversations:
+            read, are, hint = "texts", "conversations", 'read a completion as completions[i][0]["content"]'
+        else:
+            read, are = "messages", "texts"
+            hint = 'read a completion as completions[i], or write each prompt as [{"role": "user", "content": ...}]'
+        text = f"it reads the completions as {read}, but the prompts of the data are {are}"
+        return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
+    arguments, named = signature.arguments(row)
+    sample = [each[0] for each in arguments], {name: each[0] for name, each in named.items()}
+    if _returns(function, *sample, one_sample=True):
+        return "it is a function of one sample, as verl's compute_score", ALL_ROWS
+    return None
+
+
+def _returns(function: RewardFn, arguments: list[Any], named: dict[str, Any], *, one_sample: bool = False) -> bool:
+    """Return True if a call returns a list, or for `one_sample` a number or a dict with `score`."""
+    with suppress(Exception, SystemExit, asyncio.CancelledError):
+        result = _resolved(function(*arguments, **named))
+        if one_sample:
+            return is_number(result) or (isinstance(result, dict) and "score" in result)
+        return bool(as_list(result))
     return False
 
 
 def call_reward_fn(function: RewardFn, rows: TextRows) -> list[Any]:
-    """Call the function, await a coroutine, and return the unchecked result as a list."""
+    """Call the function, await a coroutine, and return its scores as `as_list` does."""
     return awaited(Signature.of(function).call(function, rows))
 
 
 def awaited(result: Any) -> list[Any]:
     """Return a function's result as a list, that of a coroutine once it is done."""
-    return list(_event_loop().run(_await(result)) if inspect.isawaitable(result) else result)
+    return as_list(_resolved(result))
+
+
+def _resolved(result: Any) -> Any:
+    """Return the result of a call, that of a coroutine once it is done."""
+    return _event_loop().run(_await(result)) if inspect.isawaitable(result) else result
 
 
 @cache

@@ -114,6 +114,9 @@ def _scores(answer: Any, body: Body) -> list[Any]:
         raise ValueError(f"{problem} for {count} responses")
     if None in found:
         raise ValueError(f"null for row {found.index(None)}")
+    for row, score in enumerate(found):
+        if isinstance(score, bool):
+            raise RLHFError("R05", f"the server returned {score} for row {row}", hint="answer with finite numbers")
     return found
 
 

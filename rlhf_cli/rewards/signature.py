@@ -3,16 +3,16 @@
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.data.datasets import PROMPT_FORMS, Prompt
 from rlhf_cli.data.readers import format_columns
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean
-from rlhf_cli.models.batch import Record, Rollout
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.batch import Record, Rollout
 
 # (prompts, responses) or TRL's (prompts=, completions=, completion_ids=, **columns) -> one score, or None, per row.
 # May be async.
@@ -28,32 +28,78 @@ class TextRows:
     prompts: list[str]  # decoded without special tokens
     responses: list[str]  # decoded without special tokens
     completion_ids: Sequence[list[int]] = ()  # the responses' tokens, the stop token included
-    records: Sequence[Record] = ()  # of the prompts; empty if they are of no data
+    records: "Sequence[Record]" = ()  # of the prompts; empty if they are of no data
+    marked: Sequence[tuple[str, str]] = ()  # prompt and response with a chat template's special tokens; empty: as above
 
     @classmethod
-    def of(cls, rollout: Rollout, tokenizer: Any) -> "TextRows":
+    def of(cls, rollout: "Rollout", tokenizer: Any) -> "TextRows":
         """Decode the rows of a rollout."""
-        rollout = rollout.to(torch.device("cpu"))
-        ids = [rollout.response_tokens(row) for row in range(len(rollout))]
-        return cls(*rollout.texts(tokenizer), ids, rollout.records)
+        rollout = rollout.to("cpu")
+        prompts = [rollout.prompt_tokens(row) for row in range(len(rollout))]
+        responses = [rollout.response_tokens(row) for row in range(len(rollout))]
+        return cls.from_tokens(tokenizer, prompts, responses, rollout.records)
+
+    @classmethod
+    def from_tokens(
+        cls, tokenizer: Any, prompts: Sequence[list[int]], responses: Sequence[list[int]], records: "Sequence[Record]"
+    ) -> "TextRows":
+        """Decode the tokens of prompts and responses."""
+
+        def texts(rows: Sequence[list[int]], *, special: bool) -> list[str]:
+            return [tokenizer.decode(ids, skip_special_tokens=not special) for ids in rows]
+
+        marked: list[tuple[str, str]] = []
+        if getattr(tokenizer, "chat_template", None):
+            marked = list(zip(texts(prompts, special=True), texts(responses, special=True), strict=True))
+        return cls(texts(prompts, special=False), texts(responses, special=False), responses, records, marked)
+
+    @property
+    def conversations(self) -> bool:
+        """Return True if the prompts of the data are conversations."""
+        return bool(self.records) and isinstance(self.records[0]["prompt"], list)
+
+    def first(self) -> "TextRows":
+        """Return the first row."""
+        ids, records, marked = self.completion_ids[:1], self.records[:1], self.marked[:1]
+        return TextRows(self.prompts[:1], self.responses[:1], ids, records, marked)
+
+    def in_other_form(self) -> "TextRows":
+        """Return one row with its prompt as a text if it is a conversation, else as a conversation."""
+        prompt = self.prompts[0]
+        record = self.records[0] if self.records else {}
+        other = prompt if self.conversations else [{"role": "user", "content": prompt}]
+        return replace(self, records=[{**record, "prompt": other}])
+
+
+# Parameters that get the rows themselves, by the form of the function. All others are columns of the data.
+GIVEN = {
+    "places": ("prompts", "responses", "completion_ids"),  # prompts and responses also under any two names
+    "responses": ("prompts", "queries", "responses", "completion_ids"),
+    "TRL": ("prompts", "completions", "completion_ids"),  # of GRPOTrainer
+    "OpenRLHF": ("queries", "prompts", "responses", "completion_ids"),
+    "trlx": ("samples", "prompts", "outputs"),
+}
+KEYWORD_FORMS = ("TRL", "trlx")  # these systems call by keyword, so that **kwargs gets what a function does not name
+PLACES: tuple[str, ...] = ("prompts", "responses")
 
 
 @dataclass(frozen=True)
 class Signature:
     """The parameters of a reward function, which decide how it is called.
 
-    A function that names `responses` gets texts: `prompts` and `responses`, by keyword. One that names `completions` or
-    `completion_ids`, or has `**kwargs` and fewer than two positional parameters, is called as by TRL's GRPOTrainer:
-    `prompts` as in the data, `completions` as lists of one message for conversations and as texts otherwise, and
-    `completion_ids`, lists of token ids. Any other function gets the texts in its first two parameters.
-    Every further parameter is a column of the data, which may be missing if the parameter has a default. `**kwargs`
-    gets the other columns, and in TRL's form also the others of its three.
+    The form is that of `form_of`. In "places" the first two parameters get prompts and responses as texts, whatever
+    their names, but see `_by_place`. In all other forms a parameter gets what its name says, as the system passes it:
+    TRL the prompts as in the data and `completions` as lists of one message for conversations and as texts otherwise;
+    OpenRLHF `queries`, prompt + response, with the special tokens of a chat template; trlx `samples`, the same without
+    them. Every further parameter is a column of the data, which may be missing if the parameter has a default.
+    `**kwargs` gets the other columns.
     """
 
-    texts: bool  # False: TRL's form
-    positional: tuple[str, ...] | None  # names of the parameters of prompts and responses; None: passed by keyword
+    form: str  # a key of GIVEN
+    by_place: tuple[str, ...]  # what is passed by position, by its name in GIVEN
     named: Mapping[str, bool]  # parameters passed by keyword -> required
     takes_all: bool  # has **kwargs
+    placed: tuple[str, ...] = ()  # the parameters passed by position, which are no columns
 
     @classmethod
     def of(cls, function: RewardFn) -> "Signature":
@@ -61,50 +107,93 @@ class Signature:
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # of some functions written in C
-            return cls(True, (), {}, False)
+            return cls("places", PLACES, {}, False)
         kinds = {each.kind for each in parameters}
-        places = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        named = {
-            each.name: each.default is each.empty
-            for each in parameters
-            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        }
         any_place = inspect.Parameter.VAR_POSITIONAL in kinds
-        by_place = "completion_ids" not in named and (len(places) >= 2 or any_place)
-        texts = "completions" not in named and ("responses" in named or by_place)
-        positional = tuple(places[:2]) if texts and "responses" not in named else None
-        named = {name: required for name, required in named.items() if name not in (positional or ())}
-        # A wrapper with (*args, **kwargs) may pass on two arguments only.
-        return cls(texts, positional, named, inspect.Parameter.VAR_KEYWORD in kinds and not (texts and any_place))
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        places = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
+        form = form_of({each.name for each in named}, two_places=len(places) >= 2 or any_place)
+        if form == "places":
+            placed = tuple(places[:2])
+            form, by_place = _by_place(placed)
+            # A wrapper with (*args, **kwargs) may pass on two arguments only.
+            takes_all = takes_all and not any_place
+        else:
+            placed = tuple(each.name for each in named if each.kind is each.POSITIONAL_ONLY)
+            by_place = tuple(name for name in placed if name in GIVEN[form])
+        required = {each.name: each.default is each.empty for each in named if each.name not in placed}
+        return cls(form, by_place, required, takes_all, placed)
 
     @property
     def columns(self) -> dict[str, bool]:
         """Return the columns that the function names -> required."""
-        given = {"prompts", "completion_ids", "responses" if self.texts else "completions"}
-        return {name: required for name, required in self.named.items() if name not in given}
+        return {name: required for name, required in self.named.items() if name not in GIVEN[self.form]}
 
     def call(self, function: RewardFn, rows: TextRows) -> Any:
-        """Call the function; return its result, of a coroutine function a coroutine.
+        """Call the function; return its result, of a coroutine function a coroutine."""
+        arguments, named = self.arguments(rows)
+        return function(*arguments, **named)
+
+    def arguments(self, rows: TextRows) -> tuple[list[Any], dict[str, list[Any]]]:
+        """Return what the function is called with, by position and by keyword: one list of B values each.
 
         All values are copies: a function may change them.
         """
-        prompts, responses = list(rows.prompts), list(rows.responses)
-        given: dict[str, Any] = {"completion_ids": list(map(list, rows.completion_ids))}
-        if self.texts:
-            given |= {"prompts": prompts, "responses": responses}
-        else:
-            prompts = [deepcopy(record["prompt"]) for record in rows.records] or prompts
-            given |= {"prompts": prompts, "completions": list(map(_completion, prompts, responses))}
-        takes_given = self.takes_all and not self.texts
+        given = self._given(rows)
+        takes_given = self.takes_all and self.form in KEYWORD_FORMS
         named = {name: value for name, value in given.items() if takes_given or name in self.named}
-        arguments = () if self.positional is None else (prompts, responses)
-        return function(*arguments, **(self._column_values(rows.records) | named))
+        return [given[name] for name in self.by_place], self._column_values(rows.records) | named
 
-    def _column_values(self, records: Sequence[Record]) -> dict[str, list[Any]]:
+    def _given(self, rows: TextRows) -> dict[str, list[Any]]:
+        """Return the values of the form's names in GIVEN."""
+        ids = list(map(list, rows.completion_ids))
+        prompts, responses = list(rows.prompts), list(rows.responses)
+        if self.form == "TRL":
+            messages = [deepcopy(record["prompt"]) for record in rows.records] or prompts
+            completions = list(map(_completion, messages, responses))
+            return {"prompts": messages, "completions": completions, "completion_ids": ids}
+        if self.form == "OpenRLHF" and rows.marked:
+            prompts = [prompt for prompt, _ in rows.marked]
+            responses = [response for _, response in rows.marked]
+        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        texts: dict[str, list[Any]] = {
+            "prompts": prompts,
+            "responses": responses,
+            "outputs": responses,
+            "samples": whole,
+            "queries": prompts[:] if self.form == "responses" else whole,
+            "completion_ids": ids,
+        }
+        return {name: texts[name] for name in GIVEN[self.form]}
+
+    def _column_values(self, records: "Sequence[Record]") -> dict[str, list[Any]]:
         names = dict.fromkeys(chain.from_iterable(records))
-        other = {"prompt", *(self.positional or ())}
+        other = {"prompt", *self.placed}
         read = [name for name in names if name not in other and (self.takes_all or name in self.named)]
         return {name: [deepcopy(record.get(name)) for record in records] for name in read}
+
+
+def form_of(names: Collection[str], *, two_places: bool) -> str:
+    """Return the form of a function, a key of GIVEN, by the names of its parameters."""
+    if "completions" in names:
+        return "TRL"
+    if "queries" in names and ("prompts" in names or "responses" not in names):
+        return "OpenRLHF"
+    if "responses" in names:
+        return "responses"
+    if "samples" in names:
+        return "trlx"
+    if "completion_ids" in names:
+        return "TRL"
+    return "places" if two_places else "TRL"
+
+
+def _by_place(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the form of a function of two parameters, and what they get: a parameter `prompts` gets no responses."""
+    if names[1:] not in (("prompt",), ("prompts",)):
+        return "places", PLACES
+    return ("OpenRLHF", ("queries", "prompts")) if names[0] == "query" else ("places", PLACES[::-1])
 
 
 def _completion(prompt: Any, response: str) -> Any:
@@ -136,6 +225,8 @@ def check_columns(
             elif required:
                 other = "set parameters.column" if hasattr(function, "check_value") else "give the parameter a default"
                 reader, hint = f"the function of `{name}` takes", f"add the column, or {other}"
+                if column == "labels":
+                    hint = "OpenRLHF fills it from --label_key: call that column labels, or give the parameter its name"
                 problems.append(missing_column(reader, column, known, source, where(name), hint))
     if problems:
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))

@@ -245,7 +245,8 @@ class PolicyEvaluator:
         )
         parts, ids = zip(*sampled, strict=True)
         responses, scores = concat_responses(parts), {}
-        rows = TextRows(responses.prompts, responses.responses, [*chain.from_iterable(ids)], prompts.records)
+        prompt_ids = [prompt.ids for prompt in self.prompts]
+        rows = TextRows.from_tokens(self.tokenizer, prompt_ids, [*chain.from_iterable(ids)], prompts.records)
         for judge, source in self.judges.items():
             if isinstance(source, ModelReward):
                 scores[judge] = responses.scores[judge]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import SHARED
 from fuzzing import CHARACTERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -436,6 +437,76 @@ def test_a_broken_file_is_one_error_and_writes_nothing(suffix: str, content: byt
     Path(f"theirs{suffix}").write_bytes(content)
     assert is_one_error(rlhf("convert", f"theirs{suffix}", "run"), code, message)
     assert not Path("run").exists()
+
+
+RAY = """# python examples/scripts/ppo.py --kl_coef 0.05
+ray job submit --address="http://127.0.0.1:8265" \\
+   --runtime-env-json='{"working_dir": "/src"}' \\
+   -- python3 -m openrlhf.cli.train_ppo_ray --pretrain acme/sft --reward_pretrain acme/rm --actor_num_nodes 1 \\
+   --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --rollout_batch_size 1024 && echo done
+"""
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae data.train_files=a.parquet \\\n"
+VERL += " actor_rollout_ref.model.path=acme/sft actor_rollout_ref.actor.optim.lr=1e-6 critic.optim.lr=1e-5"
+TRLX = "train: {seq_length: 8}\nmodel: {model_path: gpt2}\nmethod: {name: ppoconfig, init_kl_coef: 0.05}\n"
+FACTORY = "stage: ppo\ndo_train: true\nmodel_name_or_path: acme/8b\nreward_model: saves/rm\nlearning_rate: 1e-5\n"
+HANDBOOK = "model_name_or_path: acme/7b\ndataset_mixer: {acme/pairs: 1.0}\nbeta: 0.01\nlearning_rate: 5e-7\n"
+DOTTED = "python train.py --actor.model_name_or_path acme/sft --reward.model_name_or_path acme/rm --actor.adam.lr 5e-7"
+CHAT = "deepspeed main.py --actor_model_name_or_path acme/sft --critic_model_name_or_path acme/rm --kl_coef 0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "system", "says"),
+    [
+        (RAY, ".sh", "OpenRLHF", ("models.sft (pretrain there)", "models.reward or rewards (reward_pretrain there)")),
+        (RAY, ".txt", "OpenRLHF", ("learning_rate (actor_learning_rate there)", "kl_coef (init_kl_coef there)")),
+        (DOTTED, ".sh", "OpenRLHF", ("models.sft (actor.model_name_or_path there)", "ppo.kl_coef;")),
+        (VERL, ".sh", "verl", ("sft (actor_rollout_ref.model.path there)", "prompts (data.train_files there)")),
+        ("actor_rollout_ref: {model: {path: a}}\nseed: 1", ".yaml", "verl", ("(actor_rollout_ref.model.path there)",)),
+        (TRLX, ".yaml", "trlx", ("models.sft (model.model_path there)", "ppo.kl_coef (method.init_kl_coef there)")),
+        ("import trlx\nconfig = PPOConfig(ppo_epochs=4)\n", ".py", "trlx", ("models.sft;",)),
+        (FACTORY, ".yaml", "LLaMA-Factory", ("models.sft (model_name_or_path there)", "rewards (reward_model there)")),
+        ("finetuning_type: lora\nseed: 1", ".yaml", "LLaMA-Factory", ("models.sft;",)),
+        ("llamafactory-cli train ppo.yaml learning_rate=1e-5", ".sh", "LLaMA-Factory", ()),
+        (HANDBOOK, ".yaml", "alignment-handbook", ("ppo.learning_rate (learning_rate there)",)),
+        ("dataset_mixture: {datasets: [{id: a}]}\nseed: 1", ".yml", "alignment-handbook", ()),
+        (CHAT, ".sh", "DeepSpeed-Chat", ("models.sft (actor_model_name_or_path there)",)),
+    ],
+)  # fmt: skip
+def test_c09_a_file_of_another_system_by_its_name(text: str, suffix: str, system: str, says: tuple[str, ...]) -> None:
+    Path(f"theirs{suffix}").write_text(text)
+    result = rlhf("convert", f"theirs{suffix}", "run")
+    assert is_one_error(result, "C09", f"theirs{suffix}: it is a file of {system}")
+    assert all(each in result.stderr for each in says), result.stderr
+    assert not Path("run").exists()
+
+
+def test_c09_the_cases_of_other_systems() -> None:
+    cases = SHARED / "cases"
+    if not cases.exists():
+        pytest.skip("needs ../shared/cases")
+    for name, system in (("convert_openrlhf.sh", "OpenRLHF"), ("convert_llamafactory.yaml", "LLaMA-Factory")):
+        assert is_one_error(rlhf("convert", cases / name, "run"), "C09", f"it is a file of {system}, not of TRL")
+    must_succeed(rlhf("convert", cases / "convert_reward_url.yaml", "run"))
+    assert config.load("ppo", "run/ppo.yaml").rewards["server"].url == "http://localhost:8000"
+
+
+def test_a_command_of_trl_is_not_taken_for_another_system() -> None:
+    command = (
+        "accelerate launch --config_file ds/zero3.yaml --num_processes 8 examples/openrlhf/ppo.py --lora_r 4 "
+        "--dataset_name acme/verl --model_name_or_path acme/trlx --output_dir stage/ppo --ppo_config.kl_coef 0.1"
+    )
+    result, _, _ = run_convert(command, ".sh")
+    assert (result.ppo.kl_coef, result.data.prompts) == (0.1, "acme/verl")
+
+
+@pytest.mark.parametrize(("option", "version"), [("reward_model", OLD), ("reward_model_path", NEW)])
+def test_a_url_is_the_address_of_a_server(option: str, version: str) -> None:
+    settings = f"{option}: https://rm.example:8000/score\nmodel_name_or_path: a\n"
+    result, text, output = run_convert(settings, ".yaml", "--trl", version)
+    (source,) = result.rewards.values()
+    assert (source.kind, source.url) == ("url", "https://rm.example:8000/score")
+    assert result.models.value == "policy_head" and "must answer" in text
+    assert f"TRL {version}" in output and "models.reward" not in output and "rewards:" not in output
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from conftest import SHARED
 from ppo_folder import EVAL, PPO, PROMPTS, fails, lines, must_succeed, ppo, rlhf, steps, stop_in_update, weights, write
 from transformers import AutoTokenizer
 
@@ -258,6 +259,171 @@ def test_d02_d12_a_column_that_is_missing_or_of_two_types(grpo_folder):
         for result in (rlhf("check", grpo_folder / "ppo.yaml"), ppo(grpo_folder)):
             fails(result, code, *says)
     assert not (grpo_folder / "ppo/metrics.jsonl").exists()
+
+
+SHAPES = """
+import numpy as np
+import torch
+
+def tensors(samples, prompts, outputs, **rest):
+    assert [sample.removeprefix(prompt) for sample, prompt in zip(samples, prompts)] == outputs
+    return [torch.tensor(float(len(text))) for text in outputs]
+
+def tensor(queries, prompts, letter):
+    return torch.tensor([query.removeprefix(prompt).count(one) for query, prompt, one in zip(queries, prompts, letter)])
+
+def older(queries, prompts):
+    print("printed")
+    assert all("tell me" in prompt for prompt in prompts)
+    return np.array([query.startswith(prompt) and len(query) > len(prompt) for query, prompt in zip(queries, prompts)])
+
+def whole(queries, prompts, labels=None, **rest):
+    return {"rewards": torch.ones(len(queries)), "scores": 0, "extra_logs": {}}
+
+def reversed_(response, prompts):
+    return [all(one in prompt for one in ("tell", "me")) for prompt in prompts]
+
+def messages(completions, **rest):
+    return [len(completion[0]["content"]) for completion in completions]
+
+def one_sample(data_source, solution_str, letter, extra_info=None):
+    return float(letter in solution_str)
+
+def by_index(prompts, responses):
+    return {index: 1.0 for index in range(len(prompts))}
+"""
+FAULTS = """
+import os, time
+
+def ends(prompts, responses):
+    os._exit(7)
+
+def fine(prompts, responses):
+    print("printed")
+    return [1, None]
+
+def picky(prompts, responses):
+    return [float(text.split("=")[1]) for text in responses]
+
+def slow(prompts, responses):
+    time.sleep(600)
+"""
+TAKEN = ("tensors", "tensor", "older", "whole", "reversed_")
+
+
+@pytest.fixture
+def shapes_folder(grpo_folder, monkeypatch):
+    (grpo_folder / "shapes.py").write_text(SHAPES)
+    monkeypatch.delitem(sys.modules, "shapes", raising=False)
+    return grpo_folder
+
+
+def write_functions(folder, *names):
+    write(folder, "ppo", {**GRPO_PPO, "rewards": {name: {"function": f"shapes:{name}"} for name in names}})
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template):
+    """With a chat template OpenRLHF's queries have its special tokens."""
+    if template:
+        tokenizer = AutoTokenizer.from_pretrained(shapes_folder / "sft_model")
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(shapes_folder / "sft_model")
+    write_functions(shapes_folder, *TAKEN)
+    checked = json.loads(must_succeed(rlhf("check", shapes_folder / "ppo.yaml", "--json")).stdout)
+    found = {row["what"]: row["found"] for row in checked["checked"]}
+    assert {f"rewards.{name}" for name in TAKEN} <= found.keys()
+    assert found["rewards.older"] == "called on 2 rows with a made-up response; scores: 1, 1"
+    must_succeed(ppo(shapes_folder))
+    for row in lines(shapes_folder / "ppo/samples.jsonl"):
+        response = row["response"]
+        end = "</s>" if template and row["ended"] else ""
+        by_hand = {"tensors": len(response), "tensor": (response + end).count(row["columns"]["letter"])}
+        assert row["scores"] == {**by_hand, "older": 1.0, "whole": 1.0, "reversed_": 1.0}
+    must_succeed(rlhf("verify", shapes_folder))
+
+
+REFUSED = {
+    "messages": ("raised TypeError", "it reads the completions as messages, but the prompts of the data are texts"),
+    "one_sample": (
+        "returned 0.0, one number for all rows, as a function of one sample",
+        "it is called once for all rows",
+    ),
+    "by_index": ("returned a dict without `rewards`; its keys: 0, 1", "OpenRLHF's dict with `rewards`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_r05_check_names_why_a_function_cannot_work_before_a_model_is_loaded(shapes_folder, monkeypatch, name):
+    write_functions(shapes_folder, name)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_cli.stages.setup.load_model", None)
+        fails(rlhf("check", shapes_folder / "ppo.yaml"), "R05", "ppo.yaml:", f"reward `{name}`", *REFUSED[name])
+    fails(ppo(shapes_folder), "R05", f"reward `{name}`", *REFUSED[name], exit_code=1)
+    models = {**EVAL["models"], "ppo": "sft_model"}
+    write(shapes_folder, "eval", {**EVAL, "models": models, "data": DATA, "judges": {"mine": f"shapes:{name}"}})
+    judge = rlhf("check", shapes_folder / "eval.yaml", "-s", "eval.temperature=1.0", "eval.response_length=4")
+    fails(judge, "R05", "eval.yaml:", "reward `mine`", *REFUSED[name])
+
+
+def test_a_function_that_another_response_may_not_stop_is_not_checked(grpo_folder, monkeypatch):
+    """What it prints, changes or ends is no part of the check."""
+    monkeypatch.setattr("rlhf_cli.rewards.trial.SECONDS", 30.0)
+    (grpo_folder / "faults.py").write_text(FAULTS)
+    names = ("ends", "fine", "picky", "slow")
+    write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {name: {"function": f"faults:{name}"} for name in names}})
+    before = {path: path.stat().st_mtime_ns for path in grpo_folder.rglob("*")}
+    report = json.loads(must_succeed(rlhf("check", grpo_folder / "ppo.yaml", "--json")).stdout)
+    on = "on 2 rows with a made-up response, reward"
+    assert report["not_checked"] == [
+        f"ppo rewards.ends: {on} `ends` ended its process with status 7",
+        f"ppo rewards.picky: {on} `picky` raised IndexError: list index out of range",
+        f"ppo rewards.slow: {on} `slow` did not return within 30 s",
+    ]
+    found = {row["what"]: row["found"] for row in report["checked"]}
+    assert found["rewards.fine"] == "called on 2 rows with a made-up response; scores: 1, none"
+    after = {path: path.stat().st_mtime_ns for path in grpo_folder.rglob("*") if "__pycache__" not in path.parts}
+    assert after.keys() == before.keys() and all(after[path] == before[path] for path in after if path != grpo_folder)
+
+
+def test_the_reward_functions_of_the_cases(shapes_folder):
+    """Each is taken, or refused by check with the cause."""
+    cases = SHARED / "cases/rewards_shapes.py"
+    if not cases.exists():
+        pytest.skip("needs ../shared/cases")
+    sources = {name: {"function": f"rewards_shapes:{name}"} for name in CASES}
+    write(shapes_folder, "ppo", {**GRPO_PPO, "rewards": sources})
+    rows = [{"labels": "tell", "answer": "the", "ground_truth": "sea", "data_source": "x"}] * len(PROMPTS)
+    write_rows(shapes_folder, PROMPTS, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(cases.parent)
+        patch.setenv("PYTHONPATH", str(cases.parent))
+        result = rlhf("check", shapes_folder / "ppo.yaml")
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
+        assert [line.split("`")[1] for line in errors] == ["grpo_messages", "one_sample"]
+        assert "as messages, but" in errors[0] and "a function of one sample" in errors[1]
+        write(shapes_folder, "ppo", {**GRPO_PPO, "rewards": {name: sources[name] for name in CASES[1:-1]}})
+        must_succeed(ppo(shapes_folder))
+    for row in lines(shapes_folder / "ppo/samples.jsonl"):
+        length = len(row["response"])
+        by_hand = {"tensor_list": length, "one_tensor": length, "older_two": 1, "dict_of_tensors": 1}
+        assert row["scores"] == {**by_hand, "bools": float(length > 3)}
+
+
+CASES = ["grpo_messages", "tensor_list", "one_tensor", "older_two", "dict_of_tensors", "bools", "one_sample"]
+
+
+def test_d02_labels_of_openrlhf(shapes_folder):
+    (shapes_folder / "labelled.py").write_text("def score(queries, prompts, labels):\n    return [1.0] * len(labels)\n")
+    write(shapes_folder, "ppo", {**GRPO_PPO, "rewards": {"mine": {"function": "labelled:score"}}})
+    fails(
+        rlhf("check", shapes_folder / "ppo.yaml"), "D02", 'takes "labels"', "hint: OpenRLHF fills it from --label_key"
+    )
+
+
+def test_c17_a_function_by_the_name_of_its_file(grpo_folder):
+    write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {"mine": {"function": "grpo.py:letters"}}})
+    fails(rlhf("check", grpo_folder / "ppo.yaml"), "C17", "write the module without .py: grpo:letters")
 
 
 def test_verifiers_as_rewards_and_as_judges(grpo_folder):

@@ -2,11 +2,13 @@
 
 import asyncio
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -22,6 +24,7 @@ from rlhf_cli.rewards.function import (
     make_reward_fn,
     score_texts,
 )
+from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.rewards.signature import Signature, TextRows
 
 HERE = RewardContext(Path(), lambda key: f"ppo.yaml:{key}")
@@ -147,7 +150,7 @@ def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
         ("await asyncio.wait_for(asyncio.sleep(9), 0.01)", "raised TimeoutError"),
         ("return [1.0]", "returned 1 scores for 2"),
         ("return [1.0, float('inf')]", "inf for row 1"),
-        ("return None", "raised TypeError"),
+        ("return None", "returned None"),
     ],
 )
 def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
@@ -166,7 +169,10 @@ P: list[Any] = ["One", [{"role": "user", "content": "two"}]]
 C = ["1", [{"role": "assistant", "content": "2"}]]
 a, t = [4, None], [["x"], None]
 RECORDS = ({"prompt": P[0], "answer": 4, "tags": ["x"]}, {"prompt": P[1], "answer": None})
-ROWS = TextRows(p, r, ids, RECORDS)
+# With the special tokens of a chat template; without one, OpenRLHF's form has the texts without special tokens.
+mp, mr = ["<u>one", "<u>two<a>"], ["1<end>", "2"]
+q, s = ["<u>one1<end>", "<u>two<a>2"], ["one1", "user: two2"]
+ROWS = TextRows(p, r, ids, RECORDS, list(zip(mp, mr, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -184,12 +190,115 @@ ROWS = TextRows(p, r, ids, RECORDS)
         ("prompts, completions", {"prompts": P, "completions": C}),
         ("completion_ids, *, tags", {"completion_ids": ids, "tags": t}),
         ("prompts, **rest", {"prompts": P, "rest": {"completions": C, "completion_ids": ids, "answer": a, "tags": t}}),
+        ("x, prompts", {"x": r, "prompts": p}),  # a parameter called prompts gets prompts, at any place
+        ("response, prompt, answer", {"response": r, "prompt": p, "answer": a}),
+        ("x, prompts, /", {"x": r, "prompts": p}),
+        ("query, prompt", {"query": q, "prompt": mp}),
+        ("query, response", {"query": p, "response": r}),
+        ("responses, prompts, /", {"responses": r, "prompts": p}),
+        ("queries, prompts", {"queries": q, "prompts": mp}),
+        ("prompts, queries, /", {"queries": q, "prompts": mp}),
+        ("queries, prompts, responses, answer", {"queries": q, "prompts": mp, "responses": mr, "answer": a}),
+        ("queries, **rest", {"queries": q, "rest": {"answer": a, "tags": t}}),
+        ("queries, responses", {"queries": p, "responses": r}),  # as TRL's PPOTrainer calls the prompts
+        ("samples", {"samples": s}),
+        ("samples, **rest", {"samples": s, "rest": {"prompts": p, "outputs": r, "answer": a, "tags": t}}),
+        ("samples, prompts, outputs", {"samples": s, "prompts": p, "outputs": r}),
+        ("prompts, outputs", {"prompts": p, "outputs": r}),
+        ("completions, samples=0", {"completions": C, "samples": 0}),  # in TRL's form a column
     ],
 )
 def test_what_a_function_is_given(parameters: str, expected: dict[str, Any]) -> None:
     scope: dict[str, Any] = {}
     exec(f"def received({parameters}):\n    return locals()", scope)
     assert Signature.of(scope["received"]).call(scope["received"], ROWS) == expected
+
+
+def test_queries_of_a_model_without_a_chat_template() -> None:
+    rows = replace(ROWS, marked=())
+    assert Signature.of(lambda queries, prompts: 0).arguments(rows)[1] == {"queries": s, "prompts": p}
+
+
+@pytest.mark.parametrize(
+    ("result", "scores"),
+    [
+        ([True, False], [1.0, 0.0]),
+        ([np.True_, np.float32(0.5)], [1.0, 0.5]),
+        (np.array([1, 2]), [1.0, 2.0]),
+        ([torch.tensor(1.5), torch.tensor([2])], [1.5, 2.0]),
+        (torch.tensor([1.0, -2.0], dtype=torch.bfloat16, requires_grad=True), [1.0, -2.0]),
+        (torch.tensor([True, False]), [1.0, 0.0]),
+        (torch.tensor([[1.0], [2.0]]), [1.0, 2.0]),
+        ({"rewards": torch.ones(2), "scores": torch.zeros(2)}, [1.0, 1.0]),
+        ({"rewards": [torch.tensor(1), None]}, [1.0, None]),
+        ((each for each in (1, None)), [1.0, None]),
+    ],
+)
+def test_scores_in_all_forms_that_grpo_and_openrlhf_take(result: Any, scores: list[float | None]) -> None:
+    found = score_texts("mine", lambda x, y: result, TextRows(["p", "p"], ["a", "b"]), every_row=False)
+    assert found == scores and all(score is None or type(score) is float for score in found)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ({0: 1.0, 1: 2.0}, "returned a dict without `rewards`; its keys: 0, 1\nhint: .* OpenRLHF's dict"),
+        (1, "returned 1, one number for all rows"),
+        (torch.tensor(2.0), "returned 2.0, one number for all rows"),
+        ({"rewards": np.float64(3)}, "returned 3.0, one number for all rows"),
+        (torch.ones(2, 2), r"returned \[1.0, 1.0\] for row 0"),
+        (torch.ones(1, 2), "returned 1 scores for 2 responses"),
+        ("ab", "returned 'ab'"),
+        (torch.ones(3), "returned 3 scores for 2 responses"),
+        (torch.tensor([1.0, math.nan]), "returned nan for row 1"),
+        ([1.0, torch.tensor(math.inf)], "returned inf for row 1"),
+        ([1.0, "2"], "returned '2' for row 1"),
+        ([1.0, np.array([1, 2])], r"returned \[1, 2\] for row 1"),
+    ],
+)
+def test_r05_scores_in_no_form(result: Any, says: str) -> None:
+    with pytest.raises(RLHFError, match=f"R05.*reward `mine` {says}"):
+        score_texts("mine", lambda x, y: result, TextRows(["p", "p"], ["a", "b"]))
+
+
+def messages(completions: list[Any], answer: list[str], **rest: Any) -> list[float]:
+    return [float(completion[0]["content"] == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def texts(completions: list[Any]) -> list[float]:
+    return [float(completion.upper().count("A")) for completion in completions]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+    return {"score": float(solution_str.strip() == ground_truth)}
+
+
+async def one_completion(completion_ids: list[int]) -> float:
+    return 1 / (completion_ids[0] + 1)
+
+
+def without_match(completions: list[str]) -> list[int]:
+    return [len(re.search("x", completion).group()) for completion in completions]
+
+
+TEXT, CONVERSATION = ({"prompt": "q", "answer": "a", "ground_truth": "a"},), ({"prompt": [{"role": "user"}]},)
+
+
+@pytest.mark.parametrize(
+    ("function", "records", "says"),
+    [
+        (messages, TEXT, "raised TypeError.*; it reads the completions as messages, but .* are texts"),
+        (texts, CONVERSATION, "raised AttributeError.*; it reads the completions as texts, but .* are conversations"),
+        (compute_score, TEXT, "raised AttributeError.*; it is a function of one sample"),
+        (one_completion, TEXT, "raised TypeError.*; it is a function of one sample"),
+        (without_match, TEXT, "raised AttributeError: .*\nhint: call it by itself"),
+    ],
+)  # fmt: skip
+def test_r05_names_the_cause_of_a_call_in_another_form(function: Any, records: Any, says: str) -> None:
+    rows = TextRows(["q", "q"], ["a", "b"], [[5], [6]], records * 2)
+    with pytest.raises(RLHFError, match=f"R05.*reward `mine` {says}") as caught:
+        score_texts("mine", function, rows)
+    assert isinstance(caught.value, RewardFormError) == (function is not without_match)
 
 
 def test_functions_of_trl_and_of_c() -> None:

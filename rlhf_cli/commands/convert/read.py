@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.commands.convert import foreign
 from rlhf_cli.config import yaml_io
 from rlhf_cli.errors import RLHFError
 
@@ -28,6 +29,7 @@ PEFT_SECTIONS = ("peft_config", "lora_config", "peft", "lora")
 # Options whose value is a dict; any other key with a dict is a section of options.
 DICT_OPTIONS = re.compile(r"(?!.*gen).*_kwargs|accelerator_config|fsdp_config|deepspeed|quantization_config")
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+COMMENT = re.compile(r"(?m)^\s*#.*$|\s#[^'\"\n]*$")  # of a shell
 WORDS = {"True": True, "False": False, "None": None, "": None}
 
 
@@ -64,9 +66,15 @@ def read_settings(path: Path) -> Source:
         source = yaml_io.read(path)
         if source.problems:
             raise RLHFError.from_problems(source.problems)
+        foreign.refuse(name, yaml_io.read_text(path), foreign.tree_options(source.tree))
         return _read_tree(source.tree)
     text = yaml_io.read_text(path).removeprefix("\ufeff").replace("\r\n", "\n")  # as Windows editors write it
-    return _read_script(text, name) if suffix == ".py" else _read_command(text, name)
+    if suffix == ".py":
+        foreign.refuse(name, text, ())
+        return _read_script(text, name)
+    text = COMMENT.sub("", text)
+    foreign.refuse(name, text, foreign.command_options(text))
+    return _read_command(text, name)
 
 
 def parse_word(text: str) -> Any:
@@ -156,7 +164,7 @@ def _read_command(text: str, name: str) -> Source:
 
 def _words(text: str, name: str) -> list[str]:
     """Split a command into words, up to a redirection, a pipe or a separator."""
-    text = re.sub(r"(?m)^\s*#.*$|\s#[^'\"\n]*$", "", text).replace("\\\n", " ")
+    text = text.replace("\\\n", " ")
     text = re.sub(r"\s\d*(?=[<>])", " ", text)  # the 2 of 2>&1 is not a value
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""  # shlex reads a comment in a#b

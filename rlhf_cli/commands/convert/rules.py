@@ -19,6 +19,7 @@ EXCLUSIVE = ({"ppo.num_train_epochs", "ppo.total_episodes"}, {"ppo.stop_token", 
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
 LARGEST_BATCH = 10**9
 ADAPTER_OPTIONS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
+URL = re.compile(r"https?://")
 LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's examples use
 
 Batch = tuple[int, int, int]  # the values of BATCH_KEYS
@@ -113,7 +114,7 @@ def _stop_tokens(conversion: Conversion) -> None:
 
 
 def _models(conversion: Conversion) -> None:
-    """Convert the models; a text-classification pipeline becomes a reward."""
+    """Convert the models; a text-classification pipeline and a URL become a reward."""
     for setting in conversion.take("sft_model_path", "model_name"):
         conversion.set("models.sft", setting)
     for start in conversion.take("model_name_or_path"):
@@ -123,6 +124,10 @@ def _models(conversion: Conversion) -> None:
             conversion.set("models.sft", start)
     if "models.sft" not in conversion.rows:
         conversion.to_set["models.sft"] = "initial policy and reference; default: RUN/sft, written by `rlhf sft`"
+    for name in ("reward_model", "reward_model_path"):
+        if URL.match(str(conversion.value(name))):
+            note = 'it must answer {"scores": [...]}, or set protocol; see docs/rewards.md'
+            conversion.set("rewards.server.url", conversion.options.pop(name), note=note)
     pipeline = conversion.value("reward_model")
     if isinstance(pipeline, str) and ":" in pipeline:
         setting = conversion.options.pop("reward_model")
@@ -134,7 +139,7 @@ def _models(conversion: Conversion) -> None:
             conversion.set("rewards.classifier.label", setting, LABELS[model], "the label that the examples use")
         else:
             conversion.to_set["rewards.classifier.label"] = "the label whose score is the reward, if there are several"
-    elif not pipeline and "reward_model_path" not in conversion.options:
+    elif not pipeline and "reward_model_path" not in conversion.options and "rewards.server.url" not in conversion.rows:
         if conversion.version == OLD:
             text = 'TRL 0.11 got scores from your code; set e.g. rewards: {mine: {function: "module:function"}}'
             conversion.to_set["rewards"] = text

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -201,7 +202,9 @@ def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], r
         if isinstance(scorer, FunctionReward):
 
             def score(prompts: list[str], responses: list[str], ids: list[list[int]]) -> list[Any]:
-                return call_reward_fn(scorer.function, TextRows(prompts, responses, ids, rollout.records))
+                rows = TextRows.of(rollout, scorer.tokenizer)
+                rows = replace(rows, prompts=prompts, responses=responses, completion_ids=ids)
+                return call_reward_fn(scorer.function, rows)
 
             return partial(reference.function_scores, score, scorer.tokenizer)
         if isinstance(scorer, RetokenizingReward):
