@@ -103,8 +103,12 @@ class YamlFile:
 
 def read(path: str | Path) -> YamlFile:
     """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
-    name = str(path)
-    node = _compose(read_text(path), name)
+    return parse(read_text(path), str(path))
+
+
+def parse(text: str, name: str) -> YamlFile:
+    """Return the config in the text of the file `name`. Raises RLHFError C08, C09, S02 as `read`."""
+    node = _compose(text, name)
     if node is None:
         raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
     if not isinstance(node, MappingNode):

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import atomic_folder, list_files, read_json_object, sync_files
+from rlhf_cli.files import atomic_folder, list_files, read_json_object, remove, sync_files
 from rlhf_cli.terminal import duration
 
 START_TIME_TOLERANCE_S = 5.0  # except on Linux, setting the clock changes the start time of processes
@@ -156,6 +155,8 @@ def lock_owner(folder: Path) -> LockOwner | None:
 
 def _note(folder: Path, record: dict[str, Any] | None) -> None:
     """Write the owner into the lock file. Failures are ignored, and a missing file is not created."""
+    if not lock_path(folder).is_file():
+        return
     with suppress(OSError), open(lock_path(folder), "r+b") as file:
         if (first := file.read(1)) and first != b"{":
             return  # without flock, the file itself is filelock's lock
@@ -209,7 +210,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         require_empty(folder)
         for path in folder.parent.glob(".tmp-*"):
             if re.fullmatch(rf"\.tmp-{re.escape(folder.name)}-\d+", path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path, ignore_errors=True)
         with atomic_folder(folder) as scratch:
             yield scratch
             sync_files(scratch, list_files(scratch))
@@ -225,13 +226,12 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     folder = run / SCRATCH_NAME
     system.require_writable(folder, hint=OUT_HINT)
     with locked(run / SCRATCH_NAME.lstrip("."), hint=f"wait for it to end, or {OUT_HINT}"):
-        if folder.exists():
-            shutil.rmtree(folder)
+        remove(folder)
         try:
             yield folder
         except RLHFError:
             raise
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder, ignore_errors=True)
             raise
-        shutil.rmtree(folder)
+        remove(folder)

@@ -61,7 +61,7 @@ def test_only_an_absent_file_is_missing(number: int, tmp_path: Path, monkeypatch
     def broken(self: Path, *args: Any, **kwargs: Any) -> str:
         raise OSError(number, "a network disk", str(self))
 
-    monkeypatch.setattr(Path, "read_text", broken)
+    monkeypatch.setattr(Path, "open", broken)
     with pytest.raises(RLHFError, match=r"error\[E08\]: .*manifest.json cannot be read now: a network disk") as caught:
         read_json_object(path)
     assert caught.value.exit_code == 1
