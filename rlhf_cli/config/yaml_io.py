@@ -177,6 +177,8 @@ def read_text(file: str | Path) -> str:
     if os.path.isdir(path):
         raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
+        if os.path.exists(path):
+            raise RLHFError("C09", "is a pipe or a device, not a config file", where=name)
         near = closest_path(path)
         is_config = near and near.endswith(SUFFIXES) and os.path.isfile(near)
         others = _configs_in(path.parent) if os.path.isdir(path.parent) else None
