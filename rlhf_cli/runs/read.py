@@ -138,7 +138,7 @@ def _read_config(path: Path) -> tuple[Row | None, str | None]:
     except RLHFError as error:
         if error.problems[0].code == "E08":
             raise
-        return None, f"{path.name} is not readable: {error.problems[0].text}"
+        return None, f"{path.name} is missing or not readable: {error.problems[0].text}"
 
 
 def changed_parents(stage: Stage) -> tuple[str, ...]:

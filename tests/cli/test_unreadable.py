@@ -257,4 +257,6 @@ def test_a_config_that_expands_without_end_is_named(here: Path, monkeypatch: pyt
     with within(20):
         for command in (("status", "one"), ("ls",), ("report", "one", "--out", "page.html")):
             assert rlhf(*command).exit_code == 0
-    assert "config.yaml is not readable: the aliases expand to too many values" in Path("page.html").read_text()
+    assert (
+        "config.yaml is missing or not readable: the aliases expand to too many values" in Path("page.html").read_text()
+    )

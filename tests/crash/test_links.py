@@ -16,6 +16,7 @@ from run_cli import fails, forked, is_one_error, must_succeed, rlhf
 from typer.testing import Result
 
 from rlhf_cli import runs
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_json
 from rlhf_cli.runs.checkpoints import OWNER
 
@@ -130,6 +131,24 @@ def test_strangers_behind_links_of_a_ppo_run_stay(run_folder: Path) -> None:
     assert [contents(scratch) for scratch in folders] == after
 
 
+def test_a_run_that_an_older_version_began_keeps_what_has_no_manifest(tmp_path: Path) -> None:
+    """It wrote no ids. In its own folders everything is its own, as ever."""
+    state = tmp_path / "run/ppo/state"
+    state.mkdir(parents=True)
+    write_json(state.parent / "identity.json", {"stage": "ppo"})
+    scratch = move_to_scratch(state)
+    for name in ("step_000001", "step_000900", "checkpoint-7", ".tmp-step_000001-9"):
+        (scratch / name).mkdir()
+        (scratch / name / "weights").write_text("mine")
+    for step in (2, 3, 4):
+        runs.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
+    assert runs.state_steps(state) == [3, 4]
+    with pytest.raises(RLHFError, match=r"C15.*step_000001 is not of this run"):
+        runs.commit_state(state, "step_000001", lambda path: (path / "w").touch(), keep=2)
+    mine = {path.name for path in scratch.iterdir() if (path / "weights").is_file()}
+    assert mine == {"step_000001", "step_000900", "checkpoint-7", ".tmp-step_000001-9"}
+
+
 # Logs
 
 
@@ -194,7 +213,7 @@ def test_c15_old_output_that_cannot_be_moved_stays(here: Path, monkeypatch: pyte
         old.symlink_to(target)
         if kind == "a link to a file":
             target.write_text("mine")
-    with pytest.raises(runs.checkpoints.RLHFError, match=r"error\[C15\]: \.?"):
+    with pytest.raises(RLHFError, match=r"error\[C15\]: \.?"):
         begin(FakeConfig(here), fresh=True)
     assert contents(folder) == before
 
