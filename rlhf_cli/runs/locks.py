@@ -54,7 +54,8 @@ def lock_path(folder: Path) -> Path:
 def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
     """Lock a folder for writing until `release` or the end of the process, however it ends.
 
-    The lock is beside the folder, so that the folder can be moved. Raises C15 if another process writes or reads it.
+    The lock is beside the folder, so that the folder can be moved. Raises C15 if another process writes or reads it,
+    or if its name is taken by a link or a folder.
     """
     if folder in _exclusive:
         return
@@ -63,6 +64,11 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
         lock.acquire(timeout=0)
     except Timeout:
         raise _used_by_another(folder, hint) from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+        text = f"{shown(lock_path(folder))} is a link or a folder, and rlhf needs that name for a lock"
+        raise RLHFError("C15", text, hint="move it away, then run the same command again") from error
     _exclusive[folder] = lock
     owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
     _note(folder, asdict(owner) | {"started": _since_boot(psutil.Process()), "inode": lock_path(folder).stat().st_ino})
