@@ -87,7 +87,7 @@ def require_free(folder: Path, prefix: str, last_step: int) -> None:
 
 def _foreign_error(path: Path) -> RLHFError:
     text = f"{shown(path)} is not of this run, which needs that name for a checkpoint; nothing was changed there"
-    hint = f"move it away, or make {shown(path.parent)} a folder, or a link to a folder, of this run alone"
+    hint = f"move it away, or use another folder than {shown(path.parent)} for this run"
     return RLHFError("C15", text, hint=hint)
 
 
