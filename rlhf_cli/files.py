@@ -11,14 +11,75 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
-from rlhf_cli.errors import RLHFError, translate_read_errors
+from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.jsonl import to_json
+from rlhf_cli.system import format_bytes
 
 MODEL_CARDS = ("README.md",)  # not part of a model
 HASH_THREADS = 8
 HASH_DIFFERS = "its content is not what was written (sha256 differs)"
+MAX_FILE_BYTES = 2**27  # of a file that is read as a whole: manifests, reports and settings have a few MB
+MAX_LOG_BYTES = 2**30  # half a million updates of PPO
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}  # of what is there in place of a file
+
+
+# Files and folders that may not be plain: read, changed or removed without following what leads elsewhere
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading. Raises RLHFError E08 for a pipe, a device or a socket, which may never end."""
+    if kind := KINDS.get(stat.S_IFMT(path.stat().st_mode)):
+        text = f"{shown(path)} cannot be read now: it is {kind}, not a file"
+        raise RLHFError("E08", text, hint="put the file back in its place, then run the same command again")
+    with path.open("rb") as file:
+        yield file
+
+
+def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a file. Raises RLHFError E08 as `open_regular`, and for one of more than `max_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            text = f"{shown(path)} cannot be read now: it has {format_bytes(size)}, more than such a file can have"
+            raise RLHFError("E08", text, hint=f"put the file of at most {format_bytes(max_bytes)} back in its place")
+        return file.read()
+
+
+def require_inside(path: Path) -> None:
+    """Raise RLHFError S03 if a link leads out of the file's folder: it must not be appended to or truncated."""
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        text = f"{shown(path)} is a link to {path.resolve()}, which would be changed"
+        raise RLHFError("S03", text, hint="replace the link by a copy of the file, then run the same command again")
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder unless it exists. Raises RLHFError C15 if its name is taken by a file or a broken link."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        kind = "a link to nothing" if folder.is_symlink() else "not a folder"
+        text = f"{shown(folder)} is {kind}, and a folder is needed"
+        hint = "restore what it leads to, or move it away" if folder.is_symlink() else "move it away"
+        raise RLHFError("C15", text, hint=f"{hint}; then run the same command again") from None
+
+
+def remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a file, a link or a folder, if it exists; what a link leads to is kept."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# Hashes
 
 
 def file_sha256(path: Path) -> str:
@@ -123,12 +184,13 @@ def sync_files(folder: Path, names: Iterable[str]) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, mark: str = "") -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder`, which must be missing or empty, at the end of the context.
 
-    On an exception the temporary folder is deleted. The caller must flush the files to disk.
+    On an exception the temporary folder is deleted. The caller must flush the files to disk. Its name begins with
+    `.tmp-` and `mark`.
     """
-    scratch = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    scratch = folder.with_name(f".tmp-{mark}{folder.name}-{os.getpid()}")
     scratch.mkdir()
     try:
         yield scratch
@@ -159,10 +221,10 @@ def write_json(path: Path, value: object) -> None:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if the file is missing or holds anything else.
 
-    Raises RLHFError E08 if it cannot be read now.
+    Raises RLHFError E08 if it cannot be read now, or as `read_regular`.
     """
     with suppress(OSError, ValueError, RecursionError), translate_read_errors(path):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path).decode("utf-8"))
         return value if isinstance(value, dict) else None
     return None
 

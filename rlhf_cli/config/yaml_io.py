@@ -103,8 +103,12 @@ class YamlFile:
 
 def read(path: str | Path) -> YamlFile:
     """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
-    name = str(path)
-    node = _compose(read_text(path), name)
+    return parse(read_text(path), str(path))
+
+
+def parse(text: str, name: str) -> YamlFile:
+    """Return the config in the text of the file `name`. Raises RLHFError C08, C09, S02 as `read`."""
+    node = _compose(text, name)
     if node is None:
         raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
     if not isinstance(node, MappingNode):
@@ -173,6 +177,8 @@ def read_text(file: str | Path) -> str:
     if os.path.isdir(path):
         raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
+        if os.path.exists(path):
+            raise RLHFError("C09", "is a pipe or a device, not a config file", where=name)
         near = closest_path(path)
         is_config = near and near.endswith(SUFFIXES) and os.path.isfile(near)
         others = _configs_in(path.parent) if os.path.isdir(path.parent) else None

@@ -5,7 +5,6 @@ in torch.distributed.checkpoint's format.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rlhf_cli import distributed, terminal
+from rlhf_cli import distributed, files, terminal
 from rlhf_cli.models import lora, sharding
 from rlhf_cli.models.load import config_folder
 
@@ -37,8 +36,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         state = sharding.full_state_dict(model)
     if not distributed.is_main_process():
         return
-    if folder.exists():
-        shutil.rmtree(folder)
+    files.remove(folder)
     model.save_pretrained(folder, **({"state_dict": state} if state else {}))
     if lora.is_peft_model(model):
         save_config(model.get_base_model(), folder)

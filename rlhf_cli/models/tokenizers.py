@@ -76,7 +76,7 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> An
 def refuse_code(folder: Path | str, trusted: bool) -> None:
     """Raise RLHFError M08 if the model comes with Python code, unless `trusted`; a built-in class may differ."""
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
-    settings = (read_json_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
+    settings = (read_json_object(path) or {} for path in paths)
     if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):
         raise remote_code_error(folder)
 

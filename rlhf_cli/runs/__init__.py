@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "runs.checkpoints": "commit_state delete_state latest_state newest_step remove_damaged_checkpoint seal_state "
+        "runs.checkpoints": "begin_state commit_state delete_state latest_state newest_step require_free seal_state "
         "state_at state_steps valid_states",
         "runs.locks": "new_folder release require_empty scratch_folder",
         "runs.parents": "FOREIGN MERGED SNAPSHOTS Parent find_base is_adapter_of is_available_locally open_parent "

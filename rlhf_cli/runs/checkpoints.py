@@ -2,21 +2,25 @@
 
 There is no `latest` pointer: the newest folder whose manifest, state.json, verifies is used. Our own checkpoints are
 written to a temporary folder and renamed; those that another program writes in place are sealed by their manifest.
+
+A folder of checkpoints may be a link to a disk that others use, too. Each checkpoint, and each temporary folder by its
+name, therefore has the id of its run. Those without it are never read, replaced or deleted.
 """
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_cli import distributed, files, terminal
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, shown, translate_read_errors
+from rlhf_cli.runs.parents import SNAPSHOTS
 
 MANIFEST = "state.json"
 SCHEMA = 2
+OWNER = ".run"  # file in each checkpoint with the id of its run; hidden, so it is neither hashed nor uploaded
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # names of this package, and of the Hugging Face Trainer
 
@@ -32,25 +36,89 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
         write(folder / name)
         return folder / name
     assert keep is None or keep >= 1, "keep must be at least 1"
-    remove_damaged_checkpoint(folder, name)
-    with files.atomic_folder(folder / name) as scratch:
+    with _new_state(folder, name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
     _prune(folder, name, keep)
     return folder / name
 
 
-def remove_damaged_checkpoint(folder: Path, name: str) -> None:
-    """Create the folder, and delete leftovers of killed processes and any damaged checkpoint of this name.
+def begin_state(folder: Path, name: str) -> None:
+    """Create the checkpoint folder/name, with nothing but its owner, for a program that writes in place.
 
-    Raises S03 for an invalid name.
+    Raises as `commit_state`.
+    """
+    with _new_state(folder, name):
+        pass
+
+
+@contextmanager
+def _new_state(folder: Path, name: str) -> Iterator[Path]:
+    """Yield a temporary folder that becomes folder/name, and replaces a checkpoint of this name of the same run.
+
+    Raises RLHFError S03 for an invalid name, C15 for a name that something else has.
     """
     if not _NAME.fullmatch(name):
         raise RLHFError("S03", f'"{name}" is not a name for a state folder')
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder)
-    if (folder / name).exists():
-        delete_state(folder / name)
+    files.make_folder(folder)
+    _clear(folder)
+    run_id, path = _run_id(folder), folder / name
+    if os.path.lexists(path):
+        if not _is_ours(path, run_id):
+            raise _foreign_error(path)
+        delete_state(path)
+    with files.atomic_folder(path, mark=f"{run_id}-" if run_id else "") as scratch:
+        yield scratch
+        if run_id:
+            files.write_text(scratch / OWNER, f"{run_id}\n")
+
+
+def require_free(folder: Path, prefix: str, last_step: int) -> None:
+    """Raise RLHFError C15 if the folder has another's checkpoint with a name that this run may need.
+
+    These are `prefix` and a step up to `last_step`. It would be found too late, when the checkpoint is saved.
+    """
+    run_id = _run_id(folder)
+    for name in files.list_folder(folder):
+        taken = name.startswith(prefix) and _STEP.fullmatch(name) and _step(folder / name) <= last_step
+        if taken and not _is_ours(folder / name, run_id):
+            raise _foreign_error(folder / name)
+
+
+def _foreign_error(path: Path) -> RLHFError:
+    text = f"{shown(path)} is not of this run, which needs that name for a checkpoint; nothing was changed there"
+    hint = f"move it away, or use another folder than {shown(path.parent)} for this run"
+    return RLHFError("C15", text, hint=hint)
+
+
+def _run_id(folder: Path) -> str | None:
+    """Return the id of the run that a folder of checkpoints is in; None if an older version began that run.
+
+    The stage's folder is the parent, or for RUN/ppo/engine/policy its parent: of the path as written, because
+    the folder may be a link.
+    """
+    for stage in folder.parents[:2]:
+        if identity := files.read_json_object(stage / "identity.json"):
+            run_id = identity.get("run_id")
+            return run_id if isinstance(run_id, str) else None
+    return None
+
+
+def _is_ours(path: Path, run_id: str | None) -> bool:
+    """Return True if a checkpoint is of the run `run_id`. Raises RLHFError E08 if that cannot be read now.
+
+    Older versions wrote no ids: their checkpoints are those in the run itself, and elsewhere those with a manifest.
+    """
+    if run_id is None:
+        return not _is_elsewhere(path.parent) or files.path_exists(path / MANIFEST)
+    with suppress(OSError), translate_read_errors(path):
+        return files.read_regular(path / OWNER).decode("ascii", "replace").strip() == run_id
+    return False
+
+
+def _is_elsewhere(folder: Path) -> bool:
+    """Return True if a folder is a link that leads out of the folder that it is in."""
+    return not folder.resolve().is_relative_to(folder.parent.resolve())
 
 
 def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
@@ -131,15 +199,33 @@ def state_at(folder: Path, step: int) -> Path:
     return path
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Delete files that a killed process wrote or deleted halfway. Only for the process that locked the output."""
-    for pattern in (".tmp-*", ".trash-*"):
+def clear_leftovers(stage_folder: Path) -> None:
+    """Delete what a killed process of this stage wrote or deleted halfway. Only for the process that locked it."""
+    for path in stage_folder.glob(".tmp-*"):
+        files.remove(path, ignore_errors=True)
+    for name in ("state", SNAPSHOTS):
+        _clear(stage_folder / name)
+
+
+def _clear(folder: Path) -> None:
+    """Delete temporary folders: all of them, or in a folder elsewhere those that have this run's id."""
+    run_id, elsewhere = _run_id(folder), _is_elsewhere(folder)
+    if elsewhere and run_id is None:
+        return
+    mark = f"{run_id}-" if elsewhere else ""
+    for pattern in (f".tmp-{mark}*", f".trash-{mark}*"):
         for path in folder.glob(pattern):
-            _remove(path)
+            files.remove(path, ignore_errors=True)
 
 
 def _states(folder: Path) -> list[Path]:
-    """Return the checkpoint folders, oldest first. Raises RLHFError E08 if the folder cannot be read now."""
+    """Return this run's checkpoint folders, oldest first. Raises RLHFError E08 if one cannot be read now."""
+    run_id = _run_id(folder)
+    return [path for path in _named(folder) if _is_ours(path, run_id)]
+
+
+def _named(folder: Path) -> list[Path]:
+    """Return all folders with the name of a checkpoint, whoever wrote them, by step."""
     paths = [folder / name for name in files.list_folder(folder) if _STEP.fullmatch(name)]
     return sorted((path for path in paths if files.path_exists(path) and path.is_dir()), key=_step)
 
@@ -175,11 +261,13 @@ def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] 
     """
     if keep is None:
         return
-    newest = _step(folder / written)
+    newest, run_id = _step(folder / written), _run_id(folder)
     valid: list[Path] = []
     invalid: list[Path] = []
-    for path in _states(folder):
+    for path in _named(folder):
         with suppress(RLHFError):
+            if not _is_ours(path, run_id):
+                continue
             is_valid = _step(path) <= newest and _problem(path, content=False) is None
             (valid if is_valid else invalid).append(path)
     for path in [*invalid, *valid[:-keep]]:
@@ -191,14 +279,7 @@ def delete_state(state: Path) -> None:
     """Delete a checkpoint, on the main process only; renamed first, so that a partly deleted one is never used."""
     if not distributed.is_main_process():
         return
-    trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
+    run_id = _run_id(state.parent)
+    trash = state.with_name(f".trash-{f'{run_id}-' if run_id else ''}{state.name}-{os.getpid()}")
     state.rename(trash)
-    _remove(trash)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file, link or folder; the target of a link is kept."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    files.remove(trash, ignore_errors=True)

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import atomic_folder, list_files, read_json_object, sync_files
+from rlhf_cli.files import atomic_folder, list_files, read_json_object, remove, sync_files
 from rlhf_cli.terminal import duration
 
 START_TIME_TOLERANCE_S = 5.0  # except on Linux, setting the clock changes the start time of processes
@@ -55,7 +54,8 @@ def lock_path(folder: Path) -> Path:
 def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
     """Lock a folder for writing until `release` or the end of the process, however it ends.
 
-    The lock is beside the folder, so that the folder can be moved. Raises C15 if another process writes or reads it.
+    The lock is beside the folder, so that the folder can be moved. Raises C15 if another process writes or reads it,
+    or if its name is taken by a link or a folder.
     """
     if folder in _exclusive:
         return
@@ -64,6 +64,11 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
         lock.acquire(timeout=0)
     except Timeout:
         raise _used_by_another(folder, hint) from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+        text = f"{shown(lock_path(folder))} is a link or a folder, and rlhf needs that name for a lock"
+        raise RLHFError("C15", text, hint="move it away, then run the same command again") from error
     _exclusive[folder] = lock
     owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
     _note(folder, asdict(owner) | {"started": _since_boot(psutil.Process()), "inode": lock_path(folder).stat().st_ino})
@@ -156,6 +161,8 @@ def lock_owner(folder: Path) -> LockOwner | None:
 
 def _note(folder: Path, record: dict[str, Any] | None) -> None:
     """Write the owner into the lock file. Failures are ignored, and a missing file is not created."""
+    if not lock_path(folder).is_file():
+        return
     with suppress(OSError), open(lock_path(folder), "r+b") as file:
         if (first := file.read(1)) and first != b"{":
             return  # without flock, the file itself is filelock's lock
@@ -209,7 +216,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         require_empty(folder)
         for path in folder.parent.glob(".tmp-*"):
             if re.fullmatch(rf"\.tmp-{re.escape(folder.name)}-\d+", path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path, ignore_errors=True)
         with atomic_folder(folder) as scratch:
             yield scratch
             sync_files(scratch, list_files(scratch))
@@ -225,13 +232,12 @@ def scratch_folder(run: Path) -> Iterator[Path]:
     folder = run / SCRATCH_NAME
     system.require_writable(folder, hint=OUT_HINT)
     with locked(run / SCRATCH_NAME.lstrip("."), hint=f"wait for it to end, or {OUT_HINT}"):
-        if folder.exists():
-            shutil.rmtree(folder)
+        remove(folder)
         try:
             yield folder
         except RLHFError:
             raise
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder, ignore_errors=True)
             raise
-        shutil.rmtree(folder)
+        remove(folder)

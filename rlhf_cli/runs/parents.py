@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from rlhf_cli.errors import (
     translate_read_errors,
 )
 from rlhf_cli.files import (
+    MAX_FILE_BYTES,
+    MAX_LOG_BYTES,
     cached_model,
     files_sha256,
     find_damage,
@@ -31,6 +34,7 @@ from rlhf_cli.files import (
     select_files,
 )
 from rlhf_cli.runs.discover import configs_in, has_output
+from rlhf_cli.system import format_bytes
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
@@ -307,10 +311,36 @@ def _file_stats(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def list_model_files(folder: Path) -> list[Path]:
-    """Return the files of a plain folder that make up the model, by name. Raises RLHFError E08 if it is unreadable."""
+    """Return the files of a plain folder that make up the model, by name.
+
+    Raises RLHFError E08 if it is unreadable, M01 for a pipe or a device, or a file that cannot be so large.
+    """
     with translate_read_errors(folder):
         paths = [path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")]
-        return sorted(path for path in paths if path_exists(path) and path.is_file())
+        files = sorted(path for path in paths if path_exists(path) and not path.is_dir())
+        for path in files:
+            _require_plain(path)
+        return files
+
+
+def _require_plain(path: Path) -> None:
+    """Raise RLHFError M01 for a file that cannot be of a model, and that takes forever to read."""
+    size = path.stat().st_size
+    if not path.is_file():
+        raise RLHFError("M01", "not a regular file, and reading it may never end", where=shown(path))
+    if size > MAX_LOG_BYTES and size != (_weights_bytes(path) if path.suffix == ".safetensors" else None):
+        text = f"has {format_bytes(size)}, which is not the size of a file of a model"
+        raise RLHFError("M01", text, where=shown(path), hint="copy or download it again")
+
+
+def _weights_bytes(path: Path) -> int | None:
+    """Return the size of a safetensors file by its header, None without one."""
+    with path.open("rb") as file, suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        length = int.from_bytes(file.read(8), "little")
+        tensors = json.loads(file.read(min(length, MAX_FILE_BYTES)))
+        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        return 8 + length + max(ends)
+    return None
 
 
 def require_unchanged(parents: Mapping[str, Parent], *, loaded: bool = False) -> None:

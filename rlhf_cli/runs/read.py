@@ -4,17 +4,15 @@ Also its settings beside their defaults and those of other runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from rlhf_cli.config import yaml_io
 from rlhf_cli.config.fields import key_at, with_current_names
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
-from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, select_files
+from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, read_regular, select_files
 from rlhf_cli.jsonl import at, flatten, is_number, read_jsonl
 from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, has_output
 from rlhf_cli.runs.parents import FOREIGN, no_stage_error, read_manifest
@@ -131,10 +129,16 @@ def _damage(folder: Path, files: Row) -> str | None:
 
 
 def _read_config(path: Path) -> tuple[Row | None, str | None]:
-    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError), translate_read_errors(path):
-        tree = with_current_names(yaml.safe_load(path.read_text(encoding="utf-8")))
-        return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
-    return None, f"{path.name} is missing or not readable"
+    try:
+        with translate_read_errors(path):
+            text = read_regular(path, yaml_io.MAX_BYTES).decode("utf-8")
+        return with_current_names(yaml_io.parse(text, path.name).tree), None
+    except (OSError, ValueError):
+        return None, f"{path.name} is missing or not readable"
+    except RLHFError as error:
+        if error.problems[0].code == "E08":
+            raise
+        return None, f"{path.name} is missing or not readable: {error.problems[0].text}"
 
 
 def changed_parents(stage: Stage) -> tuple[str, ...]:

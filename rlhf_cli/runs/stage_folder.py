@@ -1,5 +1,6 @@
 """Output folder of a stage: its start, its manifest, and the time spent on checkpoints."""
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -18,9 +19,10 @@ from rlhf_cli.config.base import TRACKERS, Config
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
     hash_files,
+    json_sha256,
     list_files,
     list_folder,
-    path_exists,
+    make_folder,
     sync_files,
     write_checked_json,
     write_json,
@@ -81,9 +83,9 @@ def start_stage(
     verify_parents(parents)
     if fresh:
         _move_aside(folder)
-    folder.mkdir(exist_ok=True)
-    for path in (folder, folder / "state", folder / SNAPSHOTS):
-        clear_leftovers(path)
+    for path in (folder, *(folder / name for name in ("state", SNAPSHOTS) if (folder / name).is_symlink())):
+        make_folder(path)  # a link may lead to a disk that is not there now
+    clear_leftovers(folder)
     group = {"processes": distributed.world_size(), "machines": distributed.num_machines()}
     environment = {"versions": versions(), "device": device, **group}
     if status.state == "resume":
@@ -93,7 +95,9 @@ def start_stage(
             text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"
             raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
         _warn_of_changes(folder, environment)
-    write_json(folder / "identity.json", identity | {"environment": environment})
+    run_id = (read_identity(folder) or {}).get("run_id") if status.state == "resume" else json_sha256(identity)[:16]
+    begun = {"run_id": run_id} if run_id else {}  # a run that an older version began has none
+    write_json(folder / "identity.json", identity | begun | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
@@ -119,19 +123,23 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    """Move a stage's folder, if there is one, to RUN/.old/<stage>-<n>, deleting nothing.
+    """Move a stage's folder, or a link in its place, to RUN/.old/<stage>-<n>, deleting nothing.
 
-    Raises RLHFError C15 if .old is not a folder.
+    Raises RLHFError C15 if .old is not a folder, or one on another disk.
     """
-    if not path_exists(folder):
+    if not os.path.lexists(folder):
         return
     old = folder.parent / ".old"
-    if path_exists(old) and not old.is_dir():
-        text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
-        raise RLHFError("C15", text, hint="move that file away, then run the same command again")
-    old.mkdir(exist_ok=True)
+    make_folder(old)
     matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
-    folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
+    target = old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}"
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        text = f"{shown(folder)} cannot be moved to {shown(old)}, which leads to another disk"
+        raise RLHFError("C15", text, hint="move the folder away yourself, then run the same command again") from error
 
 
 def complete_stage(

@@ -87,7 +87,9 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
         report = build_report(config, evaluated, columns, sampling, parents, series)
         if config.eval.limit:
             report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)), config.seed)
-        jsonl.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated, columns))
+        samples = config.folder / "samples.jsonl"
+        samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
+        jsonl.write_jsonl(samples, sample_rows(evaluated, columns))
         runs.write_json(config.folder / "report.json", report)
         track(config, report, evaluated, columns)  # after report.json: a tracker's failure must not change the report
         return report

@@ -135,7 +135,7 @@ class ServerWeights:
 
         A version is the name of one content: run, update and hash.
         """
-        sync, folder = self.config.models.server_sync, server_weights_folder(self.config, role, update).resolve()
+        sync, folder = self.config.models.server_sync, server_weights_folder(self.config, role, update)
 
         def write(path: Path) -> None:
             if role == "policy" and sync == "lora":
@@ -145,9 +145,9 @@ class ServerWeights:
             else:
                 save.save_untied(self.policy if role == "policy" else self.ref, self.tokenizer, path)
 
-        path = runs.commit_state(folder.parent, folder.name, write, keep=3)
+        path = runs.commit_state(folder.parent, folder.name, write, keep=3).resolve()
         content = files_sha256(sorted(path.glob("*.safetensors")))
-        return f"{json_sha256(str(folder.parents[1]))[:8]}-{role}-update-{update}-{content[:8]}", path
+        return f"{json_sha256(str(path.parents[1]))[:8]}-{role}-update-{update}-{content[:8]}", path
 
 
 def server_engine(

@@ -59,7 +59,7 @@ class TrainerMixin:
         trainer: Any = self
         states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
         with self.cost.measure():
-            self.process_group.run_on_main(lambda: runs.remove_damaged_checkpoint(states, name))
+            self.process_group.run_on_main(lambda: runs.begin_state(states, name))
             self.losses = self.process_group.all_gather_object(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
             self.process_group.barrier()  # until every rank has written its random state
@@ -172,10 +172,11 @@ def train_and_save(
     Raises RLHFError R01 if the loss is not finite.
     """
     folder, world_size, count = config.folder, trainer.process_group.world_size, len(trainer.train_dataset)
-    setup.warn_long_intervals(config, settings_of(config).steps(count, world_size))
+    steps = settings_of(config).steps(count, world_size)
+    setup.warn_long_intervals(config, steps)
     packed = count if packing_strategy(config) else None
     terminal.say(f"{config.stage:<8} {describe_batches(config, rows, world_size, packed=packed)}")
-    checkpoint = trainer.process_group.run_on_main(lambda: runs.latest_state(folder / "state"))
+    checkpoint = trainer.process_group.run_on_main(partial(_newest_checkpoint, folder / "state", steps))
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")) if checkpoint else {}
     resumed = state["stateful_callbacks"][CALLBACK_STATE]["attributes"] if checkpoint else {}
     run_trackers = Trackers(config)
@@ -196,6 +197,11 @@ def train_and_save(
     build.disable_router_logits(model)
     trainer.process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", card))
     return steps, log, trained_base(trainer, config)
+
+
+def _newest_checkpoint(folder: Path, steps: int) -> Path | None:
+    runs.require_free(folder, "checkpoint-", steps)
+    return runs.latest_state(folder)
 
 
 def trained_base(trainer: Any, config: TRLConfig) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from rlhf_cli import distributed, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.errors import RLHFError, install_hint, redact, shown
-from rlhf_cli.files import sync
+from rlhf_cli.files import MAX_LOG_BYTES, open_regular, read_regular, require_inside, sync
 from rlhf_cli.jsonl import append_jsonl, is_number, to_json, write_jsonl
 from rlhf_cli.tracking.trackers import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
@@ -170,6 +170,7 @@ class Log:
         """Append a row in one write, on the main process only."""
         if not distributed.is_main_process():
             return
+        require_inside(self.path)
         line = append_jsonl(self.path, row)
         self._bytes += len(line)
         self._sha256.update(line)
@@ -210,17 +211,24 @@ class MetricsLog(Log):
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a log, [] if there is no file; a line that is being written is skipped."""
-    return _rows(path.read_bytes()) if path.exists() else []
+    """Return the complete rows of a log, [] if there is no file; a line that is being written is skipped.
+
+    Raises RLHFError E08 for what is not a file, or too large.
+    """
+    return _rows(_content(path))
 
 
 def newest_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 kB of a log, for its current state."""
+    """Return the rows in the last 64 kB of a log, for its current state. Raises RLHFError E08 for what is no file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         return _rows(file.read())
+
+
+def _content(path: Path) -> bytes:
+    return read_regular(path, MAX_LOG_BYTES) if path.exists() else b""
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:
@@ -239,9 +247,11 @@ def _rows(content: bytes) -> list[dict[str, Any]]:
 def _truncate(path: Path, position: LogPosition) -> bytes:
     """Truncate a log to the position and return its content.
 
-    If the content was changed, warn and keep the steps up to the position.
+    If the content was changed, warn and keep the steps up to the position. Raises RLHFError S03 for a link out of the
+    folder.
     """
-    content = path.read_bytes()[: position["bytes"]] if path.exists() else b""
+    require_inside(path)
+    content = _content(path)[: position["bytes"]]
     if hashlib.sha256(content).hexdigest() == position["sha256"]:
         if path.exists():
             os.truncate(path, position["bytes"])

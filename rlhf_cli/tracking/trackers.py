@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.errors import shell_path, shown
+from rlhf_cli.files import write_text
 from rlhf_cli.jsonl import flatten
 
 NO_STEP = -1
@@ -129,7 +130,7 @@ class WandB:
             config=run.config,
             settings=wandb.Settings(**settings),
         )
-        id_file.write_text(f"{self.run.id}\n", encoding="utf-8")
+        write_text(id_file, f"{self.run.id}\n")
         folder = shown(id_file.parent)
         if self.run.offline:
             self.last = NO_STEP
@@ -184,7 +185,7 @@ class Trackio(WandB):
         except Exception:
             self._finish()
             raise
-        name_file.write_text(f"{name}\n", encoding="utf-8")
+        write_text(name_file, f"{name}\n")
         self.last = getattr(self.run, "_next_step", run.logged_step + 1) - 1 if resumed else NO_STEP
         self.place = f"run {name} of project {project} (trackio show --project {project})"
 

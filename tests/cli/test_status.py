@@ -61,7 +61,7 @@ def unfinished(run: Path, stage: str, *rows: dict[str, Any], saved: int | None =
         path.unlink(missing_ok=True)
     write_jsonl(folder / "metrics.jsonl", list(rows))
     if saved is not None:
-        (folder / f"state/step_{saved:06d}").mkdir(parents=True)
+        runs.begin_state(folder / "state", f"step_{saved:06d}")
 
 
 @pytest.fixture

@@ -2,7 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +65,7 @@ def test_only_an_absent_file_is_missing(number: int, tmp_path: Path, monkeypatch
     def broken(self: Path, *args: Any, **kwargs: Any) -> str:
         raise OSError(number, "a network disk", str(self))
 
-    monkeypatch.setattr(Path, "read_text", broken)
+    monkeypatch.setattr(Path, "open", broken)
     with pytest.raises(RLHFError, match=r"error\[E08\]: .*manifest.json cannot be read now: a network disk") as caught:
         read_json_object(path)
     assert caught.value.exit_code == 1
@@ -170,3 +174,89 @@ def test_every_command_ends_with_a_code(command: tuple[str, ...], run: Path, mon
             shutil.rmtree("out", ignore_errors=True)
             (run / "eval/report.html").unlink(missing_ok=True)
             assert contents(run) == before and not (run / ".old").exists(), context
+
+
+# What is not a file, or cannot be one
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Fail a test that hangs."""
+
+    def hangs(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def sparse(path: Path) -> None:
+    """Write a file of a terabyte that takes no space."""
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+ODD_FILES = [
+    "sft/manifest.json", "ppo/manifest.json", "ppo/identity.json", "ppo/config.yaml", "ppo/metrics.jsonl",
+    "ppo/samples.jsonl", "ppo/watchdog.jsonl", "eval/report.json", "eval/samples.jsonl", "eval/manifest.json",
+    "sft/model/model.safetensors", "base/model.safetensors", "base/config.json", "base/adapter_config.json",
+    ".ppo.lock", "eval/report.html",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, sparse, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_command_waits_for_a_pipe_or_reads_a_device(
+    command: tuple[str, ...], make: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws_nothing(monkeypatch)
+    for name in ODD_FILES:
+        if (command, name) == (("run", "RUN"), "eval/report.json"):
+            continue  # as a damaged one, it is made again
+        whole = Path(shutil.copytree(run, "whole"))
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+        with within(20):
+            result = rlhf(*(word.replace("RUN", str(run)) for word in command))
+        context = (command, name, result.output)
+        assert not isinstance(result.exception, AssertionError), context
+        assert "R00" not in result.output and "Traceback" not in result.output, context
+        assert (result.exit_code != 0) == any(line.startswith("error[") for line in result.stderr.splitlines()), context
+        assert not (run / ".old").exists(), context
+        shutil.rmtree("out", ignore_errors=True)
+        shutil.rmtree(run)
+        whole.rename(run)
+
+
+def test_ls_status_and_report_go_on_beside_a_run_with_odd_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws_nothing(monkeypatch)
+    for name in ("one", "two"):
+        write_run(here / name)
+    (here / "one/ppo/manifest.json").unlink()
+    os.mkfifo(here / "one/ppo/manifest.json")
+    sparse(here / "one/ppo/samples.jsonl")
+    with within(20):
+        listed, shown, page = rlhf("ls"), rlhf("status", "one"), rlhf("report", "one", "two", "--out", "page.html")
+    for result in (listed, shown, page):
+        assert result.exit_code == 0, result.output
+    assert "ppo (unreadable)" in listed.stdout and "two" in listed.stdout
+    assert "manifest.json cannot be read now: it is a named pipe, not a file" in shown.stdout
+
+
+def test_a_config_that_expands_without_end_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws_nothing(monkeypatch)
+    folder = write_run(here / "one")
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (folder / "ppo/config.yaml").write_text("\n".join(lines))
+    with within(20):
+        for command in (("status", "one"), ("ls",), ("report", "one", "--out", "page.html")):
+            assert rlhf(*command).exit_code == 0
+    assert (
+        "config.yaml is missing or not readable: the aliases expand to too many values" in Path("page.html").read_text()
+    )

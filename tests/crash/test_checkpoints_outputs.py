@@ -71,7 +71,7 @@ def test_a_stage_is_new_then_resumes_then_is_finished(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
     assert begin(config) == "new"
     assert yaml.safe_load((tmp_path / "sft/config.yaml").read_text()) == {"run": "..", **config.settings}
-    (tmp_path / "sft/state/checkpoint-12").mkdir(parents=True)
+    runs.begin_state(tmp_path / "sft/state", "checkpoint-12")
     assert status(config).step == 12
     assert begin(config) == "resume"
     complete(config)
@@ -209,7 +209,7 @@ def test_e05_a_run_that_resumes_in_another_environment_warns_once(
 ) -> None:
     config = FakeConfig(tmp_path / "run")
     begin(config, device="A GPU")
-    (config.folder / "state/step_000004").mkdir(parents=True)
+    runs.begin_state(config.folder / "state", "step_000004")
     begin(config, device="A GPU")
     assert capsys.readouterr().err == ""
     path = config.folder / "identity.json"

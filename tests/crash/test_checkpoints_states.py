@@ -104,8 +104,7 @@ def test_later_damaged_and_unfinished_checkpoints_are_deleted(tmp_path: Path) ->
 def test_a_checkpoint_of_another_program_counts_once_it_is_sealed(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         name = f"checkpoint-{step}"
-        runs.remove_damaged_checkpoint(tmp_path, name)
-        (tmp_path / name).mkdir()
+        runs.begin_state(tmp_path, name)
         put(str(step))(tmp_path / name)
         assert runs.latest_state(tmp_path) == (tmp_path / f"checkpoint-{step - 10}" if step > 10 else None)
         runs.seal_state(tmp_path / name, keep=2, spare={"checkpoint-10"} if step < 30 else ())
@@ -113,7 +112,7 @@ def test_a_checkpoint_of_another_program_counts_once_it_is_sealed(tmp_path: Path
     assert runs.state_steps(tmp_path) == [20, 30]
     runs.seal_state(tmp_path / "checkpoint-30", keep=1, spare={"checkpoint-20"})
     assert runs.state_steps(tmp_path) == [20, 30]
-    runs.remove_damaged_checkpoint(tmp_path, "checkpoint-30")  # it is written again
+    runs.begin_state(tmp_path, "checkpoint-30")  # it is written again
     assert runs.latest_state(tmp_path) == tmp_path / "checkpoint-20"
 
 

@@ -59,10 +59,23 @@ def test_m01_json_that_is_no_object(folder: Path, name: str, text: str) -> None:
     refused_everywhere("M01", "model")
 
 
-def test_m01_weights_that_are_a_named_pipe(folder: Path) -> None:
-    (folder / "model/model.safetensors").unlink()
-    os.mkfifo(folder / "model/model.safetensors")
-    refused_everywhere("M01", "model/model.safetensors: not a regular file")
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "merges.txt"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_m01_a_file_that_is_a_pipe_or_a_device(folder: Path, name: str, make: Any) -> None:
+    (folder / "model" / name).unlink(missing_ok=True)
+    make(folder / "model" / name)
+    refused_everywhere("M01", f"model/{name}: not a regular file")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "more.safetensors", "config.json", "tokenizer.json", "vocab.txt"]
+)
+def test_m01_a_file_that_cannot_be_so_large(folder: Path, name: str) -> None:
+    """A sparse file of a terabyte, also with the header of smaller weights, is not read."""
+    path = folder / "model" / name
+    path.touch()
+    os.truncate(path, 2**40)
+    refused_everywhere("M01", f"model/{name}: has 1099.5 GB, which is not the size of a file of a model")
 
 
 def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def work(loaded: config.Config, fresh: bool) -> None:
     identity = runs.compute_identity(loaded, parents, loaded.sources())
     print(f"{loaded.stage} {runs.start_stage(loaded, identity, {}, fresh=fresh)}", flush=True)
     if os.environ.get("FAKE_FAILS") == loaded.stage:
-        (loaded.folder / "state/step_000120").mkdir(parents=True)
+        runs.begin_state(loaded.folder / "state", "step_000120")
         sys.exit(7)
     if os.environ.get("FAKE_WAITS") == loaded.stage:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -49,7 +49,7 @@ def dawdle(rank: int) -> None:
         return lambda *args: (time.sleep(0.1), do(*args))[1]
 
     if rank == 0:
-        runs.remove_damaged_checkpoint = slowly(runs.remove_damaged_checkpoint)
+        runs.begin_state = slowly(runs.begin_state)
     else:
         transformers.Trainer._save_rng_state = slowly(transformers.Trainer._save_rng_state)
 

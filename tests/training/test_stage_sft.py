@@ -348,7 +348,9 @@ def test_the_newest_checkpoints_are_kept_and_sealed(world: World, tmp_path: Path
     assert sorted(path.name for path in states.iterdir()) == ["checkpoint-6", "checkpoint-7", "checkpoint-8"]
     for path in states.iterdir():
         sealed = json.loads((path / "state.json").read_text())["files"]
-        assert set(sealed) == {file.name for file in path.iterdir()} - {"state.json"} and "optimizer.pt" in sealed
+        assert (
+            set(sealed) == {file.name for file in path.iterdir()} - {"state.json", ".run"} and "optimizer.pt" in sealed
+        )
 
 
 def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, copied: SFTConfig) -> None:

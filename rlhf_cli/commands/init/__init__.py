@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
-from rlhf_cli.files import sync_files
+from rlhf_cli.files import remove, sync_files
 from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import locked
 
@@ -53,6 +52,10 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
     remove_leftovers(folder)
     with locked(folder / "init", hint=LOCKED):
         scratch = folder / SCRATCH
+        for path in (scratch, folder / PLACED):
+            if os.path.lexists(path):
+                text = f"{shown(path)} was not made by rlhf, which needs that name"
+                raise RLHFError("C15", text, hint="move it away, then run the same command again")
         scratch.mkdir()
         try:
             yield scratch
@@ -60,7 +63,7 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
             _check_conflicts(folder, scratch, names)
             sync_files(scratch, names)
         except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove(scratch, ignore_errors=True)
             raise
         for name in [name for name in names if not (folder / name).exists()]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,16 +73,17 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
                 (scratch / name).rename(folder / name)
         sync_files(folder, names)
         scratch.rename(folder / PLACED)
-        shutil.rmtree(folder / PLACED)
+        remove(folder / PLACED)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of a killed `rlhf init`, except those that existed before it."""
     scratch = folder / SCRATCH
-    if not (scratch.is_dir() or (folder / PLACED).is_dir()):
+    own = [path for path in (folder / PLACED, scratch) if path.is_dir() and not path.is_symlink()]
+    if not own:
         return
     with locked(folder / "init", hint=LOCKED):
-        for name in _files(scratch):
+        for name in _files(scratch) if scratch in own else []:
             target = folder / name
             with suppress(OSError):
                 if target.samefile(scratch / name):
@@ -87,8 +91,8 @@ def remove_leftovers(folder: Path) -> None:
             for parent in Path(name).parents:
                 with suppress(OSError):  # not empty
                     (folder / parent).rmdir()
-        for name in (PLACED, SCRATCH):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        for path in own:
+            remove(path, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[str]:

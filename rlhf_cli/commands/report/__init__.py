@@ -10,7 +10,7 @@ from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
-from rlhf_cli.files import write_text
+from rlhf_cli.files import open_regular, write_text
 from rlhf_cli.runs.read import Run, at_step, read_report, read_run
 from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.runs.status import REPORT
@@ -94,7 +94,7 @@ def _require_own_file(target: Path) -> None:
     from rlhf_cli.commands.report.page import GENERATOR
 
     if target.exists():
-        with target.open("rb") as file:
+        with open_regular(target) as file:
             is_report = f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)
         if not is_report:
             text = f"{shown(target)} exists and is not a report of rlhf; it is not overwritten"

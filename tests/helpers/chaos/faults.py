@@ -47,7 +47,7 @@ class Calls:
             inside = Path(os.path.abspath(os.fspath(path))).relative_to(self.folder)
         except (ValueError, TypeError):
             return None
-        return f"{kind} {re.sub(r'[0-9]+', '#', inside.as_posix())}"
+        return f"{kind} {re.sub(r'[0-9a-f]{16}|[0-9]+', '#', inside.as_posix())}"
 
     def around(self, kind: str, path: Any, call: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         """Make a call, or die before, in the middle of or after it, or raise what a full disk raises."""

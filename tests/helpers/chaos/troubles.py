@@ -133,7 +133,7 @@ PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
     ),
     "litter left": (
         "ppo",
-        Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2),
+        Point("remove state/.trash-#-step_#-#", "before", STEPS // 3 - 2),
         (stage_folder, "clear_leftovers", lambda folder: None),
     ),
     "random numbers forgotten": (
