@@ -32,11 +32,11 @@ NUM_PROBES = 8
 HEADLINE = (
     "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
 )  # fmt: skip
+SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
 CARD = {  # by reward.normalize
-    "none": "It scores a prompt with its answer at the last token, the token that ended the answers of its training.",
-    "sft": "It scores a prompt with its answer at the last token, the token that ended the answers of its training. The "
-    "raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT model's own answers; "
-    "the score that PPO uses is `(raw - reward_mean) / reward_std`.",
+    "none": SCORES,
+    "sft": f"{SCORES} The raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the "
+    "SFT model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`.",
 }
 PairRows = list[dict[str, Any]]
 

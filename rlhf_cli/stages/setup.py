@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
@@ -72,9 +72,10 @@ class StageRun:
 def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None], check: Check | None = None) -> None:
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
-    `check` is called before --fresh archives anything. Raises RLHFError E04 and R14 as `ProcessGroup` does, as
-    `runs.start_stage`, and as `hardware.check`.
+    `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `hardware.check`.
     """
+    system.remove_accelerate_variables()
     with open_process_group() as process_group:
         parents = runs.open_parents(config)
         identity = runs.compute_identity(config, parents, config.sources())
