@@ -387,8 +387,7 @@ def test_e10_variables_of_accelerate_change_no_byte(three: Path, stage: str, mon
     for variables in CHANGE_A_TRAINING:
         model, result = train(variables)
         assert model == plain, variables
-        for name, value in variables.items():
-            assert warned(result, "E10", f"{name}={value}" if name == next(iter(variables)) else "", f"{name}={value}")
+        assert warned(result, "E10", "", *(f"{name}={value}" for name, value in variables.items()))
     model, result = train(PLAIN_LAUNCH)
     assert model == plain and "E10" not in result.stderr
 
