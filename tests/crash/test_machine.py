@@ -13,6 +13,7 @@ import pytest
 import run_cli
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from run_cli import child
 from typer.testing import Result
 
 from rlhf_cli import distributed, runs, system, tracking
@@ -430,6 +431,6 @@ def test_one_process_of_a_launcher_computes_what_a_plain_one_does(three: Path) -
 
 @pytest.mark.parametrize("command", [["sft", "-c", "sft.yaml"], ["check", "sft.yaml"]])
 def test_e11_python_without_docstrings(folder: Path, command: list[str]) -> None:
-    result = run_cli.child(*command, cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"})
+    result = child(*command, cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"})
     run_cli.fails(result, "E11", "error[E11]: PYTHONOPTIMIZE: ", "hint: unset PYTHONOPTIMIZE")
-    assert run_cli.child("status", ".", cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"}).returncode == 0
+    assert child("status", ".", cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"}).returncode == 0
