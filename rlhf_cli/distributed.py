@@ -5,14 +5,20 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rlhf_cli.errors import RLHFError
 
 # -P: never import a file of the working directory that is named like a library (yaml.py)
 RLHF_COMMAND = (sys.executable, "-P", "-m", "rlhf_cli")
-# set by torchrun, by srun for a step (SLURM_NTASKS is that of the allocation), and by mpirun
-WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# set by torchrun, by srun for a step (SLURM_NTASKS is that of the allocation), and by the mpirun of Open MPI, MPICH and
+# MVAPICH; accelerate reads the last three
+WORLD_SIZE_VARIABLES = (
+    "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
+)  # fmt: skip
+# with what a launcher sets beside them: with a LOCAL_RANK, accelerate opens a group even for one process
+RANK_VARIABLES = {"RANK": ("WORLD_SIZE",), "LOCAL_RANK": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 # set by torchrun, and by accelerate launch for several processes, in each process of a group
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # torchrun's agent waits this long, both for a step and checkpoint after a stop signal and for ranks whose peer was
@@ -20,26 +26,41 @@ GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PO
 SECONDS_TO_STOP = 50
 CHECKPOINT_PER_WEIGHTS = 6  # bytes for a byte of weight files: bfloat16 weights become float32 with AdamW's two moments
 CHECKPOINT_RATE = 2e8  # bytes/s to a slow network file system, hashed
+_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Context manager in which this process is in no group, whatever a launcher or the shell has set.
+
+    It is for commands that train nothing: each prints and writes for itself.
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def world_size() -> int:
     """Return the number of processes that train together: 1 without a launcher."""
-    return _integer("WORLD_SIZE", 1)
+    return 1 if _alone else _launched()
 
 
 def rank() -> int:
-    """Return this process's rank in the group, from 0."""
-    return _integer("RANK", 0)
+    """Return this process's rank in the group, from 0. A RANK without a group counts for nothing."""
+    return _integer("RANK", 0) if world_size() > 1 else 0
 
 
 def local_rank() -> int:
     """Return this process's rank on its machine, from 0: the index of its GPU."""
-    return _integer("LOCAL_RANK", 0)
+    return _integer("LOCAL_RANK", 0) if world_size() > 1 else 0
 
 
 def local_world_size() -> int:
     """Return the number of processes on this machine."""
-    return max(1, _integer("LOCAL_WORLD_SIZE", world_size()))
+    return max(1, _integer("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
 def num_machines() -> int:
@@ -56,13 +77,16 @@ def check_group() -> None:
     """Raise RLHFError E04 if a launcher was asked for several processes but these do not form a group of that size.
 
     Otherwise each would train the same model and write the same files. `accelerate launch --cpu` sets MASTER_ADDR only:
-    it starts one process, whatever was requested. An empty variable counts as unset.
+    it starts one process, whatever was requested. A RANK without WORLD_SIZE may be that of one of several processes.
+    An empty variable counts as unset.
     """
-    if world_size() > 1:
+    if (count := _launched()) > 1:
         missing = [name for name in GROUP_VARIABLES if not _variable(name)]
         if missing:
-            text = f"{world_size()} processes were requested, but 1 started on its own: {', '.join(missing)} is not set"
+            text = f"{count} processes were requested, but 1 started on its own: {', '.join(missing)} is not set"
             raise _refusal("WORLD_SIZE", text)
+        if _integer("RANK", count) >= count:
+            raise _refusal("RANK", f"RANK is {_variable('RANK')} in a group of {count} processes, which count from 0")
         return
     for name in WORLD_SIZE_VARIABLES:
         if _variable(name) not in ("", "1"):
@@ -70,14 +94,24 @@ def check_group() -> None:
     if _variable("MASTER_ADDR") and not _variable("WORLD_SIZE"):
         text = "MASTER_ADDR is set without WORLD_SIZE: a launcher was asked for several processes, but 1 started"
         raise _refusal("MASTER_ADDR", text)
+    for name, others in RANK_VARIABLES.items():
+        missing = [other for other in others if not _variable(other)]
+        if _variable(name) and missing:
+            raise _refusal(name, f"{name} is {_variable(name)}, but {', '.join(missing)} is not set")
+        if _variable(name) not in ("", "0"):
+            raise _refusal(name, f"{name} is {_variable(name)} in a group of one process, which counts from 0")
 
 
 def require_single_process(command: str) -> None:
     """Raise RLHFError E04 if a command that runs in one process was started in several."""
     check_group()
-    if world_size() > 1:
-        text = f"{world_size()} processes were started, `rlhf {command}` runs in one"
+    if (count := _launched()) > 1:
+        text = f"{count} processes were started, `rlhf {command}` runs in one"
         raise RLHFError("E04", text, where="WORLD_SIZE", hint="start it without a launcher; --nproc N is for stages")
+
+
+def _launched() -> int:
+    return _integer("WORLD_SIZE", 1)
 
 
 def _integer(name: str, default: int) -> int:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from rlhf_cli import distributed
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli import distributed, terminal
+from rlhf_cli.errors import RLHFError, first_names, shown
 
 STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal stops at once\n"
 DEBOUNCE_S = 0.2  # a signal to a process group reaches a child twice, directly and through its parent
@@ -29,6 +29,12 @@ DISK_FULL_MESSAGES = (
     "file write failed",
     "unexpected pos",
 )
+# Variables of accelerate, which `accelerate launch` and its config file set: precision, sharding, compilation, device.
+ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+NOT_COMPUTING = {
+    "ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "ACCELERATE_LOG_LEVEL",
+}  # fmt: skip
+OFF = {"", "0", "default", "false", "no", "none", "off"}  # in lower case; a plain `accelerate launch` sets no others
 OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "can't allocate memory",
@@ -99,6 +105,21 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it has already ended
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def remove_accelerate_variables() -> None:
+    """Remove accelerate's settings from the environment. Warns E10 of those that would change what is computed.
+
+    The config decides. accelerate would read them in TRL's trainers, and transformers where it loads weights.
+    """
+    names = [name for name in sorted(os.environ) if name.startswith(ACCELERATE_PREFIXES) and name not in NOT_COMPUTING]
+    values = {name: os.environ.pop(name) for name in names}
+    ignored = {name: value for name, value in values.items() if value.lower() not in OFF}
+    if ignored:
+        settings = first_names([f"{name}={value}" for name, value in ignored.items()])
+        text = f"{settings} in the environment: accelerate's settings are ignored, the config decides what is computed"
+        hint = "set precision, sharding and batches in the YAML (bf16, trainer, gradient_accumulation_steps); or unset "
+        terminal.warn("E10", text, hint=hint + first_names(list(ignored)))
 
 
 class CPUTimeExceeded(Exception):

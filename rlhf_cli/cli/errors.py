@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,6 +66,11 @@ class CommandGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command line and exit: 0 success, 2 invalid input, 1 run-time failure, 130 and 143 on signals."""
         arguments = list(sys.argv[1:] if args is None else args)
+        trains = arguments[:1] and arguments[0] in STAGES and "--dry-run" not in arguments
+        with nullcontext() if trains else distributed.alone():
+            self._run_and_exit(arguments, **extra)
+
+    def _run_and_exit(self, arguments: list[str], **extra: Any) -> None:
         code = 0
         terminal.reset()
         previous_handler = _set_sigterm_handler(_raise_terminated)

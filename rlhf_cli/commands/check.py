@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from rlhf_cli import distributed, terminal
+from rlhf_cli import distributed, system, terminal
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands.check_files import Report, StageCheck, check_files
 from rlhf_cli.config.base import Options
@@ -22,6 +22,7 @@ def run(
     report = Report()
     report.attempt(distributed.require_single_process, "check")
     with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
+        system.remove_accelerate_variables()
         whole_run = os.path.isdir(path) or not (os.path.isfile(path) or path.suffix in (".yaml", ".yml"))
         if whole_run:
             stages, unreadable = _load_run(path, overrides, report)

@@ -123,10 +123,10 @@ class StageValidator:
         with self.report.collecting():
             if parent is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
-                stop = ppo_setup.stop_token_id(config, tokenizer, parent, vocabulary)
+                ppo_setup.stop_token_id(config, tokenizer, parent, vocabulary)
                 for key, (scorer, own_tokenizer) in scorers.items():
-                    own_stop = data.stop_token_id(own_tokenizer) if own_tokenizer else stop
-                    ppo_models.warn_pad_is_stop_token(scorer, own_stop, config.where(key))
+                    end = setup.end_token_ids(own_tokenizer or tokenizer)
+                    ppo_models.warn_pad_is_end_token(scorer, end, config.where(key))
         read, length = partial(setup.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
             self._read_rows(stage, key, partial(read, key, tokenizer, model_config, length))

@@ -20,7 +20,7 @@ __getattr__ = import_on_first_use(
         "data.rendering": "RenderedRow check_rendering",
         "data.sampling": "LengthGroupedSampler prompt_batch",
         "data.texts": "split_key",
-        "data.tokens": "decode_stream encode encode_many stop_token_id",
+        "data.tokens": "decode_stream encode encode_many special_ids stop_token_id",
     },
 )
 

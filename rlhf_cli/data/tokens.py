@@ -90,6 +90,11 @@ def stop_token_id(tokenizer: Any) -> int:
     return _stop_token_id(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of the special tokens, which decoded text leaves out."""
+    return set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+
+
 def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
     """Yield the new text after each token, and finally any remaining text.
 
@@ -131,7 +136,7 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
     if template:
         turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _END_MARK}]
         tail = render(tokenizer, turns, generation_prompt=False).rpartition(_END_MARK)[2]
-        special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        special = special_ids(tokenizer)
         for token in tokenize(tokenizer, [tail])[0]:
             if token in special:
                 return token

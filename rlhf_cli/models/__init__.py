@@ -2,8 +2,14 @@
 
 import logging
 import os
+import sys
 
 from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError
+
+if sys.flags.optimize > 1:
+    text = "Python runs without docstrings (-OO), and transformers needs them"
+    raise RLHFError("E11", text, where="PYTHONOPTIMIZE", hint="unset PYTHONOPTIMIZE, or start Python without -OO")
 
 
 class _CleanRecord(logging.LogRecord):

@@ -209,6 +209,18 @@ class Rollout:
     def lengths(self) -> Tensor:
         return self.mask.sum(1)
 
+    def with_one_end(self, end_token_ids: Sequence[int]) -> "Rollout":
+        """Return the rollout with the first of these tokens in place of another one at the end of a row."""
+        if len(end_token_ids) < 2:
+            return self
+        end, *others = end_token_ids
+        rows = torch.arange(len(self), device=self.ids.device)
+        columns = self.prompt_width + self.response_lengths - 1
+        last = self.ids[rows, columns]
+        ids = self.ids.clone()
+        ids[rows, columns] = torch.where(is_stop(last, others), end, last)
+        return replace(self, ids=ids)
+
     @cached_property
     def repetition(self) -> Tensor:
         """Share of each response's 3-grams that are repeats, (B,) float32; 0 below three tokens."""

@@ -10,7 +10,7 @@ as a separate matrix, for the embedding per micro-batch and for the head per chu
 0.02 in a log-prob. MiniMax-M1 (arXiv 2506.13585, section 3.2) computes its head in float32 for the same reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -111,15 +111,16 @@ def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None =
     return _head_scores(model, _states_before_responses(model.base_model, micro))
 
 
-def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
-    """Return the score (n,) of each row, pooled as transformers does: at the last token that is not the pad token.
+def pooled_scores(model: Any, micro: MicroBatch, end_token_id: int | None = None) -> Tensor:
+    """Return the score (n,) of each row, read at its last token.
 
-    For models trained here that is the EOS, because their pad token occurs in no text. A third-party model whose pad
-    token is its EOS was trained on the token before the EOS, and is read there.
+    `end_token_id` ends the pairs that the model was trained on. If it is the model's pad token, too, or is not known,
+    the score is read where transformers pools it, and trained this model: at the last token that is not the pad token.
     """
     columns = torch.arange(micro.ids.shape[1], device=micro.ids.device)
     counts = columns < micro.lengths[:, None]
-    if (pad_id := build.pad_token_id(model.config)) is not None:
+    pad_id = build.pad_token_id(model.config)
+    if pad_id is not None and end_token_id in (pad_id, None):
         counts &= micro.ids != pad_id
     last = torch.where(counts, columns, 0).amax(1)
     rows = torch.arange(len(micro.rows), device=micro.ids.device)
@@ -127,11 +128,17 @@ def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
-def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
+def rollout_scores(
+    model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None, end_token_ids: Sequence[int] = ()
+) -> Tensor:
     """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths.
 
+    `end_token_ids`: the token that ends the pairs of the model's training, and others with which a row may end. These
+    get the score of the first: no pair ended with them, so what the model gives them was never trained.
     Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
     """
+    rollout = rollout.with_one_end(end_token_ids)
+    end_token_id = next(iter(end_token_ids), None)
     size = model.get_input_embeddings().weight.shape[0]
     if len(rollout) and (largest := int((rollout.ids * rollout.mask).max())) >= size:
         text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"
@@ -140,7 +147,7 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
     split = split_into_micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
     for rows in track_progress("score: micro-batch", split):
-        scores[rows] = pooled_scores(model, rollout.micro_batch(rows))
+        scores[rows] = pooled_scores(model, rollout.micro_batch(rows), end_token_id)
     return scores
 
 

@@ -21,9 +21,9 @@ Encode = Callable[[Sequence[PromptText], Sequence[str | None]], Sequence[tuple[l
 class ModelReward:
     """A one-label sequence classifier that shares the policy's tokenizer.
 
-    It reads the rollout's ids and scores the last real token. `packed`: rows are packed if the model supports it
-    (models/packing.py). `offloaded`: the model stays in CPU memory and is moved to the rollout's device to score.
-    `bf16`: the layers compute in bfloat16; the head is float32.
+    It reads the rollout's ids and scores the last real token. `end_token_ids` are those of `forward.rollout_scores`.
+    `packed`: rows are packed if the model supports it (models/packing.py). `offloaded`: the model stays in CPU memory
+    and is moved to the rollout's device to score. `bf16`: the layers compute in bfloat16; the head is float32.
     """
 
     model: Any
@@ -32,6 +32,7 @@ class ModelReward:
     packed: bool = True
     offloaded: bool = False
     bf16: bool = False
+    end_token_ids: tuple[int, ...] = ()
     splits_rows: ClassVar[bool] = True  # each rank may score a part of the rows
 
     def __post_init__(self) -> None:
@@ -44,8 +45,9 @@ class ModelReward:
     def __call__(self, rollout: Rollout) -> Tensor:
         device = rollout.ids.device
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        limits: Any = {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
         with sharding.on_device(self.model, device) if self.offloaded else nullcontext(), autocast:
-            return forward.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+            return forward.rollout_scores(self.model, rollout, **limits, end_token_ids=self.end_token_ids)
 
 
 @dataclass(kw_only=True)

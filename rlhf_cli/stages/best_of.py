@@ -24,7 +24,7 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import setup, training_setup
-from rlhf_cli.stages.ppo_models import SharedBaseModels, warn_pad_is_stop_token
+from rlhf_cli.stages.ppo_models import SharedBaseModels, warn_pad_is_end_token
 
 FILE = "best_of.jsonl"  # in the stage's folder: one row a prompt, those of data.train before those of data.eval
 Answer = dict[str, Any]
@@ -106,7 +106,7 @@ def load_sampler(
     where = config.where(scorer.key)
     if scorer.manifest.get("probes"):
         setup.check_probes(model, scorer, where=where)
-    warn_pad_is_stop_token(model.config, data.stop_token_id(own_tokenizer) if own_tokenizer else stop_id, where)
+    warn_pad_is_end_token(model.config, setup.end_token_ids(own_tokenizer or tokenizer), where)
     text = setup.PolicyText(parent, tokenizer, stop_id, prompts)
     reward = setup.build_model_reward(config, scorer.key, text, model, own_tokenizer, rows=rows, bf16=bf16)
     engine = HFEngine(policy, stop_id, tokenizer.pad_token_id, config.best_of.temperature, rows, bf16=bf16)

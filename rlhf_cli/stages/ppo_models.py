@@ -24,7 +24,6 @@ from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
 from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
-from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
@@ -165,8 +164,8 @@ class RewardModelCache:
             elif not self.offload:
                 model.to(devices.device())
             self.loaded[parent.model] = model, own_tokenizer
-            stop_id = data.stop_token_id(own_tokenizer) if own_tokenizer else self.policy_text.stop_token_id
-            warn_pad_is_stop_token(model.config, stop_id, self.config.where(key))
+            end = setup.end_token_ids(own_tokenizer or self.policy_text.tokenizer)
+            warn_pad_is_end_token(model.config, end, self.config.where(key))
         return self.loaded[parent.model]
 
     def value_model(self, policy: Any) -> Any:
@@ -196,9 +195,9 @@ class RewardModelCache:
                     setup.check_probes(model, parent, where=self.config.where(key))
 
 
-def warn_pad_is_stop_token(model_config: Any, stop_token_id: StopTokenId, where: str) -> None:
-    """Warn (T01) if an external reward model's pad token is also its (first) stop token."""
-    if (build.pad_token_id(model_config),) == stop_ids(stop_token_id)[:1]:
+def warn_pad_is_end_token(model_config: Any, end_token_ids: tuple[int, ...], where: str) -> None:
+    """Warn (T01) if an external reward model's pad token is also the (first) token that ends its training pairs."""
+    if (build.pad_token_id(model_config),) == end_token_ids[:1]:
         text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
         terminal.warn("T01", text, where=where)
 

@@ -32,11 +32,11 @@ NUM_PROBES = 8
 HEADLINE = (
     "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
 )  # fmt: skip
+SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
 CARD = {  # by reward.normalize
-    "none": "It scores a prompt with its answer at the last token.",
-    "sft": "It scores a prompt with its answer at the last token: the raw score is `logits[:, 0]`. `reward_mean` and "
-    "`reward_std` in config.json are those of the SFT model's own answers; the score that PPO uses is "
-    "`(raw - reward_mean) / reward_std`.",
+    "none": SCORES,
+    "sft": f"{SCORES} The raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the "
+    "SFT model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`.",
 }
 PairRows = list[dict[str, Any]]
 
@@ -161,19 +161,20 @@ def use_bf16(config: RewardConfig) -> bool:
 def raw_scores(
     scorer: Any, rows: list[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS, *, bf16: bool = False
 ) -> list[float]:
-    """Return the pooled logit of each row of token ids, in batches of `size` rows of similar length, on all ranks."""
+    """Return the logit at the last token of each row of ids, in batches of `size` rows of similar length.
+
+    The batches are shared among the ranks, and all of them get all scores.
+    """
     rank_scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
     for batch in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in batch], build.pad_token_id(scorer.config) or 0)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        if bf16:  # the head computes in float32: rounding a score to bfloat16 would lose two digits
-            with setup.autocast(bf16=True):
-                states = scorer.base_model(**inputs, use_cache=False).last_hidden_state
-            logits = scorer.score(states[range(len(batch)), mask.sum(1) - 1].float())
-        else:
-            logits = scorer(**inputs, use_cache=False).logits
+        with setup.autocast(bf16=bf16):
+            states = scorer.base_model(**inputs, use_cache=False).last_hidden_state
+        last = states[range(len(batch)), mask.sum(1) - 1]
+        logits = scorer.score(last.to(scorer.score.weight.dtype))  # rounding a score to bfloat16 would lose two digits
         rank_scores |= zip(batch, logits[:, 0].float().tolist(), strict=True)
     scores: dict[int, float] = {}
     for part in process_group.all_gather_object(rank_scores):
@@ -200,7 +201,7 @@ def sample_answers(
 ) -> list[list[int]]:
     """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 
-    Each rank samples a part.
+    Each rank samples a part. An answer that ended has the stop token of the pairs, as where PPO scores it.
     """
     setup.place_frozen(model, bf16=use_bf16(config))
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
@@ -215,7 +216,7 @@ def sample_answers(
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 
     def generate(part: slice) -> list[list[int]]:
-        rollout = engine.generate(batch.rows(part))
+        rollout = engine.generate(batch.rows(part)).with_one_end(setup.end_token_ids(tokenizer, stop_id))
         return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
 
     return list(chain.from_iterable(process_group.map_rows(len(selected), generate)))

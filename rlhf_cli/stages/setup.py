@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, runs, terminal
+from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
@@ -17,7 +17,7 @@ from rlhf_cli.data.datasets import Rows
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import chat_templates, devices, forward, load, lora, tokenizers
-from rlhf_cli.models.batch import Rollout, StopTokenId
+from rlhf_cli.models.batch import Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
@@ -72,9 +72,10 @@ class StageRun:
 def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None], check: Check | None = None) -> None:
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
-    `check` is called before --fresh archives anything. Raises RLHFError E04 and R14 as `ProcessGroup` does, as
-    `runs.start_stage`, and as `hardware.check`.
+    `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `hardware.check`.
     """
+    system.remove_accelerate_variables()
     with open_process_group() as process_group:
         parents = runs.open_parents(config)
         identity = runs.compute_identity(config, parents, config.sources())
@@ -188,6 +189,20 @@ def stop_token_id(tokenizer: Any, parent: Parent, vocab_size: int) -> StopTokenI
     return tuple(stops) if len(stops) > 1 else next(iter(stops))
 
 
+def end_token_ids(tokenizer: Any, stop_token_id: StopTokenId = None) -> tuple[int, ...]:
+    """Return the end tokens of `forward.rollout_scores` for a reward model that reads this tokenizer's tokens.
+
+    The first is that of `data.encode`; the others are the special tokens among the policy's stop tokens. Empty if the
+    tokenizer can end no answer.
+    """
+    try:
+        end = data.stop_token_id(tokenizer)
+    except RLHFError:  # T06; the policy has other stop tokens, or none
+        return ()
+    special = data.special_ids(tokenizer)
+    return (end, *(stop for stop in stop_ids(stop_token_id) if stop != end and stop in special))
+
+
 @dataclass(frozen=True)
 class PolicyText:
     """The policy's tokenizer, stop tokens and prompts, from which reward models with another tokenizer get text."""
@@ -207,11 +222,12 @@ def build_model_reward(
     Raises RLHFError as `retokenize_prompts` does.
     """
     if own_tokenizer is None:
-        return ModelReward(model, rows, **options)
+        ends = end_token_ids(policy_text.tokenizer, policy_text.stop_token_id)
+        return ModelReward(model, rows, end_token_ids=ends, **options)
     terminal.say(f"{config.stage:<8} {key}: has its own tokenizer or template, so the policy's text is re-encoded")
     prompts = retokenize_prompts(config, key, own_tokenizer, policy_text.prompts, model.config)
     return RetokenizingReward(
-        model, rows, **options, name=key, tokenizer=policy_text.tokenizer,
+        model, rows, **options, end_token_ids=end_token_ids(own_tokenizer), name=key, tokenizer=policy_text.tokenizer,
         encode=partial(data.encode_many, own_tokenizer), stop_token_id=policy_text.stop_token_id,
         context=load.context_length(model.config), prompts=prompts,
     )  # fmt: skip

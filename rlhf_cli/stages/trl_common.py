@@ -110,7 +110,9 @@ def training_args(args_class: Any, config: TRLConfig, **overrides: Any) -> Any:
         **overrides,
         **config.trainer,
     }
+    threads = torch.get_num_threads()
     args = _construct(config, args_class, **fields)
+    torch.set_num_threads(threads)  # accelerate takes all cores in a group on a CPU; see devices.set_num_threads
     args._n_gpu = min(args.n_gpu, 1)  # transformers would split each batch over all GPUs without counting them
     return args
 
@@ -139,7 +141,7 @@ def build_trainer(
     trainer = _construct(config, trainer_class, args=args, **datasets, **models)
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
-        raise RLHFError("E04", text, hint="remove the variables ACCELERATE_* from the environment, or use --nproc N")
+        raise RLHFError("E04", text, hint="start them with --nproc N, or with torchrun")
     trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer

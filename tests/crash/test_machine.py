@@ -1,6 +1,7 @@
-"""E01, E03, E04 through the real CLI: what this machine cannot do is reported before a training, or ends it."""
+"""E01, E03, E04, E10, E11 through the real CLI: what this machine cannot do is said before a training, or ends it."""
 
 import errno
+import os
 import resource
 import shutil
 import signal
@@ -12,10 +13,14 @@ import pytest
 import run_cli
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from run_cli import child
+from typer.testing import Result
 
 from rlhf_cli import distributed, runs, system, tracking
 from rlhf_cli.commands import verify
+from rlhf_cli.commands.plan import duration
 from rlhf_cli.config.loading import load as config_of
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.stages import hardware
 from rlhf_cli.stages.plan_models import Target
@@ -266,6 +271,13 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were requested"),
         ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were requested"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE: ", "2 processes were requested"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE: ", "2 processes were requested"),
+        ({"RANK": "1"}, "RANK: ", "RANK is 1, but WORLD_SIZE is not set"),
+        ({"RANK": "0"}, "RANK: ", "RANK is 0, but WORLD_SIZE is not set"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK: ", "RANK is 1 in a group of one process"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK: ", "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK: ", "MASTER_ADDR, MASTER_PORT is not set"),
     ],
 )
 def test_e04_several_processes(
@@ -287,9 +299,138 @@ def test_e04_several_processes(
         {"WORLD_SIZE": "", "MASTER_ADDR": ""},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch alone
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 within it
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},  # torchrun
+        {"PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
     ],
 )
 def test_e04_one_process_is_fine(folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert check("sft.yaml").exit_code == 0
+    assert distributed.rank() == distributed.local_rank() == 0 and distributed.local_world_size() == 1
+
+
+def test_e04_a_rank_beyond_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**GROUP, "RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RLHFError, match=r"error\[E04\]: RANK: RANK is 2 in a group of 2 processes"):
+        distributed.check_group()
+
+
+GROUP = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+# that another launcher, or a shell below one, may leave
+LEFT_OVER = [
+    {"RANK": "1"}, {"LOCAL_RANK": "1"}, {"PMI_SIZE": "2"}, {"PMI_RANK": "1"}, {"OMPI_COMM_WORLD_RANK": "1"}, GROUP,
+]  # fmt: skip
+TRAIN_NOTHING = [
+    ["status", "."], ["ls", "."], ["explain", "R00"], ["report", "."], ["plan", "sft.yaml"], ["schema", "sft"],
+    ["sft", "-c", "sft.yaml", "--dry-run"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", TRAIN_NOTHING, ids=lambda command: command[0])
+def test_what_trains_nothing_prints_the_same_whatever_the_rank(
+    folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed() -> tuple[int, str, list[str]]:
+        result = run_cli.rlhf(*command)
+        lines = result.stderr.splitlines()
+        return result.exit_code, result.stdout, [line for line in lines if not line.startswith("plan  ")]
+
+    monkeypatch.setattr(duration, "measure_flops", lambda *_: 1e9)
+    expected = printed()
+    assert expected[1] or expected[2]
+    for variables in LEFT_OVER:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert printed() == expected, variables
+
+
+def test_a_report_is_written_whatever_the_rank(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in GROUP.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli.rlhf("report", trained_folder, "--out", trained_folder / "page.html")
+    assert result.exit_code == 0 and "page.html" in result.output and (trained_folder / "page.html").is_file()
+
+
+# E10: variables of accelerate.
+
+CHANGE_A_TRAINING = [
+    {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    {"ACCELERATE_MIXED_PRECISION": "fp8"},
+    {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+    {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"},
+    {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+    {"ACCELERATE_DYNAMO_BACKEND": "inductor"},
+    {"ACCELERATE_TORCH_DEVICE": "meta"},
+    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+]
+PLAIN_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False", "ACCELERATE_USE_CPU": "False", "ACCELERATE_LOG_LEVEL": "info",
+}  # fmt: skip
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_e10_variables_of_accelerate_change_no_byte(three: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(variables: dict[str, str]) -> tuple[bytes, Result]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        result = rlhf(stage, "--fresh")
+        assert result.exit_code == 0, result.stderr
+        return (three / stage / "model/model.safetensors").read_bytes(), result
+
+    plain, _ = train({})
+    for variables in CHANGE_A_TRAINING:
+        model, result = train(variables)
+        assert model == plain, variables
+        assert warned(result, "E10", "", *(f"{name}={value}" for name, value in variables.items()))
+    model, result = train(PLAIN_LAUNCH)
+    assert model == plain and "E10" not in result.stderr
+
+
+def test_e10_check_says_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    says = ("the config decides what is computed", "set precision", "or unset ACCELERATE_MIXED_PRECISION")
+    assert warned(check("sft.yaml"), "E10", "ACCELERATE_MIXED_PRECISION=fp16 in the environment", *says)
+
+
+@on_a_cpu
+@pytest.mark.training
+def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path: Path) -> None:
+    """Its config file and its options set variables of the same names."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+    launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "bf16")
+    models = []
+    for command in (("-m", "rlhf_cli"), (*launcher, "-m", "rlhf_cli")):
+        result = run_cli.python(*command, "sft", "-c", "sft.yaml", "--fresh", cwd=three, env=variables)
+        assert result.returncode == 0, result.stderr
+        models.append((three / "sft/model/model.safetensors").read_bytes())
+    assert "warning[E10]: ACCELERATE_MIXED_PRECISION=bf16" in result.stderr and models[0] == models[1]
+
+
+@pytest.mark.training
+def test_one_process_of_a_launcher_computes_what_a_plain_one_does(three: Path) -> None:
+    """accelerate opens a group on the CPU, and would take all cores for it, which changes the rounding."""
+    models = []
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    for command in (("-m", "rlhf_cli"), (*torchrun, "-m", "rlhf_cli")):
+        result = run_cli.python(*command, "sft", "-c", "sft.yaml", "--fresh", cwd=three, env=variables)
+        assert result.returncode == 0, result.stderr
+        models.append((three / "sft/model/model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+# E11: Python without docstrings.
+
+
+@pytest.mark.parametrize("command", [["sft", "-c", "sft.yaml"], ["check", "sft.yaml"]])
+def test_e11_python_without_docstrings(folder: Path, command: list[str]) -> None:
+    result = child(*command, cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"})
+    run_cli.fails(result, "E11", "error[E11]: PYTHONOPTIMIZE: ", "hint: unset PYTHONOPTIMIZE")
+    assert child("status", ".", cwd=folder, env={**os.environ, "PYTHONOPTIMIZE": "2"}).returncode == 0

@@ -247,6 +247,7 @@ def test_which_rank_prints_an_error(
 def test_only_the_first_process_prints_tables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
     assert not distributed.is_main_process()

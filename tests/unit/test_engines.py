@@ -16,6 +16,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.graph_engine import GraphEngine, reason_against, row_bucket
 from rlhf_cli.ppo.rollout import HFEngine, row_keys
+from rlhf_cli.rewards.model import ModelReward
 
 ENGINES = (HFEngine, GraphEngine, served)
 STATIC = [family for family in tiny.FAMILIES if reason_against(tiny.causal(family)) is None]
@@ -76,6 +77,21 @@ def test_a_response_ends_with_its_first_stop_token(kind, stop):
         assert len(response) == LONG or rollout.ended[row]
     beyond = ~rollout.response_mask
     assert (rollout.ids[:, rollout.prompt_width :][beyond] == tiny.PAD).all() and rollout.mask[:, -1].any()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_score_is_that_of_the_pairs_stop_token_whichever_ends_the_response(kind, packed):
+    """The second stop token is also the pad token, as of Qwen2.5 and Qwen3."""
+    ends, scorer = (tiny.EOS, tiny.PAD), tiny.scorer()
+    rollout = engine(kind, stop=ends).generate(seeded(tiny.prompts(24), length=8))
+    scores = ModelReward(scorer, 5, packed=packed, end_token_ids=ends)(rollout)
+    for row, response in enumerate(responses(rollout)):
+        read = [*response[:-1], tiny.EOS] if rollout.ended[row] else response
+        ids = torch.tensor([rollout.prompt_tokens(row) + read])
+        with torch.no_grad():
+            states = scorer.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            assert float(scores[row]) == pytest.approx(float(scorer.score(states[0, -1])), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -9,13 +9,16 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhf_cli import terminal
+from rlhf_cli.commands.verify import reference
 from rlhf_cli.models import build, forward, save
 from rlhf_cli.models.batch import Rollout
+from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import reward
-from rlhf_cli.stages.ppo_models import warn_pad_is_stop_token
+from rlhf_cli.stages.ppo_models import warn_pad_is_end_token
 
 QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
 ROLLOUT = Rollout.from_lists(QUERIES, RESPONSES)
+ENDED = [[3, 4, tiny.EOS], [9, tiny.EOS], [tiny.EOS]]
 
 
 def full_logits(model) -> list[torch.Tensor]:
@@ -52,6 +55,41 @@ def test_a_foreign_scorer_whose_pad_is_its_eos_is_read_as_transformers_pools_it(
     assert (forward.rollout_scores(tiny.scorer(), ROLLOUT, max_rows=3) - pooled).abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_end_token_gets_the_score_of_the_pairs_own(family, packed):
+    """Also if it is the pad token. A row that was cut off is read at its last token, whatever that is."""
+    model, ends = tiny.scorer(family), (tiny.EOS, tiny.PAD)
+    rows = [[3, 4, tiny.PAD], [7, 8, 9, tiny.EOS], [tiny.PAD], [5, 6]]
+    ended_alike = [[3, 4, tiny.EOS], [7, 8, 9, tiny.EOS], [tiny.EOS], [5, 6]]
+    queries = [*QUERIES, [8, 9]]
+    expected = last_scores(model, queries, ended_alike)
+    rollout = Rollout.from_lists(queries, rows)
+    close(ModelReward(model, 2, packed=packed, end_token_ids=ends)(rollout), expected)
+    assert [rollout.response_tokens(row) for row in range(4)] == rows, "the policy trains on its own tokens"
+    cut_off = ModelReward(model, 2, packed=packed, end_token_ids=(tiny.EOS,))
+    close(cut_off(rollout), last_scores(model, queries, rows))
+    close(torch.tensor(reference.model_scores(model, ends, queries, rows)), expected)
+    close(torch.tensor(reference.model_scores(model, ends[:1], queries, rows)), last_scores(model, queries, rows))
+
+
+def last_scores(model, queries, responses) -> torch.Tensor:
+    """The score of the last token of each row, without any padding or pooling."""
+    rows = [torch.tensor([query + response]) for query, response in zip(queries, responses, strict=True)]
+    states = [model.base_model(input_ids=row, use_cache=False).last_hidden_state[0, -1] for row in rows]
+    return torch.cat([model.score(state) for state in states]).detach()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_foreign_scorer_whose_pad_is_its_eos_gives_every_end_token_its_own_score(packed):
+    model, other = tiny.scorer(pad_token_id=tiny.EOS), 7
+    rows = [[other if token == tiny.EOS else token for token in row] for row in ENDED]
+    pooled = torch.cat([model(input_ids=torch.tensor([q + r])).logits[0] for q, r in zip(QUERIES, ENDED, strict=True)])
+    source = ModelReward(model, 2, packed=packed, end_token_ids=(tiny.EOS, other))
+    close(source(Rollout.from_lists(QUERIES, rows)), pooled.detach())
+    close(torch.tensor(reference.model_scores(model, (tiny.EOS, other), QUERIES, rows)), pooled.detach())
+
+
 def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):
     """Gemma 3 of 4B parameters and more: a vision tower, and no pad_token_id in the outer config."""
     text = tiny.config("gemma3_text", num_key_value_heads=2, head_dim=8).to_dict()
@@ -70,7 +108,7 @@ def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):
     for rollout in (ROLLOUT, padded):
         close(forward.rollout_scores(model, rollout, max_rows=2), pooled)
     close(torch.tensor(reward.raw_scores(model, rows, 2)), pooled)
-    warn_pad_is_stop_token(model.config, 7, "reward")
+    warn_pad_is_end_token(model.config, (7,), "reward")
     assert "T01" in terminal.emitted_warnings()[0]
 
 

@@ -177,14 +177,24 @@ def of_tokens(logp: Tensor, tokens: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def model_scores(model: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[float]:
-    """Return a reward model's score of each row, at its last token that is not the reward model's padding."""
+def model_scores(
+    model: Any, end_token_ids: Sequence[int], prompts: list[list[int]], responses: list[list[int]]
+) -> list[float]:
+    """Return a reward model's score of each row, at its last token, as if it ended with the first end token.
+
+    A model whose padding is this token, or that has none, is read at the last token that is not its padding.
+    """
+    end, others = next(iter(end_token_ids), None), end_token_ids[1:]
+    pad = model.config.get_text_config().pad_token_id
     scores = []
     for prompt, response in zip(prompts, responses, strict=True):
         row = prompt + response
-        pad = model.config.get_text_config().pad_token_id
-        last = max((i for i, token in enumerate(row) if token != pad), default=0)
-        hidden = model.base_model(input_ids=row_ids(prompt, response, model), use_cache=False).last_hidden_state
+        if end is not None and row[-1] in others:
+            row[-1] = end
+        last = len(row) - 1
+        if end is None or end == pad:
+            last = max((i for i, token in enumerate(row) if token != pad), default=0)
+        hidden = model.base_model(input_ids=row_ids(row, [], model), use_cache=False).last_hidden_state
         scores.append(float(classifier_score(model, hidden[0, last])))
     return scores
 

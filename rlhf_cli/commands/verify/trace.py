@@ -207,9 +207,10 @@ def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], r
                 return call_reward_fn(scorer.function, rows)
 
             return partial(reference.function_scores, score, scorer.tokenizer)
+        model_scores = partial(reference.model_scores, scorer.model, scorer.end_token_ids)
         if isinstance(scorer, RetokenizingReward):
-            return lambda *rows: reference.model_scores(scorer.model, *scorer.retokenize(*rows))
-        return partial(reference.model_scores, scorer.model)
+            return lambda *rows: model_scores(*scorer.retokenize(*rows))
+        return model_scores
 
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)

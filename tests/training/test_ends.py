@@ -1,0 +1,157 @@
+"""A policy with two stop tokens of which one is the pad token, as of Qwen2.5 and Qwen3: each row's score is right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from ppo_folder import write
+from report_run import draws_nothing
+from run_cli import must_succeed, rlhf
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli import jsonl
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.stages import reward
+
+pytestmark = pytest.mark.training
+
+STOP, PAD = "<|im_end|>", "<|endoftext|>"
+THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish"]
+ASKED = [[{"role": "user", "content": f"What is a {thing}?"}] for thing in THINGS]
+REWARD = {
+    "model": {"path": "sft"}, "data": {"train": "pairs.jsonl"},
+    "reward": {"max_steps": 4, "normalize_samples": 16, "learning_rate": 1e-3},
+}  # fmt: skip
+PPO = {
+    "models": {"sft": "sft", "reward": "reward"},
+    "data": {"prompts": "sft.jsonl"},
+    "output": {"snapshots": 0, "save_steps": 40},
+    "ppo": {
+        "total_episodes": 320, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "response_length": 8,
+        "learning_rate": 1e-3, "num_ppo_epochs": 1,
+    },
+}  # fmt: skip
+EVAL = {
+    "models": {"sft": "sft", "ppo": "ppo", "reward": "reward"},
+    "data": {"prompts": "sft.jsonl"},
+    "eval": {"n": 8, "best_of": [], "frontier": False, "response_length": 8},
+}
+BEST_OF = {
+    "run": "chosen", "model": {"path": "sft"}, "data": {"train": "sft.jsonl"},
+    "best_of": {"reward": "reward", "n": 4, "response_length": 8}, "sft": {"max_steps": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Finished SFT and reward stages, of a model that ends an answer with each of its stop tokens as often."""
+    folder = tmp_path_factory.mktemp("ends")
+    answer = [{"role": "assistant", "content": "It shines."}]
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": asked, "completion": answer} for asked in ASKED])
+    worse = [{"role": "assistant", "content": "No."}]
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{"prompt": p, "chosen": answer, "rejected": worse} for p in ASKED])
+    families.write_causal(folder / "base", "qwen2", [f"What is a {thing}? It shines." for thing in THINGS])
+    _make_both_ends_likely(folder / "base")
+    write(folder, "sft", {"model": {"path": "base"}, "data": {"train": "sft.jsonl"}, "sft": {"max_steps": 1}})
+    write(folder, "reward", REWARD)
+    must_succeed(rlhf("sft", "-c", folder / "sft.yaml"))
+    return folder
+
+
+def _make_both_ends_likely(base: Path) -> None:
+    """Give both stop tokens the same logits, which exceed those of all others at a part of the positions."""
+    model, (stop, pad) = AutoModelForCausalLM.from_pretrained(base), ids(base)
+    head = model.lm_head.weight.data
+    end = 3 * head[stop]
+    head *= 0.3
+    head[stop] = head[pad] = end
+    model.save_pretrained(base)
+    assert set(model.generation_config.eos_token_id) == {stop, pad}
+
+
+def ids(folder: Path) -> tuple[int, int]:
+    """The ids of the stop token of the pairs and of the one that is also the pad token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (STOP, PAD)
+    return tokenizer.convert_tokens_to_ids(STOP), tokenizer.convert_tokens_to_ids(PAD)
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], float]]:
+    """The rows that reward models score from now on, as they were drawn, and their scores."""
+    rows: list[tuple[list[int], float]] = []
+    plain = ModelReward.__call__
+
+    def recorded(source: ModelReward, rollout: Rollout) -> torch.Tensor:
+        scores = plain(source, rollout)
+        drawn = [rollout.prompt_tokens(row) + rollout.response_tokens(row) for row in range(len(rollout))]
+        rows.extend(zip(drawn, scores.tolist(), strict=True))
+        return scores
+
+    monkeypatch.setattr(ModelReward, "__call__", recorded)
+    draws_nothing(monkeypatch)
+    return rows
+
+
+def by_transformers(folder: Path, rows: list[list[int]]) -> list[float]:
+    """The scores of transformers' own forward, of rows that end as the pairs did."""
+    model, (stop, pad) = AutoModelForSequenceClassification.from_pretrained(folder).eval(), ids(folder)
+    assert model.config.pad_token_id == pad, "transformers reads a row that ends with it at the token before"
+    rows = [[*row[:-1], stop] if row[-1] == pad else row for row in rows]
+    with torch.no_grad():
+        logits = [float(model(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
+    return [(logit - model.config.reward_mean) / model.config.reward_std for logit in logits]
+
+
+def check(folder: Path, scored: list[tuple[list[int], float]]) -> None:
+    rows = [row for row, _ in scored]
+    assert {*ids(folder)} < {row[-1] for row in rows}, "some rows end with each of them, others are cut off"
+    assert [score for _, score in scored] == pytest.approx(by_transformers(folder, rows), abs=1e-4)
+
+
+def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[list[int]]] = []
+    plain = reward.normalize_scores
+
+    def recorded(config: Any, scorer: Any, rows: list[list[int]], group: Any) -> dict[str, float]:
+        measured.append(rows)
+        return plain(config, scorer, rows, group)
+
+    monkeypatch.setattr(reward, "normalize_scores", recorded)
+    must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
+    (rows,) = measured
+    stop, pad = ids(stages / "reward/model")
+    assert stop in {row[-1] for row in rows} and pad not in {row[-1] for row in rows}
+    scores = torch.tensor(by_transformers(stages / "reward/model", rows))
+    assert (float(scores.mean()), float(scores.std(correction=0))) == pytest.approx((0, 1), abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["hf", "graph"])
+def test_forty_updates_of_ppo(stages: Path, engine: str, scored: list[tuple[list[int], float]]) -> None:
+    must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
+    write(stages, "ppo", PPO)
+    must_succeed(rlhf("ppo", "-c", stages / "ppo.yaml", "--fresh", "-s", f"models.engine={engine}"))
+    assert len(jsonl_lines(stages / "ppo/metrics.jsonl")) == 40 and len(scored) >= 320
+    check(stages / "reward/model", scored)
+    stop, pad = ids(stages / "reward/model")
+    assert json.loads((stages / "ppo/manifest.json").read_text())["special_tokens"]["stop"] == [stop, pad]
+
+
+def jsonl_lines(path: Path) -> list[Any]:
+    return [row for _, row in jsonl.read_jsonl(path)]
+
+
+def test_verify_the_evaluation_and_the_best_of_n(stages: Path, scored: list[tuple[list[int], float]]) -> None:
+    must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
+    write(stages, "ppo", PPO)
+    must_succeed(rlhf("ppo", "-c", stages / "ppo.yaml", "--fresh", "-s", "output.save_steps=39"))
+    must_succeed(rlhf("verify", stages, "--step", "40"))
+    for stage, config in (("eval", EVAL), ("sft", BEST_OF)):
+        scored.clear()
+        write(stages, stage, config)
+        must_succeed(rlhf(stage, "-c", stages / f"{stage}.yaml"))
+        check(stages / "reward/model", scored)
