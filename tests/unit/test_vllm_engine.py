@@ -63,7 +63,7 @@ class Pair:
             self.saved = lora.add_adapters(self.saved, settings, revision=None, **made)
         self.policy = lora.unwrap(self.saved)
         self.stand_in = None if url else StandIn(served or copy.deepcopy(self.ref))
-        self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0 if url else 2.0, 1))
+        self.server: Any = Planted(url or self.stand_in.url, sync, HTTPClient(60.0, 1))
         probe = seeded(tiny.prompts(12), length=16)
         values = {"max_gap": 0.1, "max_wait": 5.0, "longest_row": 60, **options}
         self.engine = VLLMEngine(
