@@ -37,7 +37,7 @@ def test_log_probs_are_those_of_a_pass_over_the_whole_row(kind, temperature):
         with torch.no_grad():
             logits = tiny.causal()(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected = losses.token_logprobs(logits, torch.tensor(response), temperature)
-        assert torch.allclose(rollout.logprobs[row, : len(response)], expected, atol=1e-5)
+        assert torch.allclose(rollout.logprobs[row, : len(response)], expected, atol=1e-4)
     assert rollout.ended.any()
 
 
@@ -117,7 +117,7 @@ def test_the_tokens_of_fixed_shapes_are_those_of_hf(family, temperature):
         one, other = plain.generate(prompts), subject.generate(prompts)
         assert torch.equal(one.ids, other.ids) and torch.equal(one.mask, other.mask)
         assert torch.equal(one.response_mask, other.response_mask) and torch.equal(one.ended, other.ended)
-        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 def test_rows_that_have_ended_leave_the_batch():
