@@ -359,15 +359,17 @@ def test_an_external_policy_that_never_stops_loses_by_the_short_judge(run_folder
     write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
     fails(evaluate(run_folder), "C17", "eval.temperature")
     shutil.copytree(run_folder / "sft_model", run_folder / "ppo_model")
-    state = load_file(run_folder / "ppo_model/model.safetensors")
-    state["lm_head.weight"][1] = 0.0  # it never stops
-    state["model.norm.weight"] *= 3
-    save_file(state, run_folder / "ppo_model/model.safetensors", metadata={"format": "pt"})
+    for name, stop_weight in (("sft_model", 99.0), ("ppo_model", -99.0)):  # the SFT model always stops at once
+        state = load_file(run_folder / name / "model.safetensors")
+        state["model.embed_tokens.weight"][:, 0] = 99.0  # of any token, so that the last state has it, too
+        state["lm_head.weight"][1] = 0.0
+        state["lm_head.weight"][1, 0] = stop_weight
+        save_file(state, run_folder / name / "model.safetensors", metadata={"format": "pt"})
     require = {"win_rate.ppo_vs_sft.short.value": ">= 0.6", "models.ppo.eos": "> 0"}
     options = {**EVAL["eval"], "temperature": 1.0, "response_length": 24, "require": require}
     write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "ppo_model"}, "eval": options})
     result = evaluate(run_folder)
-    assert report_of(run_folder)["win_rate"]["ppo_vs_sft"]["short"]["value"] < 0.5
+    assert report_of(run_folder)["win_rate"]["ppo_vs_sft"]["short"]["value"] == 0.0
     fails(result, "R06", "win_rate.ppo_vs_sft.short.value is", "required >= 0.6", exit_code=1)
     assert (run_folder / "eval/manifest.json").is_file(), "the report is complete before the requirements fail"
     again = evaluate(run_folder)

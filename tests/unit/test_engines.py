@@ -38,7 +38,7 @@ def test_log_probs_are_those_of_a_pass_over_the_whole_row(kind, temperature):
         with torch.no_grad():
             logits = tiny.causal()(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected = losses.token_logprobs(logits, torch.tensor(response), temperature)
-        assert torch.allclose(rollout.logprobs[row, : len(response)], expected, atol=1e-5)
+        assert torch.allclose(rollout.logprobs[row, : len(response)], expected, atol=1e-4)
     assert rollout.ended.any()
 
 
@@ -133,17 +133,21 @@ def test_the_tokens_of_fixed_shapes_are_those_of_hf(family, temperature):
         one, other = plain.generate(prompts), subject.generate(prompts)
         assert torch.equal(one.ids, other.ids) and torch.equal(one.mask, other.mask)
         assert torch.equal(one.response_mask, other.response_mask) and torch.equal(one.ended, other.ended)
-        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert torch.allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 def test_rows_that_have_ended_leave_the_batch():
     subject = engine(GraphEngine, stop=tuple(range(3, tiny.VOCABULARY, 4)))
-    prompts = seeded(tiny.prompts(16), length=LONG)
-    rollout = subject.generate(prompts)
-    assert len(subject.steps) > 1 and max(subject.steps)[0] == 16
-    assert responses(rollout) == responses(engine(HFEngine, stop=subject.stop_token_id).generate(prompts))
-    subject.release_memory()
-    assert not subject.steps
+    plain = engine(HFEngine, stop=subject.stop_token_id)
+    for step in range(30):  # until some rows of a draw end before the first read, and not all
+        prompts = seeded(tiny.prompts(16), length=LONG, step=step)
+        assert responses(subject.generate(prompts)) == responses(plain.generate(prompts))
+        batches = {rows for rows, _ in subject.steps}
+        subject.release_memory()
+        assert not subject.steps and max(batches) == 16
+        if len(batches) > 1:
+            break
+    assert len(batches) > 1
 
 
 class Watch(TorchDispatchMode):

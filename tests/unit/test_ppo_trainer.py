@@ -160,14 +160,14 @@ def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_limits_it():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]
 
-    fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0, "learning_rate": 2e-2}
+    fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0, "learning_rate": 5e-3}
     scores, kls = {}, {}
     for coef in (0.0, 5.0):
         source = FunctionReward("sevens", sevens, tiny.Words())
         trainer = tiny.trainer(rewards={"sevens": source}, kl_coef=coef, **fixed, **tiny.batch(16, 16))
         history = [trainer.step(tiny.prompts(16, seed=step)) for step in range(20)]
         scores[coef], kls[coef] = ([row[f"objective/{name}"] for row in history] for name in ("scores", "kl"))
-    assert scores[0.0][0] < 1.5 and sum(scores[0.0][-3:]) / 3 > 4.5 and sum(scores[5.0][-3:]) / 3 < 1.5
+    assert scores[0.0][0] < 1.5 and sum(scores[0.0][-3:]) / 3 > 3 and sum(scores[5.0][-3:]) / 3 < 1.5
     assert sum(kls[5.0][-5:]) < 0.7 * sum(kls[0.0][-5:])
 
 
