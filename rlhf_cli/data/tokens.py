@@ -270,7 +270,7 @@ def _find_frame(tokenizer: Any, variables: Mapping[str, Any]) -> AnswerFrame:
 def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables: Mapping[str, Any]) -> str:
     """Render a question and the answer, up to what follows the answer's text.
 
-    If the template leaves out the answer's thought, or opens another one before it, the thought is given to it in a
+    If the template leaves out the answer's thought, or opens another one before it, the message gets the thought in a
     field of its own. Raises RLHFError T09 if the answer ends unlike others.
     """
     rendering = render(tokenizer, [_QUESTION, message], generation_prompt=False, **variables)

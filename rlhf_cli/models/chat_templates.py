@@ -84,4 +84,6 @@ def variables_for_answers(tokenizer: Any, *, thoughts: bool = False) -> dict[str
     else:
         first = {"enable_thinking": False} if "enable_thinking" in template else {}
         variables = fitting_variables(tokenizer, first=first)
-    return (variables or {}) | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
+    if not variables or "add_generation_prompt" not in template:  # answers begin with what opens them
+        variables = {}
+    return variables | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
