@@ -21,7 +21,7 @@ from rlhf_cli.data.tokens import (
     encode_cached,
     encode_many,
     has_thought,
-    header_in_answers,
+    header_of_answers,
     variables_hint,
 )
 from rlhf_cli.errors import RLHFError
@@ -354,7 +354,7 @@ def _warn_double_bos(
 def _warn_header_in_answers(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> None:
     """Warn (T09) if answers without a thought begin with text that the chat template writes before them."""
     plain = (answer for *_, answer in rows if isinstance(answer, dict) and not has_thought(answer))
-    if next(plain, None) and (header := header_in_answers(tokenizer)):
+    if next(plain, None) and (header := header_of_answers(tokenizer).strip()):
         text = f"the chat template writes {header!r} before an answer: it is trained as a part of the answers"
         hint = f"{variables_hint(tokenizer)}, and it stands in the prompts"
         terminal.warn("T09", text, where=reader.source.shown(), hint=hint)

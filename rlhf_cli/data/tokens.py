@@ -70,7 +70,8 @@ def encode_many(
     """Encode many rows as `encode` does, but several times faster; fast tokenizers use all cores.
 
     A None prompt gets no ids; the ids of a response do not depend on its prompt: a message is rendered, text is not.
-    `any_text`: a message that the chat template cannot render behind its generation prompt is encoded as its text.
+    `any_text`: messages may have any text, as those that a policy samples: it stays as it is behind what the template
+    writes before an answer, and so does one with thoughts that the template cannot render.
     Shows progress if it takes long.
     """
     encoded: list[Encoded] = []
@@ -108,6 +109,8 @@ def _encode_responses(tokenizer: Any, responses: Sequence[Answer | None], any_te
 def _response_text(tokenizer: Any, response: Answer, any_text: bool) -> str:
     if isinstance(response, str):
         return response
+    if any_text and not has_thought(response):
+        return header_of_answers(tokenizer) + str(response["content"])
     try:
         return answer_text(tokenizer, response)
     except RLHFError as error:
@@ -192,15 +195,22 @@ def _reads_parts(tokenizer: Any, template: str) -> bool:
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """What a chat template writes around a plain answer to a question, and the generation prompt of that question.
+    """What a chat template writes around a plain answer to a question, and of that question with a generation prompt.
 
-    Qwen3.5: generation "..<|im_start|>assistant\\n<think>\\n", after "<|im_end|>\\n",
+    Qwen3.5: question "..<|im_end|>\\n", generation "..<|im_start|>assistant\\n<think>\\n", after "<|im_end|>\\n",
     before "..<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n".
     """
 
+    question: str
     generation: str
     before: str
     after: str
+
+    def of_answer(self, rendering: str) -> str:
+        """Return the part of a rendering that comes from the answer."""
+        if rendering.startswith(self.before):
+            return rendering[len(self.before) :]
+        return _differing_ends(self.generation, rendering)[1]
 
     def text_behind(self, body: str) -> str | None:
         """Return what a rendering without `after` has behind the generation prompt, None if it has another beginning.
@@ -228,7 +238,7 @@ def answer_text(tokenizer: Any, message: Message) -> str:
     """
     frame = answer_frame(tokenizer)
     body = _answer_body(tokenizer, message, frame, {})
-    if missing := _missing_part(body, message):
+    if missing := _missing_part(body, message, frame):
         text = f"the chat template leaves out a part of the answer: {missing[:40]!r}"
         hint = "remove it from the answer, or set model.chat_template to a template that writes it"
         raise RLHFError("T09", text, hint=hint)
@@ -258,13 +268,15 @@ def _answer_frame(tokenizer: Any, template: str | None) -> AnswerFrame:
 
 
 def _find_frame(tokenizer: Any, variables: Mapping[str, Any]) -> AnswerFrame:
-    generation = render(tokenizer, [_QUESTION], generation_prompt=True, **variables)
+    question, generation = (
+        render(tokenizer, [_QUESTION], generation_prompt=prompt, **variables) for prompt in (False, True)
+    )
     rendering = render(tokenizer, [_QUESTION, _PLAIN_ANSWER], generation_prompt=False, **variables)
     before, mark, after = rendering.rpartition(_MARK)
     if not mark:
         text = "the chat template leaves out the assistant's text"
         raise RLHFError("T09", text, hint="set model.chat_template to another template, or to chatml")
-    return AnswerFrame(generation, before, after)
+    return AnswerFrame(question, generation, before, after)
 
 
 def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables: Mapping[str, Any]) -> str:
@@ -275,7 +287,8 @@ def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables
     """
     rendering = render(tokenizer, [_QUESTION, message], generation_prompt=False, **variables)
     for spelled in _other_spellings(message):
-        if _has_parts(rendering, message):
+        thoughts = rendering.removeprefix(frame.question).count("<think>")
+        if thoughts <= max(1, message["content"].count("<think>")) and not _missing_part(rendering, message, frame):
             break
         with suppress(RLHFError):  # a template may refuse a field
             rendering = render(tokenizer, [_QUESTION, spelled], generation_prompt=False, **variables)
@@ -295,18 +308,16 @@ def _other_spellings(message: Message) -> Iterator[Message]:
         yield {"role": message["role"], "content": content, key: thoughts[0]}
 
 
-def _has_parts(rendering: str, message: Message) -> bool:
-    """Return True if a rendering has the answer's thought and what stands around it, and opens no second thought."""
-    return not _missing_part(rendering, message) and rendering.count("<think>") <= max(
-        1, message["content"].count("<think>")
-    )
-
-
-def _missing_part(rendering: str, message: Message) -> str:
-    """Return the first text of an answer that a rendering leaves out, or ""."""
+def _missing_part(rendering: str, message: Message, frame: AnswerFrame) -> str:
+    """Return the first text of the answer, of its thought and what stands around it, that a rendering lacks, or ""."""
+    written = frame.of_answer(rendering)
     thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
-    parts = (part.strip() for part in (*thoughts, *re.split(r"</?think>", message["content"])))
-    return next((part for part in parts if part not in rendering), "")
+    texts = [str(text).strip() for text in (*thoughts, *re.split(r"</?think>", message["content"]))]
+    for text in filter(None, texts):
+        _, found, written = written.partition(text)
+        if not found:
+            return text
+    return ""
 
 
 def has_thought(message: Message) -> bool:
@@ -314,10 +325,10 @@ def has_thought(message: Message) -> bool:
     return "</think>" in message["content"] or any(message.get(key) for key in THOUGHT_KEYS)
 
 
-def header_in_answers(tokenizer: Any) -> str:
+def header_of_answers(tokenizer: Any) -> str:
     """Return what the chat template writes between its generation prompt and the text of a plain answer."""
     frame = answer_frame(tokenizer)
-    return (frame.text_behind(frame.before) or "").strip()
+    return frame.text_behind(frame.before) or ""
 
 
 def variables_hint(tokenizer: Any, message: Message = _PLAIN_ANSWER) -> str:
@@ -347,8 +358,9 @@ def fitting_variables(
             return dict(variables)
     if has_thought(message):
         return None
-    turns, before = render(tokenizer, [_QUESTION], generation_prompt=False), answer_frame(tokenizer).before
-    return {GENERATION_PROMPT: before[len(turns) :]} if before.startswith(turns) else None
+    frame = answer_frame(tokenizer)
+    opening = frame.before.removeprefix(frame.question)
+    return {GENERATION_PROMPT: opening} if opening != frame.before else None
 
 
 def _fits(tokenizer: Any, message: Message, variables: Mapping[str, Any]) -> bool:
@@ -358,7 +370,7 @@ def _fits(tokenizer: Any, message: Message, variables: Mapping[str, Any]) -> boo
     except RLHFError:  # the template rejects the value
         return False
     text = frame.text_behind(body)
-    if text is None or _missing_part(body, message):
+    if text is None or _missing_part(body, message, frame):
         return False
     return has_thought(message) or text.strip() == message["content"].strip()
 

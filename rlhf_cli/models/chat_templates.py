@@ -40,7 +40,8 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, 
     if defaults.endswith(MARK):
         if not given:
             return
-        template = rest.partition(END_MARK)[0]
+        template, _, prompt_before = rest.partition(END_MARK)
+        template += _last_newline(prompt_before)
     formats = {match[2] for match in DATE_CALL.finditer(template)}
     for name in given:
         if not _has_variable(template, name):
@@ -60,9 +61,14 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, 
     if prompt is not None:
         lines.append(WITHOUT_PROMPT)
         written = f"{{% if prompts_answer %}}{{{{ {json.dumps(prompt, ensure_ascii=False)} }}}}{{% endif %}}"
-        template = template.removesuffix("\n") + END_MARK + written  # Jinja removes the last newline of a template
+        template = template.removesuffix("\n") + END_MARK + written + _last_newline(template)
     if lines:
         tokenizer.chat_template = "".join((*lines, MARK, "\n", template))
+
+
+def _last_newline(template: str) -> str:
+    """Return the newline at the end of a template, which Jinja does not write, or ""."""
+    return "\n" if template.endswith("\n") else ""
 
 
 def _has_variable(template: str, name: str) -> bool:
