@@ -20,7 +20,7 @@ WITHOUT_PROMPT = (
     "{% set prompts_answer = add_generation_prompt is defined and add_generation_prompt %}"
     "{% set add_generation_prompt = false %}"
 )
-END_MARK = "{# data.chat_template_kwargs: generation_prompt #}"
+END_MARK = "{#+ data.chat_template_kwargs: generation_prompt #}"
 
 
 def set_template_variables(tokenizer: Any, variables: Mapping[str, Any] | None, *, where: str) -> None:
