@@ -356,7 +356,7 @@ def _warn_header_in_answers(reader: DatasetReader, tokenizer: Any, rows: list[Un
     plain = (answer for *_, answer in rows if isinstance(answer, dict) and not has_thought(answer))
     if next(plain, None) and (header := header_of_answers(tokenizer).strip()):
         text = f"the chat template writes {header!r} before an answer: it is trained as a part of the answers"
-        hint = f"{variables_hint(tokenizer)}, and it stands in the prompts"
+        hint = f"{variables_hint(tokenizer, thoughts=False)}, and it stands in the prompts"
         terminal.warn("T09", text, where=reader.source.shown(), hint=hint)
 
 

@@ -35,6 +35,7 @@ _INTERNED_IDS: dict[int, int] = {}
 _MARK = "assistant-text-stands-here"
 _QUESTION: Message = {"role": "user", "content": "text"}
 _PLAIN_ANSWER: Message = {"role": "assistant", "content": _MARK}
+_THOUGHT_ANSWER: Message = {"role": "assistant", "content": f"<think>\nA thought.\n</think>\n\n{_MARK}"}
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of a message: a thought beside its content
 GENERATION_PROMPT = "generation_prompt"  # of data.chat_template_kwargs: the text that takes the place of the template's
 _OWN_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -87,11 +88,9 @@ def encode_many(
 
 def as_answer(prompt: str | Conversation | None, response: Answer | None) -> Answer | None:
     """Return the response as the assistant's message if the prompt is a conversation."""
-    return (
-        {"role": "assistant", "content": response}
-        if isinstance(prompt, list) and isinstance(response, str)
-        else response
-    )
+    if isinstance(prompt, list) and isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    return response
 
 
 def _encode_responses(tokenizer: Any, responses: Sequence[Answer | None], any_text: bool) -> list[list[int]]:
@@ -246,7 +245,7 @@ def answer_text(tokenizer: Any, message: Message) -> str:
     if text_behind is None:
         prompt_end, written = _differing_ends(frame.generation, body)
         text = f"the generation prompt ends with {prompt_end!r}, where the chat template writes {written[:40]!r}"
-        raise RLHFError("T09", text, hint=variables_hint(tokenizer, message))
+        raise RLHFError("T09", text, hint=variables_hint(tokenizer, thoughts=has_thought(message)))
     return text_behind
 
 
@@ -331,39 +330,43 @@ def header_of_answers(tokenizer: Any) -> str:
     return frame.text_behind(frame.before) or ""
 
 
-def variables_hint(tokenizer: Any, message: Message = _PLAIN_ANSWER) -> str:
+def variables_hint(tokenizer: Any, *, thoughts: bool) -> str:
     """Return a hint with the variables of `fitting_variables`."""
-    variables = fitting_variables(tokenizer, message)
+    return _variables_hint(tokenizer, tokenizer.chat_template, thoughts)
+
+
+@lru_cache(maxsize=8)
+def _variables_hint(tokenizer: Any, template: str, thoughts: bool) -> str:
+    variables = fitting_variables(tokenizer, thoughts=thoughts)
     if variables is None:
-        return (
-            "set data.chat_template_kwargs or model.chat_template so that an answer begins like its generation prompt"
-        )
+        return "set data.chat_template_kwargs or model.chat_template so that answers begin like the generation prompt"
     shown = ", ".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in variables.items())
     return f"set data.chat_template_kwargs: {{{shown}}}"
 
 
 def fitting_variables(
-    tokenizer: Any, message: Message = _PLAIN_ANSWER, *, first: Mapping[str, Any] | None = None
+    tokenizer: Any, *, thoughts: bool, first: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Find variables of the chat template with which the answer's own text follows the generation prompt.
+    """Find variables of the chat template with which the answers' own text follows the generation prompt.
 
-    They are found by trying: `first`, none, each name about thoughts in the template with several values. For an answer
-    without a thought the last resort is GENERATION_PROMPT. Return None if nothing helps.
+    They are found by trying: `first`, none, each name about thoughts in the template with several values. For answers
+    without `thoughts` the last resort is GENERATION_PROMPT. Return None if nothing helps.
     """
     names = sorted(set(re.findall(r"\b\w*(?:think|reason)\w*\b", tokenizer.chat_template)))
-    values = (True,) if has_thought(message) else (False, "none", True)
+    values = (True,) if thoughts else (False, "none", True)
     tried = [{name: value} for value in values for name in names]
-    for variables in ([first] if first else []) + [{}, *tried]:
-        if _fits(tokenizer, message, variables):
+    for variables in (first or {}, {}, *tried):
+        if _fits(tokenizer, variables, thoughts):
             return dict(variables)
-    if has_thought(message):
+    if thoughts:
         return None
     frame = answer_frame(tokenizer)
     opening = frame.before.removeprefix(frame.question)
     return {GENERATION_PROMPT: opening} if opening != frame.before else None
 
 
-def _fits(tokenizer: Any, message: Message, variables: Mapping[str, Any]) -> bool:
+def _fits(tokenizer: Any, variables: Mapping[str, Any], thoughts: bool) -> bool:
+    message = _THOUGHT_ANSWER if thoughts else _PLAIN_ANSWER
     try:
         frame = _find_frame(tokenizer, variables)
         body = _answer_body(tokenizer, message, frame, variables)
@@ -372,7 +375,7 @@ def _fits(tokenizer: Any, message: Message, variables: Mapping[str, Any]) -> boo
     text = frame.text_behind(body)
     if text is None or _missing_part(body, message, frame):
         return False
-    return has_thought(message) or text.strip() == message["content"].strip()
+    return thoughts or text.strip() == _MARK
 
 
 @lru_cache(maxsize=8)

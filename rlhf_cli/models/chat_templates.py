@@ -85,11 +85,9 @@ def variables_for_answers(tokenizer: Any, *, thoughts: bool = False) -> dict[str
     template = tokenizer.chat_template
     if not isinstance(template, str) or template.partition("\n")[0].endswith(MARK):
         return {}
-    if thoughts:
-        variables = fitting_variables(tokenizer, {"role": "assistant", "content": "<think>\nA.\n</think>\n\nB."})
-    else:
-        first = {"enable_thinking": False} if "enable_thinking" in template else {}
-        variables = fitting_variables(tokenizer, first=first)
-    if not variables or "add_generation_prompt" not in template:  # answers begin with what opens them
+    closing = {"enable_thinking": False} if "enable_thinking" in template and not thoughts else {}
+    variables = fitting_variables(tokenizer, thoughts=thoughts, first=closing)
+    has_prompt = "add_generation_prompt" in template
+    if variables is None or (GENERATION_PROMPT in variables and not has_prompt):  # answers begin with what opens them
         variables = {}
     return variables | ({"date": DEFAULT_DATE} if DATE_CALL.search(template) else {})
