@@ -281,8 +281,8 @@ def _find_frame(tokenizer: Any, variables: Mapping[str, Any]) -> AnswerFrame:
 def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables: Mapping[str, Any]) -> str:
     """Render a question and the answer, up to what follows the answer's text.
 
-    If the template leaves out the answer's thought, or opens another one before it, the message gets the thought in a
-    field of its own. Raises RLHFError T09 if the answer ends unlike others.
+    If the template leaves out the answer's thought, or opens another one before it, it is rendered as a separate field.
+    Raises RLHFError T09 if the answer ends unlike others.
     """
     rendering = render(tokenizer, [_QUESTION, message], generation_prompt=False, **variables)
     for spelled in _other_spellings(message):
