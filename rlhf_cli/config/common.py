@@ -160,6 +160,8 @@ class _Data(Section):
             if not name.isidentifier() or name in RESERVED_TEMPLATE_NAMES:
                 text = f"`{name}` is not a variable that a chat template's user sets"
                 raise invalid(text, key="chat_template_kwargs")
+            if name == "generation_prompt" and not (isinstance(value, str) and value):
+                raise invalid("generation_prompt is the text that stands before an answer", key="chat_template_kwargs")
             try:
                 if name == "date":
                     date.fromisoformat(value)

@@ -14,14 +14,24 @@ from rlhf_cli.data.formats import DatasetReader
 from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.rendering import RenderedRow, check_rendering
 from rlhf_cli.data.texts import Example, Form, Pair
-from rlhf_cli.data.tokens import Conversation, Encoded, encode_cached, encode_many
+from rlhf_cli.data.tokens import (
+    Answer,
+    Conversation,
+    Encoded,
+    as_answer,
+    encode_cached,
+    encode_many,
+    has_thought,
+    header_of_answers,
+    variables_hint,
+)
 from rlhf_cli.errors import RLHFError
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
 Source = DataSource | Path | str
-UnencodedRow = tuple[RowLocation, str | Conversation | None, str | None]  # location, prompt, response
+UnencodedRow = tuple[RowLocation, str | Conversation | None, Answer | None]  # location, prompt, response
 Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]
 Row = TypeVar("Row")
 NewRow = TypeVar("NewRow")
@@ -180,19 +190,27 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
     pairs: dict[str, Example] = {}
     for pair in _read_pairs(reader, "drop"):
         key = repr((pair.system, pair.prompt, *pair.responses.values()))
-        if pairs.setdefault(key, pair) is not pair:
+        if not all(isinstance(answer, str) for answer in pair.responses.values()):
+            reader.drop(pair.location, "D06", "an answer has its thought beside the content; write it into the content")
+        elif pairs.setdefault(key, pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
     reader.finish(len(pairs), {**hints, "other": "the other rows are used"})
     bad = {code: dropped for code, dropped in reader.dropped.items() if code != "D15"}
     return PairFile(
-        pairs=[Pair(p.location, p.prompt, **p.responses, margin=p.margin, system=p.system) for p in pairs.values()],
+        pairs=[_text_pair(pair) for pair in pairs.values()],
         num_read=reader.num_read,
         num_dropped=sum(dropped.rows for dropped in bad.values()),
         dropped=", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in bad.items()),
         transcripts=reader.transcripts,
         columns=reader.columns_text(),
     )
+
+
+def _text_pair(example: Example) -> Pair:
+    """Return a pair whose answers are texts."""
+    chosen, rejected = (str(text) for text in example.responses.values())
+    return Pair(example.location, example.prompt, chosen, rejected, example.margin, system=example.system)
 
 
 def _read(reader: DatasetReader, parse: Parse, on_identical: str = "error") -> Iterator[Example]:
@@ -303,12 +321,16 @@ def _tokenised(
     return Rows(rows, reader, prompts, kept, stride)
 
 
+def _content(answer: Answer) -> str:
+    return answer if isinstance(answer, str) else str(answer["content"])
+
+
 def _check_rendering(reader: DatasetReader, tokenizer: Any, examples: list[Example]) -> None:
     """Warn D18, and raise RLHFError T08, as `check_rendering`."""
     if not tokenizer.chat_template:
         return
     rows = [
-        RenderedRow(each.location, each.prompt, [*each.responses.values()])
+        RenderedRow(each.location, each.prompt, [*map(_content, each.responses.values())])
         for each in examples
         if isinstance(each.prompt, list)
     ]
@@ -327,13 +349,16 @@ def _encode(
     columns = list(examples[0].responses) if examples else []
     rows: list[UnencodedRow] = []
     for number, column in enumerate(columns or [""]):
-        rows += [(each.location, None if number else each.prompt, each.responses.get(column)) for each in examples]
+        for each in examples:
+            answer = as_answer(each.prompt, each.responses.get(column))
+            rows.append((each.location, None if number else each.prompt, answer))
     encoded: Sequence[Encoded | None]
     try:
         encoded = encode_cached(tokenizer, [prompt for _, prompt, _ in rows], [text for _, _, text in rows])
     except RLHFError:
         encoded = _encode_row_by_row(reader, tokenizer, rows)
     _warn_double_bos(reader, tokenizer, rows, encoded)
+    _warn_header_in_answers(reader, tokenizer, rows)
     for number, example in enumerate(examples):
         parts = [part for part in encoded[number :: len(examples)] if part is not None]
         if len(parts) == max(1, len(columns)):
@@ -347,7 +372,7 @@ def _encode_row_by_row(reader: DatasetReader, tokenizer: Any, rows: list[Unencod
             encoded += encode_many(tokenizer, [prompt], [text])
         except RLHFError as error:
             problem = error.problems[0]
-            if problem.code != "D06":  # a fault of the tokenizer, the same in every row
+            if problem.code not in ("D06", "T09"):  # a fault of the tokenizer, the same in every row
                 raise RLHFError(problem.code, problem.text, where=str(location), hint=problem.hint) from error
             reader.note(location, BadRow(problem.code, problem.text, problem.hint))
             encoded.append(None)
@@ -367,6 +392,15 @@ def _warn_double_bos(
         count = f"{len(doubled)} of {len(prompts)} texts start with {tokenizer.bos_token!r} twice"
         text = f"{count}: they contain one, and {adds} adds another"
         terminal.warn("T03", text, where=reader.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
+
+
+def _warn_header_in_answers(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> None:
+    """Warn (T09) if answers without a thought begin with text that the chat template writes before them."""
+    plain = (answer for *_, answer in rows if isinstance(answer, dict) and not has_thought(answer))
+    if next(plain, None) and (header := header_of_answers(tokenizer).strip()):
+        text = f"the chat template writes {header!r} before an answer: it is trained as a part of the answers"
+        hint = f"{variables_hint(tokenizer, thoughts=False)}, and it stands in the prompts"
+        terminal.warn("T09", text, where=reader.source.shown(), hint=hint)
 
 
 def _token_fault(example: Example, prompt: list[int], responses: list[list[int]]) -> BadRow | None:

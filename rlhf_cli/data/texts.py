@@ -14,12 +14,11 @@ from typing import Any
 
 from rlhf_cli.data.columns import system_text
 from rlhf_cli.data.readers import BadRow, RowLocation
-from rlhf_cli.data.tokens import Conversation
+from rlhf_cli.data.tokens import THOUGHT_KEYS, Answer, Conversation, Message
 
 Form = tuple[str, ...]  # the columns of a row that rlhf reads
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
-UNTRAINED = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # parts of an answer beside its content
 TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 # What ends the prompt in a text of prompt and answer: "Assistant:", "### Response:", "<|assistant|>", "[/INST]"; else
 # the end of a line or a sentence.
@@ -53,7 +52,7 @@ class Example:
 
     location: RowLocation
     prompt: str | Conversation
-    responses: Mapping[str, str]
+    responses: Mapping[str, Answer]  # messages only where they have a thought beside their content
     margin: float | None = None  # of a pair
     rows: int = 1  # of the file, with this prompt
     columns: dict[str, Any] = field(default_factory=dict)  # of a prompt's row, those besides the form's
@@ -62,7 +61,7 @@ class Example:
     @property
     def first_text(self) -> str | Conversation:
         """The prompt, or plain text itself."""
-        return self.prompt or next(iter(self.responses.values()), "")
+        return self.prompt or next((text for text in self.responses.values() if isinstance(text, str)), "")
 
     def as_text(self) -> "Example":
         """Return a copy with its conversation as a transcript, for a tokenizer without a chat template."""
@@ -190,10 +189,19 @@ def _assistant_turns(location: RowLocation, messages: Conversation, start: int, 
     for i in turns:
         _require_prompt(messages[:i])
         _require_text(messages[i]["content"], column)
-        if extra := next(filter(messages[i].get, UNTRAINED), None):
-            text = f'message {i + 1} of "{column}" has {extra}, which would not be trained'
+        if messages[i].get("tool_calls"):
+            text = f'message {i + 1} of "{column}" has tool_calls, which would not be trained'
             raise BadRow("D06", text, "write it into the content, as the chat template does, or remove it")
-    return [Example(location, messages[:i], {"completion": messages[i]["content"]}) for i in turns]
+    return [Example(location, messages[:i], {"completion": _answer(messages[i], column)}) for i in turns]
+
+
+def _answer(message: Message, column: str) -> Answer:
+    """Return the message's content, with its role and thought if it has a thought. Raises BadRow D06."""
+    thoughts = {key: message[key] for key in THOUGHT_KEYS if message.get(key)}
+    for key, thought in thoughts.items():
+        if not isinstance(thought, str):
+            raise BadRow("D06", f'{key} of a message of "{column}" is {thought!r:.40}; expected text')
+    return {"role": "assistant", "content": message["content"], **thoughts} if thoughts else message["content"]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -221,7 +229,7 @@ def _end_of_last_turn(common: str, shorter: int) -> int:
 
 def _split_conversations(
     prompt_column: str | Conversation | None, chosen: Conversation, rejected: Conversation
-) -> tuple[Conversation, str, str]:
+) -> tuple[Conversation, Answer, Answer]:
     """Return (prompt, chosen, rejected): each side is the common prefix and one assistant message."""
     # A text prompt next to full conversations (UltraFeedback) only repeats their first message.
     if isinstance(prompt_column, list):
@@ -235,7 +243,7 @@ def _split_conversations(
         if len(tail) != 1 or tail[0]["role"] != "assistant":
             roles = ", ".join(message["role"] for message in tail) or "nothing"
             raise BadRow("D12", f'"{column}" must be the prompt followed by one assistant message, not by {roles:.60}')
-    return prompt, tails[0][0]["content"], tails[1][0]["content"]
+    return prompt, _answer(tails[0][0], "chosen"), _answer(tails[1][0], "rejected")
 
 
 def common_prefix_length(left: Any, right: Any) -> int:
@@ -267,7 +275,8 @@ def _require_prompt(prompt: str | Conversation) -> None:
         raise BadRow("D08", "the prompt is empty")
 
 
-def _require_text(text: Any, column: str) -> None:
+def _require_text(answer: Any, column: str) -> None:
+    text = answer["content"] if isinstance(answer, dict) else answer
     if not isinstance(text, str):
         raise BadRow("D06", f'"{column}" is a list of messages; expected text')
     if not text.strip():

@@ -1,11 +1,14 @@
 """Tokenisation for all stages: prompt + response + stop token, nothing after it, with an on-disk cache."""
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -19,7 +22,9 @@ from rlhf_cli.errors import RLHFError, translate_rust_panics
 from rlhf_cli.progress import Progress
 from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
 
-Conversation = list[dict[str, Any]]
+Message = dict[str, Any]
+Conversation = list[Message]
+Answer = str | Message  # text after a text, or the assistant's message after a conversation
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 BATCH_ROWS = 4096  # rows
 RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
@@ -27,7 +32,16 @@ MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked 
 MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
 CACHE_VERSION = 2  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
-_END_MARK = "assistant-text-ends-here"
+_MARK = "assistant-text-stands-here"
+_QUESTION: Message = {"role": "user", "content": "text"}
+_PLAIN_ANSWER: Message = {"role": "assistant", "content": _MARK}
+_THOUGHT_ANSWER: Message = {"role": "assistant", "content": f"<think>\nA thought.\n</think>\n\n{_MARK}"}
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of a message: a thought beside its content
+GENERATION_PROMPT = "generation_prompt"  # of data.chat_template_kwargs: the text that takes the place of the template's
+_OWN_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+_THOUGHT_TAG = re.compile(
+    r"[<\[\u25c1][^<>\[\]\u25c1\u25b7\s]*(?:think|thought|reason)[^<>\[\]\u25c1\u25b7\s]*[>\]\u25b7]", re.IGNORECASE
+)
 WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
 
 
@@ -36,35 +50,51 @@ def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
     return getattr(tokenizer, WITHOUT_EMBEDDING, None)
 
 
-def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> Encoded:
+def encode(tokenizer: Any, prompt: str | Conversation, response: Answer | None) -> Encoded:
     """Return the token ids (prompt, response) of one row; the response ends in one stop token, and is [] for None.
 
     A string prompt keeps the special tokens that the tokenizer prepends (BOS), not those that it appends.
-    A conversation is rendered by the chat template up to the start of the assistant's text.
-    Raises RLHFError D14 without a template.
+    After a conversation, both are the chat template's rendering of the whole conversation: the prompt up to the end of
+    its generation prompt, the response behind it.
+    Raises RLHFError D14 without a template, T09 as `answer_text`.
     """
     return encode_many(tokenizer, [prompt], [response])[0]
 
 
 def encode_many(
-    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
+    tokenizer: Any,
+    prompts: Sequence[str | Conversation | None],
+    responses: Sequence[Answer | None],
+    *,
+    any_text: bool = False,
 ) -> list[Encoded]:
     """Encode many rows as `encode` does, but several times faster; fast tokenizers use all cores.
 
-    A None prompt gets no ids; the ids of a response do not depend on its prompt. Shows progress if it takes long.
+    A None prompt gets no ids; the ids of a response do not depend on its prompt: a message is rendered, text is not.
+    `any_text`: messages may have any text, as those that a policy samples: it stays as it is behind what the template
+    writes before an answer, and so does one with thoughts that the template cannot render.
+    Shows progress if it takes long.
     """
     encoded: list[Encoded] = []
+    responses = [as_answer(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     with Progress("data", len(prompts), "row", brief=True) as bar:
         for first in range(0, len(prompts), BATCH_ROWS):
             rows = slice(first, first + BATCH_ROWS)
-            response_ids = _encode_responses(tokenizer, responses[rows])
+            response_ids = _encode_responses(tokenizer, responses[rows], any_text)
             encoded += zip(_encode_prompts(tokenizer, prompts[rows]), response_ids, strict=True)
             bar.advance(len(encoded) - first, note="tokenised")
     return encoded
 
 
-def _encode_responses(tokenizer: Any, responses: Sequence[str | None]) -> list[list[int]]:
-    texts = [text for text in responses if text is not None]
+def as_answer(prompt: str | Conversation | None, response: Answer | None) -> Answer | None:
+    """Return the response as the assistant's message if the prompt is a conversation."""
+    if isinstance(prompt, list) and isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    return response
+
+
+def _encode_responses(tokenizer: Any, responses: Sequence[Answer | None], any_text: bool) -> list[list[int]]:
+    texts = [_response_text(tokenizer, response, any_text) for response in responses if response is not None]
     if not texts:
         return [[] for _ in responses]
     stop = stop_token_id(tokenizer)
@@ -80,6 +110,19 @@ def _encode_responses(tokenizer: Any, responses: Sequence[str | None]) -> list[l
 def _without_space_after(stop: str, text: str) -> str:
     """Return a text that ends in the stop token without the white space after it: one stop token ends the answer."""
     return text.rstrip() if text.rstrip().endswith(stop) else text
+
+
+def _response_text(tokenizer: Any, response: Answer, any_text: bool) -> str:
+    if isinstance(response, str):
+        return response
+    if any_text and not has_thought(response):
+        return header_of_answers(tokenizer) + str(response["content"])
+    try:
+        return answer_text(tokenizer, response)
+    except RLHFError as error:
+        if any_text and error.problems[0].code in ("D06", "T09"):
+            return str(response["content"])
+        raise
 
 
 def stop_token_id(tokenizer: Any) -> int:
@@ -112,15 +155,24 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
     yield text[start:]
 
 
-def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
-    """Render a conversation. Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 on a timeout."""
+def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool, **variables: Any) -> str:
+    """Render a conversation with values of the template's variables.
+
+    Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 on a timeout.
+    """
     if not tokenizer.chat_template:
         text = "the data contains conversations, but the tokenizer has no chat template"
         raise RLHFError("D14", text, hint="set model.chat_template to a Jinja file, or to chatml")
+    if _reads_parts(tokenizer, tokenizer.chat_template):
+        conversation = [_in_parts(message) for message in conversation]
+    return _render(tokenizer, conversation, generation_prompt, variables)
+
+
+def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool, variables: Mapping[str, Any]) -> str:
     try:
         with cpu_time_limit(RENDER_TIMEOUT):
             options = {"tokenize": False, "add_generation_prompt": generation_prompt}
-            return str(tokenizer.apply_chat_template(conversation, **options))
+            return str(tokenizer.apply_chat_template(conversation, **options, **variables))
     except CPUTimeExceeded as error:
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
@@ -131,13 +183,221 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
         raise RLHFError("D06", text, hint=hint) from error
 
 
+def _in_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(tokenizer: Any, template: str) -> bool:
+    """Return True if the template shows texts only as lists of parts, as that of a vision model may."""
+    turns: Conversation = [{"role": "user", "content": _MARK}, _PLAIN_ANSWER]
+    texts = []
+    for conversation in (turns, [_in_parts(message) for message in turns]):
+        try:
+            texts.append(_render(tokenizer, conversation, False, {}))
+        except RLHFError as error:
+            if error.problems[0].code != "D06":
+                raise
+            texts.append("")
+    as_text, as_parts = (text.count(_MARK) for text in texts)
+    return as_text < 2 and as_parts == 2
+
+
+# Answers
+
+
+@dataclass(frozen=True)
+class AnswerFrame:
+    """What a chat template writes around a plain answer to a question, and of that question with a generation prompt.
+
+    Qwen3.5: question "..<|im_end|>\\n", generation "..<|im_start|>assistant\\n<think>\\n", after "<|im_end|>\\n",
+    before "..<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n".
+    """
+
+    question: str
+    generation: str
+    before: str
+    after: str
+
+    def of_answer(self, rendering: str) -> str:
+        """Return the part of a rendering that comes from the answer."""
+        if rendering.startswith(self.before):
+            return rendering[len(self.before) :]
+        return _differing_ends(self.generation, rendering)[1]
+
+    def text_behind(self, body: str) -> str | None:
+        """Return what a rendering without `after` has behind the generation prompt, None if it has another beginning.
+
+        White space may differ. A generation prompt may also end with more than the template writes before an answer,
+        unless that opens a thought, or closes one before the answer's own.
+        """
+        opening = self.generation.rstrip()
+        if body.startswith(self.generation):
+            return body[len(self.generation) :]
+        if body.startswith(opening):
+            return body[len(opening) :].lstrip()
+        only_prompt, only_before = _differing_ends(self.generation, self.before)
+        if only_before.strip() or not body.startswith(self.before):
+            return None
+        text, tags = body[len(self.before) :], _THOUGHT_TAG.findall(only_prompt)
+        opens_thought = bool(tags) and "/" not in tags[-1] and "end" not in tags[-1].lower()
+        return None if opens_thought or (tags and _THOUGHT_TAG.search(text)) else text
+
+
+def answer_text(tokenizer: Any, message: Message) -> str:
+    """Return what the chat template writes of the assistant's message behind its generation prompt, up to the stop.
+
+    Raises RLHFError T09 if the template leaves out a part of it, or begins it unlike its generation prompt.
+    """
+    frame = answer_frame(tokenizer)
+    body = _answer_body(tokenizer, message, frame, {})
+    if missing := _missing_part(body, message, frame):
+        text = f"the chat template leaves out a part of the answer: {missing[:40]!r}"
+        hint = "remove it from the answer, or set model.chat_template to a template that writes it"
+        raise RLHFError("T09", text, hint=hint)
+    text_behind = frame.text_behind(body)
+    if text_behind is None:
+        prompt_end, written = _differing_ends(frame.generation, body)
+        text = f"the generation prompt ends with {prompt_end!r}, where the chat template writes {written[:40]!r}"
+        raise RLHFError("T09", text, hint=variables_hint(tokenizer, thoughts=has_thought(message)))
+    return text_behind
+
+
+def _differing_ends(first: str, second: str) -> tuple[str, str]:
+    """Return what two texts have after their common beginning."""
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(first, second, strict=False))
+    length = sum(1 for _ in same)
+    return first[length:], second[length:]
+
+
+def answer_frame(tokenizer: Any) -> AnswerFrame:
+    """Return the frame of plain answers. Raises RLHFError T09 if the template leaves out the answer's text."""
+    return _answer_frame(tokenizer, tokenizer.chat_template)
+
+
+@lru_cache(maxsize=8)
+def _answer_frame(tokenizer: Any, template: str | None) -> AnswerFrame:
+    return _find_frame(tokenizer, {})
+
+
+def _find_frame(tokenizer: Any, variables: Mapping[str, Any]) -> AnswerFrame:
+    question, generation = (
+        render(tokenizer, [_QUESTION], generation_prompt=prompt, **variables) for prompt in (False, True)
+    )
+    rendering = render(tokenizer, [_QUESTION, _PLAIN_ANSWER], generation_prompt=False, **variables)
+    before, mark, after = rendering.rpartition(_MARK)
+    if not mark:
+        text = "the chat template leaves out the assistant's text"
+        raise RLHFError("T09", text, hint="set model.chat_template to another template, or to chatml")
+    return AnswerFrame(question, generation, before, after)
+
+
+def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables: Mapping[str, Any]) -> str:
+    """Render a question and the answer, up to what follows the answer's text.
+
+    If the template leaves out the answer's thought, or opens another one before it, it is rendered as a separate field.
+    Raises RLHFError T09 if the answer ends unlike others.
+    """
+    rendering = render(tokenizer, [_QUESTION, message], generation_prompt=False, **variables)
+    for spelled in _other_spellings(message):
+        thoughts = rendering.removeprefix(frame.question).count("<think>")
+        if thoughts <= max(1, message["content"].count("<think>")) and not _missing_part(rendering, message, frame):
+            break
+        with suppress(RLHFError):  # a template may refuse a field
+            rendering = render(tokenizer, [_QUESTION, spelled], generation_prompt=False, **variables)
+    if not rendering.endswith(frame.after):
+        text = f"the chat template ends an answer with {frame.after!r}, but not this one: {rendering[-40:]!r}"
+        raise RLHFError("T09", text, hint="remove what it treats in another way, or set model.chat_template")
+    return rendering.removesuffix(frame.after)
+
+
+def _other_spellings(message: Message) -> Iterator[Message]:
+    """Yield the message with its thought in each field that a template may read."""
+    thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
+    content = message["content"]
+    if not thoughts and (own := _OWN_THOUGHT.fullmatch(content)):
+        thoughts, content = [own[1].strip()], own[2].lstrip()
+    for key in THOUGHT_KEYS if thoughts else ():
+        yield {"role": message["role"], "content": content, key: thoughts[0]}
+
+
+def _missing_part(rendering: str, message: Message, frame: AnswerFrame) -> str:
+    """Return the first text of the answer, of its thought and what stands around it, that a rendering lacks, or ""."""
+    written = frame.of_answer(rendering)
+    thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
+    texts = [str(text).strip() for text in (*thoughts, *re.split(r"</?think>", message["content"]))]
+    for text in filter(None, texts):
+        _, found, written = written.partition(text)
+        if not found:
+            return text
+    return ""
+
+
+def has_thought(message: Message) -> bool:
+    """Return True if the answer brings its thought."""
+    return "</think>" in message["content"] or any(message.get(key) for key in THOUGHT_KEYS)
+
+
+def header_of_answers(tokenizer: Any) -> str:
+    """Return what the chat template writes between its generation prompt and the text of a plain answer."""
+    frame = answer_frame(tokenizer)
+    return frame.text_behind(frame.before) or ""
+
+
+def variables_hint(tokenizer: Any, *, thoughts: bool) -> str:
+    """Return a hint with the variables of `fitting_variables`."""
+    return _variables_hint(tokenizer, tokenizer.chat_template, thoughts)
+
+
+@lru_cache(maxsize=8)
+def _variables_hint(tokenizer: Any, template: str, thoughts: bool) -> str:
+    variables = fitting_variables(tokenizer, thoughts=thoughts)
+    if variables is None:
+        return "set data.chat_template_kwargs or model.chat_template so that answers begin like the generation prompt"
+    shown = ", ".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in variables.items())
+    return f"set data.chat_template_kwargs: {{{shown}}}"
+
+
+def fitting_variables(
+    tokenizer: Any, *, thoughts: bool, first: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Find variables of the chat template with which the answers' own text follows the generation prompt.
+
+    They are found by trying: `first`, none, each name about thoughts in the template with several values. For answers
+    without `thoughts` the last resort is GENERATION_PROMPT. Return None if nothing helps.
+    """
+    names = sorted(set(re.findall(r"\b\w*(?:think|reason)\w*\b", tokenizer.chat_template)))
+    values = (True,) if thoughts else (False, "none", True)
+    tried = [{name: value} for value in values for name in names]
+    for variables in (first or {}, {}, *tried):
+        if _fits(tokenizer, variables, thoughts):
+            return dict(variables)
+    if thoughts:
+        return None
+    frame = answer_frame(tokenizer)
+    opening = frame.before.removeprefix(frame.question)
+    return {GENERATION_PROMPT: opening} if opening != frame.before else None
+
+
+def _fits(tokenizer: Any, variables: Mapping[str, Any], thoughts: bool) -> bool:
+    message = _THOUGHT_ANSWER if thoughts else _PLAIN_ANSWER
+    try:
+        frame = _find_frame(tokenizer, variables)
+        body = _answer_body(tokenizer, message, frame, variables)
+    except RLHFError:  # the template rejects the value
+        return False
+    text = frame.text_behind(body)
+    if text is None or _missing_part(body, message, frame):
+        return False
+    return thoughts or text.strip() == _MARK
+
+
 @lru_cache(maxsize=8)
 def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int:
     if template:
-        turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _END_MARK}]
-        tail = render(tokenizer, turns, generation_prompt=False).rpartition(_END_MARK)[2]
         special = special_ids(tokenizer)
-        for token in tokenize(tokenizer, [tail])[0]:
+        for token in tokenize(tokenizer, [answer_frame(tokenizer).after])[0]:
             if token in special:
                 return token
         text = f"the chat template does not end an answer with a stop token; {tokenizer.eos_token!r} is used"
@@ -188,7 +448,7 @@ def intern_ids(ids: list[int]) -> list[int]:
 
 
 def encode_cached(
-    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
+    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[Answer | None]
 ) -> list[Encoded]:
     """Return `encode_many` of the rows, from the cache if they are many."""
     if len(prompts) < MIN_CACHED_ROWS or not tokenizer.is_fast:
@@ -206,7 +466,7 @@ def encode_cached(
     return rows
 
 
-def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
+def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[Answer | None]) -> str:
     probe = ""  # a short question rendered by the chat template; some templates include today's date
     with suppress(RLHFError):  # no template, or one that rejects this conversation
         probe = render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)

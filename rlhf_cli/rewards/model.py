@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlhf_cli.data.tokens import Answer, Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, lora, packing, sharding
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId, stop_ids
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
-PromptText = str | list[dict[str, Any]] | None
-Encode = Callable[[Sequence[PromptText], Sequence[str | None]], Sequence[tuple[list[int], list[int]]]]
+PromptText = str | Conversation | None
+Encode = Callable[[Sequence[PromptText], Sequence[Answer | None]], Sequence[tuple[list[int], list[int]]]]
 
 
 @dataclass
@@ -56,7 +57,8 @@ class RetokenizingReward(ModelReward):
 
     Responses are decoded by the policy's `tokenizer` without special tokens and encoded again, with its stop token if
     they ended with one of `stop_token_id`. `prompts` maps a prompt's ids to the model's tokens of its original text or
-    conversation; a prompt that is missing there is decoded and encoded too.
+    conversation; a prompt that is missing there is decoded and encoded too. Responses to `conversations`, by their ids,
+    are rendered by the model's chat template.
     Raises RLHFError R05 for a row that exceeds `context` tokens, has an empty prompt, or cannot be encoded.
     """
 
@@ -66,6 +68,7 @@ class RetokenizingReward(ModelReward):
     stop_token_id: StopTokenId
     context: int | None = None
     prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    conversations: set[tuple[int, ...]] = field(default_factory=set)
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = range(len(rollout))
@@ -75,12 +78,14 @@ class RetokenizingReward(ModelReward):
         )
         return super().__call__(Rollout.from_lists(*lists).to(rollout.ids.device))
 
-    def add_prompt(self, ids: Sequence[int], prompt: str | list[dict[str, Any]]) -> None:
+    def add_prompt(self, ids: Sequence[int], prompt: str | Conversation) -> None:
         """Add a prompt's original text or conversation under its ids in the policy's tokens.
 
         Raises RLHFError D06, D14 for a conversation that the model's template rejects or cannot render.
         """
         self.prompts[tuple(ids)] = self.encode([prompt], [None])[0][0]
+        if not isinstance(prompt, str):
+            self.conversations.add(tuple(ids))
 
     def retokenize(
         self, prompts: list[list[int]], responses: list[list[int]], *, row_offset: int = 0
@@ -89,7 +94,7 @@ class RetokenizingReward(ModelReward):
         known = [self.prompts.get(tuple(ids)) for ids in prompts]
         try:
             texts = [self._decode(ids) if tokens is None else None for ids, tokens in zip(prompts, known, strict=True)]
-            encoded = self.encode(texts, [self._decode(ids) for ids in responses])
+            encoded = self.encode(texts, [self._answer(*row) for row in zip(prompts, responses, strict=True)])
         except Exception as error:  # a third-party tokenizer may raise anything
             text = f"reward `{self.name}`: its tokenizer raised {type(error).__name__}: {error}"
             raise RLHFError("R05", text, hint="encode one of the responses with it by itself") from error
@@ -107,6 +112,10 @@ class RetokenizingReward(ModelReward):
                 text = f"reward `{self.name}`: {name} has {length} tokens, its model reads {self.context} at most"
                 raise RLHFError("R05", text, hint="remove longer prompts, or lower ppo.response_length")
         return new_prompts, new_responses
+
+    def _answer(self, prompt: list[int], response: list[int]) -> Answer:
+        text = self._decode(response)
+        return {"role": "assistant", "content": text} if tuple(prompt) in self.conversations else text
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -16,6 +16,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
@@ -279,9 +280,11 @@ def make_report_card(
 
 
 def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
-    """Return probe name -> token ids per row. The polite answer starts with the chosen answer's whitespace."""
+    """Return probe name -> token ids per row. The polite answer starts as the chosen one: by header and whitespace."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
-    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE_ANSWER for answer in answers]
+    header = header_of_answers(tokenizer) if tokenizer.chat_template else ""
+    lengths = [len(answer) - len(answer.removeprefix(header).lstrip()) for answer in answers]
+    texts = [answer[:length] + POLITE_ANSWER for answer, length in zip(answers, lengths, strict=True)]
     polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
     return reward_model.build_probes(rows, polite, context=context, seed=seed)
 

@@ -228,8 +228,9 @@ def build_model_reward(
     prompts = retokenize_prompts(config, key, own_tokenizer, policy_text.prompts, model.config)
     return RetokenizingReward(
         model, rows, **options, end_token_ids=end_token_ids(own_tokenizer), name=key, tokenizer=policy_text.tokenizer,
-        encode=partial(data.encode_many, own_tokenizer), stop_token_id=policy_text.stop_token_id,
+        encode=partial(data.encode_many, own_tokenizer, any_text=True), stop_token_id=policy_text.stop_token_id,
         context=load.context_length(model.config), prompts=prompts,
+        conversations={tuple(prompt.ids) for prompt in policy_text.prompts if not isinstance(prompt.text, str)},
     )  # fmt: skip
 
 

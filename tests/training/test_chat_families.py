@@ -1,6 +1,8 @@
 """Chat models of real families from `rlhf init` to the evaluation: tiny ones, with the quirks of their tokenizers."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import families
@@ -9,7 +11,7 @@ from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from transformers import AutoTokenizer
 
-from rlhf_cli import jsonl
+from rlhf_cli import config, data, jsonl
 
 THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish", "wind", "rain"]
 PAIRS = [
@@ -91,3 +93,59 @@ def test_a_family_without_a_classifier_takes_functions_and_a_value_head(tmp_path
     judge = "judges.gold=reward:score"  # the demo's knows only the demo's prompts
     run_stages(run, ["sft", "ppo", "eval"], {"sft": sft, "ppo": [prompts], "eval": [prompts, judge]})
     check_stops(run, "gemma4")
+
+
+THINKING = {  # a template of TRL's wheel -> its variables for plain answers, the end of its prompts, its stop token
+    "qwen3_5_think": ({"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>"),
+    "nemotron_3_nano": ({"enable_thinking": False}, "<|im_start|>assistant\n<think></think>", "<|im_end|>"),
+    "glm4moe_training": ({"enable_thinking": False}, "/nothink<|assistant|>\n<think></think>", "<|user|>"),
+    "deepseek_r1_distill": (
+        {"generation_prompt": "<\uff5cAssistant\uff5c>"}, "<\uff5cAssistant\uff5c>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    "gptoss": (
+        {"generation_prompt": "<|start|>assistant<|channel|>final<|message|>", "date": "2024-07-26"},
+        "<|start|>assistant<|channel|>final<|message|>", "<|return|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_a_model_that_thinks_is_trained_on_plain_answers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, prompt_end, stop = THINKING[name]
+    template = (Path(find_spec("trl").origin).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    special = {stop, families.ENDS, *re.findall(r"<\|[a-z_]+\|>|<\uff5c[^<>\s]+?\uff5c>", template)}
+    roles = {"eos_token": stop, "pad_token": families.ENDS, "bos_token": families.ENDS}
+    kind = families.Family("qwen3", tuple(sorted(special)), roles, stop, template)
+    monkeypatch.setitem(families.NEWER, name, kind)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    families.write_causal(tmp_path / "base", name, [row["prompt"] + row["chosen"] for row in PAIRS])
+    run = tmp_path / "run"
+    options = ("--data", tmp_path / "pairs.jsonl", "--base", tmp_path / "base", "--minutes", "1")
+    must_succeed(rlhf("init", "preferences", run, *options))
+    assert config.load("sft", run / "sft.yaml").data.chat_template_kwargs == variables
+    by_hand = rlhf("check", run / "sft.yaml", "-s", "data.chat_template_kwargs=null")
+    assert by_hand.exit_code == (2 if name.startswith("deepseek") else 0), by_hand.output
+    wanted = ", ".join(
+        f"{key}: {json.dumps(each, ensure_ascii=False)}" for key, each in variables.items() if key != "date"
+    )
+    assert "[T09]: " in by_hand.stderr and f"set data.chat_template_kwargs: {{{wanted}}}" in by_hand.stderr
+
+    for stage in ("sft", "reward", "ppo"):
+        sets = [part for line in SHORT[stage] for part in ("-s", line)]
+        assert "T09" not in must_succeed(rlhf(stage, "-c", run / f"{stage}.yaml", *sets)).stderr
+    served = AutoTokenizer.from_pretrained(run / "ppo/model")
+    for row in (row for _, row in jsonl.read_jsonl(run / "data/sft.jsonl")):
+        turns = [*row["prompt"], *row["completion"]]
+        prompt, response = data.encode(served, row["prompt"], row["completion"][0]["content"])
+        assert prompt == served.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        assert served.decode(prompt).endswith(prompt_end) and served.decode(response[-1:]) == stop
+        whole = "".join(served.apply_chat_template(turns, tokenize=False).split())
+        assert whole.startswith("".join(served.decode(prompt + response[:-1]).split()) + stop)
+    asked = [row["prompt"] for file in sorted((run / "data").glob("*.jsonl")) for _, row in jsonl.read_jsonl(file)]
+    prompts = [served.apply_chat_template(turns, add_generation_prompt=True, return_dict=False) for turns in asked]
+    texts = set(served.batch_decode(prompts, skip_special_tokens=True))
+    samples = [row["prompt"] for _, row in jsonl.read_jsonl(run / "ppo/samples.jsonl")]
+    assert samples and texts.issuperset(samples)

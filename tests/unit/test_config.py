@@ -132,7 +132,8 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(here: Path) -> None:
         loaded(here, "sft", "", "model.chat_template=chatlm")
 
 
-@pytest.mark.parametrize("bad", ["{date: tomorrow}", "{date: 20250131}", "{messages: x}", "{'a b': 1}", "{a: [1]}"])
+@pytest.mark.parametrize("bad", ["{date: tomorrow}", "{date: 20250131}", "{messages: x}", "{'a b': 1}", "{a: [1]}",
+                                 "{generation_prompt: ''}", "{generation_prompt: false}"])  # fmt: skip
 def test_the_variables_of_a_chat_template_are_in_the_identity(bad: str, here: Path) -> None:
     named = loaded(here, "sft", "", "data.chat_template_kwargs={enable_thinking: false, date: 2025-01-31}").identity()
     plain = loaded(here, "sft").identity()

@@ -312,6 +312,22 @@ def test_a_date_is_fixed(capsys):
     assert rendered(DATE, {"date": "2025-01-31", "date_string": "never"}) == "never 2025neverhi"
 
 
+@pytest.mark.parametrize("end", ["", "\n", " \n\n", "\n  "])
+def test_a_generation_prompt_takes_the_place_of_the_templates(end):
+    written, plain = '<say "it">\n{{ x }} \uff5c', tokenizer(THINKING + end)
+    whole = plain.apply_chat_template(TURNS, tokenize=False)
+    made = tokenizer(THINKING + end)
+    for variables in ({"generation_prompt": "other"}, {"generation_prompt": written, "enable_thinking": False}):
+        chat_templates.set_template_variables(made, variables, where="here")
+    assert made.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == whole + written
+    assert made.apply_chat_template(TURNS, tokenize=False) == whole
+    chat_templates.set_template_variables(made, {"enable_thinking": False}, where="here")
+    without_thoughts = plain.apply_chat_template(
+        TURNS, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert made.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == without_thoughts
+
+
 @pytest.mark.parametrize("template,variables", [(THINKING, {"enable_thinkng": 1}), (THINKING, {"date": "2025-01-31"}),
                                                 (None, {"enable_thinking": False})])  # fmt: skip
 def test_a_variable_without_effect_is_refused(template, variables):

@@ -108,6 +108,24 @@ def test_conversations_are_rendered_by_its_own_template(run_folder, family):
         assert row["scores"]["other"] == pytest.approx(expected, abs=1e-4)
 
 
+def test_its_template_writes_the_whole_conversation(run_folder):
+    """Qwen3's template writes an empty thought before an answer, and its generation prompt does not."""
+    conversations(run_folder, [])
+    foreign(run_folder, family="qwen3")
+    with_foreign(run_folder)
+    must_succeed(ppo(run_folder, "-s", "ppo.total_episodes=8"))
+    other = AutoTokenizer.from_pretrained(run_folder / "foreign")
+    for row in lines(run_folder / "ppo/samples.jsonl")[:3]:
+        asked = [{"role": "user", "content": row["prompt"].removeprefix("<user>").removesuffix("<a>")}]
+        prompt = other.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        whole = other.apply_chat_template([*asked, {"role": "assistant", "content": "MARK"}], tokenize=False)
+        header = whole.removeprefix(prompt).partition("MARK")[0]
+        assert header == "<think>\n\n</think>\n\n"
+        answer = {**row, "response": header + row["response"]}
+        expected = by_transformers(run_folder / "foreign", prompt, answer, "<|im_end|>")
+        assert row["scores"]["other"] == pytest.approx(expected, abs=1e-4)
+
+
 def test_d06_d14_a_template_that_rejects_the_prompts(run_folder):
     conversations(run_folder, [{"role": "system", "content": "Be kind."}])
     foreign(run_folder, family="gemma")

@@ -16,6 +16,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.common import MAX_DROPPED
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.texts import Pair
+from rlhf_cli.data.tokens import as_answer
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
@@ -251,7 +252,7 @@ def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
         for first in range(0, len(pairs), CHUNK_PAIRS):
             chunk = pairs[first : first + CHUNK_PAIRS]
             prompts = [prompt for pair in chunk for prompt in (pair.prompt, None)]
-            answers = [answer for pair in chunk for answer in (pair.chosen, pair.rejected)]
+            answers = [as_answer(pair.prompt, text) for pair in chunk for text in (pair.chosen, pair.rejected)]
             try:
                 ids = data.encode_many(tokenizer, prompts, answers)
             except RLHFError:

@@ -117,11 +117,12 @@ def _context_length(base: Path) -> int | None:
     return load.context_length(model_config)
 
 
-def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, str | bool]:
+def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, Any]:
     """Set the chat template as the SFT stage will, and return the values of its variables."""
     if formatted.chat_template:
         tokenizers.set_chat_template(tokenizer, formatted.chat_template)
-    variables = chat_templates.variables_for_answers(tokenizer)
+    thoughts = any("</think>" in pair.chosen for pair in formatted.pairs)
+    variables = chat_templates.variables_for_answers(tokenizer, thoughts=thoughts)
     chat_templates.set_template_variables(tokenizer, variables, where="--base")
     return variables
 
