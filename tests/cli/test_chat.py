@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import ppo_folder
 import pytest
+import torch
 from chat_run import CONTEXT, PROMPT, Terminal, make
 from ppo_folder import lines, must_succeed, write
 from typer.testing import Result
@@ -22,6 +23,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo import rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.runs import locks
 from rlhf_cli.stages import setup
@@ -33,6 +35,18 @@ pytestmark = pytest.mark.training
 def run(chat_origin: Path, here: Path) -> Path:
     """A copy of the trained run in the working directory."""
     return Path(shutil.copytree(chat_origin, "run"))
+
+
+@pytest.fixture
+def one_line_replies(chat_origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no reply have a line break or an end, which a draw may bring."""
+    tokenizer, plain = tokenizers.load_tokenizer(chat_origin / "sft/model"), rollout.sample
+    never = torch.tensor([*tokenizer("\n")["input_ids"], tokenizer.eos_token_id])
+
+    def sample(logits: torch.Tensor, *how: Any) -> Any:
+        return plain(logits.index_fill(1, never, -torch.inf), *how)
+
+    monkeypatch.setattr(rollout, "sample", sample)
 
 
 def piped(*arguments: object, typed: str | bytes = "what is a cat?\n") -> Result:
@@ -109,6 +123,7 @@ def test_several_rewards_are_shown_and_summed_as_in_ppo(run: Path) -> None:
     assert tree(run) == before  # no compiled judges.py either
 
 
+@pytest.mark.usefixtures("one_line_replies")
 def test_equal_seeds_give_equal_replies_in_a_comparison_too(run: Path) -> None:
     def replies(*arguments: object) -> list[str]:
         return piped(run, *arguments, typed="what is a cat?\nwhat is a cat?\n").stdout.splitlines()
@@ -254,6 +269,7 @@ def test_a_chat_at_a_terminal(run: Path, tmp_path: Path) -> None:
 # Through a pipe
 
 
+@pytest.mark.usefixtures("one_line_replies")
 def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until stdout is closed, which ends the chat."""
     before = tree(run)
@@ -282,6 +298,7 @@ def test_replies_cannot_control_the_terminal_and_characters_are_complete(
     assert "\\u001b[31mé\\u009b2J 🙂\\r\\u0007b" in row  # unchanged, but escaped
 
 
+@pytest.mark.usefixtures("one_line_replies")
 def test_the_first_error_ends_it(run: Path) -> None:
     unknown = piped(run, typed="a\n/tem 1\nb\n")
     assert is_error(unknown, "C07", "did you mean /temp?") and unknown.stdout.count("\n") == 1
