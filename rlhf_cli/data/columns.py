@@ -17,17 +17,27 @@ SYNONYMS = {
     "chosen": ("chosen", "better", "preferred", "accepted"),
     "rejected": ("rejected", "worse", "dispreferred"),
 }
+NAMES_OF_THE_BETTER = ("chosen", "preferred", "better", "best", "accepted")
 OPPOSITE_OF_CHOSEN = re.compile(r"reject|worse|(non|not|un|dis)[ _-]?(preferred|chosen|accepted)", re.I)
 LABEL = re.compile(
     r"label|score|rating|rank|winner|preference|annotat|better_|safer_|choice|vote|helpful|correctness|quality", re.I
 )
 IDENTIFIER = re.compile(r"(^|_)(id|uuid|hash|url|index|idx|source|dataset|model)$", re.I)
-NUMBERED = re.compile(r"(?P<name>.+?)_?(?P<number>[01])")
+WORD = re.compile(r"[^\W\d_]+")
+NUMBERED = re.compile(r".+[01]")
 
 
 def is_prose(value: Any) -> bool:
-    """Return True for a text of several words; ids and names of sources are not."""
-    return isinstance(value, str) and len(value.split()) > 1
+    """Return True for a text of several words, or of a script that may write them without spaces."""
+    if not isinstance(value, str):
+        return False
+    words = WORD.findall(value)
+    return len(words) > 1 or any(not word.isascii() for word in words)
+
+
+def is_prompt_name(name: str) -> bool:
+    """Return True for the name of a column that is usually a prompt: question, query, instruction."""
+    return name.casefold() in SYNONYMS["prompt"]
 
 
 def system_text(row: Mapping[str, Any]) -> str:
@@ -43,7 +53,19 @@ def system_text(row: Mapping[str, Any]) -> str:
 
 def label_columns(row: Mapping[str, Any]) -> list[str]:
     """Return the columns that say which answer is better, or how good one is."""
-    return [name for name, value in row.items() if LABEL.search(name) and not is_prose(value)]
+    return [name for name, value in row.items() if _is_label(name, value, row)]
+
+
+def _is_label(name: str, value: Any, row: Mapping[str, Any]) -> bool:
+    """Return True for a score, or for a value that names another column: "A" of response_a, or "response_a"."""
+    if is_prose(value):
+        return False
+    if LABEL.search(name):
+        return True
+    if not isinstance(value, str) or not any(word in name.casefold() for word in NAMES_OF_THE_BETTER):
+        return False
+    end_of_name = re.compile(rf"(^|[^a-z]){re.escape(value.casefold())}$")
+    return bool(value) and any(end_of_name.search(column.casefold()) for column in row if column != name)
 
 
 def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -> str | None:
@@ -54,7 +76,10 @@ def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -
     possible = [
         column
         for column, value in row.items()
-        if isinstance(value, str | list) and column not in taken and not IDENTIFIER.search(column)
+        if isinstance(value, str | list)
+        and column not in taken
+        and not IDENTIFIER.search(column)
+        and not _is_label(column, value, row)
     ]
     if name != "rejected":
         possible = [column for column in possible if not OPPOSITE_OF_CHOSEN.search(column)]
@@ -74,7 +99,7 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
     answers = [name for name in missing if name in ("chosen", "rejected")]
     if not labels or all(look_alike(name, row) for name in answers):
         return None
-    if isinstance(row.get("label"), bool) and look_alike("completion", row):
+    if str(row.get("label")).casefold() in ("true", "false", "0", "1") and look_alike("completion", row):
         return "there is no KTO yet: rows of one answer and a label are not read; bring pairs"
     example = _pairs_by_index(labels, row)
     rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
@@ -83,8 +108,8 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
 
 def _pairs_by_index(labels: Sequence[str], row: Mapping[str, Any]) -> str | None:
     """Return the three lines of Python that make pairs where a label is the number of one of two answers."""
-    matches = [match for name in row if (match := NUMBERED.fullmatch(name)) and is_prose(row[name])]
-    answers = sorted(match.string for match in matches if match["name"] == matches[0]["name"])
+    numbered = [name for name in row if NUMBERED.fullmatch(name) and is_prose(row[name])]
+    answers = sorted(name for name in numbered if name[:-1] == numbered[0][:-1])
     label = next((name for name in labels if row[name] in (0, 1) and not isinstance(row[name], bool)), None)
     if len(answers) != 2 or label is None:
         return None

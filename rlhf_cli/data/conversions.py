@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rlhf_cli.data import texts
-from rlhf_cli.data.columns import is_prose, system_text
+from rlhf_cli.data.columns import is_prompt_name, is_prose, system_text
 from rlhf_cli.data.readers import BadRow, describe_value
 from rlhf_cli.data.texts import Form
 
@@ -29,10 +29,15 @@ MESSAGES_FORM: Form = ("messages",)
 PAIR_FORM: Form = ("prompt", "chosen", "rejected")
 SHAREGPT_OR_ALPACA, OPENAI = "ShareGPT or Alpaca", "OpenAI's preferences"
 Row = dict[str, Any]
-STORED_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+MIN_REPEATED_WORDS = 3  # of a prompt without the end of a sentence
+SENTENCE_ENDS = tuple(".?!:\u2026\u3002\uff1f\uff01\uff1a")  # the last four of Chinese
+# A list of messages, or a single one, as JSON or Python writes it.
+STORED_MESSAGES = re.compile(
+    r"""\s*(?:\[\s*\{\s*["'](?:role|content|from|value)["']\s*:|\{\s*["']role["']\s*:\s*["'](?:user|assistant|system)["'])"""
+)
 
 
-def foreign_format(row: Row, own: Form | None) -> str:
+def other_format(row: Row, own: Form | None) -> str:
     """Return the name of a row's format if it must be converted, else "".
 
     A row whose columns have the form `own` is converted only if that form is not complete.
@@ -62,7 +67,7 @@ def convert_row(row: Row) -> Row:
     """Convert a row. Raises BadRow D12 (unknown format), D06 (not text)."""
     form = target_form(row)
     if form is None:
-        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT nor Alpaca")
+        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT, Alpaca nor OpenAI")
     if "preferred_output" in row:
         return _openai_pair(row)
     turns = _turns(row)
@@ -71,8 +76,7 @@ def convert_row(row: Row) -> Row:
         messages.insert(0, {"role": "system", "content": text})
     if form == PAIR_FORM:
         chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
-        pair = {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
-        return pair | ({"margin": row["margin"]} if "margin" in row else {})
+        return {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
     if isinstance(row.get("output"), list):
         raise BadRow("D06", '"output" is a list: write its better answer as "chosen" and another one as "rejected"')
     return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
@@ -155,8 +159,7 @@ def parse_stored_messages(text: Any, column: str) -> list[Any]:
             messages = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        if isinstance(messages, list):
-            return messages
+        return messages if isinstance(messages, list) else [messages]
     problem = f'"{column}" is a list of messages stored as text that is neither JSON nor Python'
     hint = 'write lists as JSON, for example table.to_json("rows.jsonl", orient="records", lines=True)'
     raise BadRow("D06", f"{problem}: {hint}")
@@ -201,12 +204,23 @@ def with_system_message(row: Row, form: Form) -> Row:
 # Texts of answers that hold the prompt
 
 
-def texts_beside_answers(row: Row) -> list[str]:
-    """Return the columns beside chosen and rejected that may be their prompt.
+def prompt_candidates(rows: Sequence[Row]) -> list[str]:
+    """Return the columns beside chosen and rejected, without a prompt, that may be their prompt in some of the rows.
 
-    Empty for whole dialogues, which contain it. A text at the beginning of both answers is not counted.
+    Empty for whole dialogues, which contain it. A text at the beginning of both answers is not counted, nor one that
+    most rows have, such as the name of a source.
     """
-    chosen, rejected = _answers(row)
+    found = [name for row in rows for name in _texts_beside_answers(row)]
+    return [name for name in dict.fromkeys(found) if is_prompt_name(name) or _is_varied(name, rows)]
+
+
+def _is_varied(name: str, rows: Sequence[Row]) -> bool:
+    values = [repr(row.get(name)) for row in rows]
+    return len(values) == 1 or len(set(values)) > len(values) / 2
+
+
+def _texts_beside_answers(row: Row) -> list[str]:
+    chosen, rejected = row.get("chosen"), row.get("rejected")
     beginning = ""
     if isinstance(chosen, list) and isinstance(rejected, list):
         if chosen and isinstance(chosen[0], dict) and chosen[0].get("role") != "assistant":
@@ -215,10 +229,16 @@ def texts_beside_answers(row: Row) -> list[str]:
         if texts.is_transcript(chosen) and texts.is_transcript(rejected):
             return []
         beginning = chosen[: texts.common_prefix_length(chosen, rejected)]
-    others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
-    prose = [name for name, value in others.items() if is_prose(value) and value.strip() not in beginning]
-    messages = [name for name, value in others.items() if isinstance(value, list) and any(map(_is_message, value))]
-    return [name for name in others if name in (*prose, *messages)]
+    else:
+        return []
+    names = []
+    for name, value in row.items():
+        is_text = isinstance(value, str) and bool(value.strip()) and value.strip() not in beginning
+        may_be_prompt = is_text and (is_prose(value) or is_prompt_name(name))
+        is_messages = isinstance(value, list) and any(map(_is_message, value))
+        if name not in PAIR_FORM and (may_be_prompt or is_messages):
+            names.append(name)
+    return names
 
 
 def _is_message(value: Any) -> bool:
@@ -233,35 +253,41 @@ def answers_repeat_prompt(rows: Sequence[Row], answers: Sequence[str]) -> bool:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Return True if a text begins with a prompt, without regard to white space around them."""
-    return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
+    """Return True if a text begins with a prompt that is at least a sentence, without regard to white space around.
+
+    An answer may begin with the words that it explains: "Photosynthesis is ..."
+    """
+    prompt, text = prompt.strip(), text.lstrip()
+    is_sentence = len(prompt.split()) >= MIN_REPEATED_WORDS or prompt[-1:] in SENTENCE_ENDS
+    following = text[len(prompt) : len(prompt) + 1]
+    return (
+        bool(prompt) and is_sentence and text.startswith(prompt) and not (prompt[-1].isalnum() and following.isalnum())
+    )
 
 
 def without_prompt(row: Row, answers: Sequence[str]) -> Row:
-    """Take the prompt off the beginning of the answers. Raises BadRow D12 if one does not begin with it."""
+    """Take the prompt off the beginning of the answers, if each of them begins with it."""
     prompt, rest = row["prompt"], {}
+    if not all(begins_with(row[name], prompt) for name in answers):
+        return row
     for name in answers:
         answer = row[name]
-        if not begins_with(answer, prompt):
-            raise BadRow("D12", f'"{name}" does not begin with the prompt, as in most of the first rows')
         is_exact = answer.startswith(prompt)
         rest[name] = answer.removeprefix(prompt) if is_exact else answer.lstrip().removeprefix(prompt.strip())
     return {**row, **rest}
 
 
-def dialogues_beside_prompt(row: Row) -> bool:
-    """Return True for a prompt as text beside whole dialogues: two transcripts."""
-    return all(isinstance(row[name], str) for name in PAIR_FORM) and all(map(texts.is_transcript, _answers(row)))
+def dialogues_beside_prompt(row: Row, answers: Sequence[str]) -> bool:
+    """Return True for a prompt as text beside answers that are whole dialogues: transcripts."""
+    values = [row[name] for name in ("prompt", *answers)]
+    return all(isinstance(value, str) for value in values) and all(map(texts.is_transcript, values[1:]))
 
 
-def require_prompt_in_dialogues(row: Row) -> None:
-    """Raise BadRow D12 if the dialogues beside a prompt do not both begin with it."""
+def require_prompt_in_dialogues(row: Row, answers: Sequence[str]) -> None:
+    """Raise BadRow D12 if the dialogues beside a prompt do not all begin with it."""
     question = row["prompt"].strip().removesuffix("Assistant:").strip().removeprefix("Human:").strip()
-    chosen, rejected = _answers(row)
-    start = chosen.find(question)
-    if start < 0 or not rejected.startswith(chosen[: start + len(question)]):
-        raise BadRow("D12", '"chosen" and "rejected" are whole dialogues, and do not both begin with the prompt')
-
-
-def _answers(row: Row) -> tuple[str, str]:
-    return row["chosen"], row["rejected"]
+    first = row[answers[0]]
+    beginning = first[: first.find(question) + len(question)]
+    if question not in first or not all(row[name].startswith(beginning) for name in answers):
+        names = " and ".join(f'"{name}"' for name in answers)
+        raise BadRow("D12", f"{names}: whole dialogues that do not begin with the prompt")

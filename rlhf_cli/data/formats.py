@@ -17,6 +17,7 @@ from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, she
 MAX_SHOWN_PROBLEMS = 5
 HEAD_ROWS = 100  # that decide whether answers repeat their prompt: a single one may do so by chance
 TEXT, CONVERSATION = "text", "a conversation"
+ANSWERS = ("completion", "chosen", "rejected")
 ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
 # Faults of the whole file (D02, D14), and faults with an option (data.on_identical, data.on_long).
 NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D07", "D10")
@@ -56,12 +57,10 @@ class DatasetReader:
         self.first, self._first_row = "", RowLocation(Path(), 0)
         self.form: Form = ()
         self.kinds: dict[str, str] = {}
-        self.beside: list[str] = []  # columns of the first row that are read beside the form's: margin, a system text
-        self.unread: list[str] = []  # columns of the first row that are not read
-        self.labels: list[str] = []  # those of them that hold labels or scores of the answers
+        self._values: dict[str, Any] = {}  # the first value of each column of the file
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
-        self.foreign_format = ""  # its name, if rows are of one that is converted
+        self.other_format = ""  # its name, if rows are of one that is converted
         self.renamed_roles: dict[str, None] = {}  # in their order
         self.whole_dialogues = False  # chosen and rejected are transcripts that contain the prompt beside them
         self.repeating: list[str] = []  # columns of answers that begin with the prompt
@@ -69,6 +68,7 @@ class DatasetReader:
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._rows: RowIterator = iter(())
+        self._head: list[dict[str, Any]] = []  # the first rows, once they are needed
         self._reading = False  # rows are being read and have not been assigned to a split yet
         self._known = {name for form in forms for name in form}
         self._refuse_unknown_columns()
@@ -80,14 +80,16 @@ class DatasetReader:
         while (located := next(self._rows, None)) is not None:
             location, raw = located
             self.num_read += 1
+            if not raw.keys() <= self._values.keys():
+                self._values = {**raw, **self._values}
             try:
                 row = self._rename(raw)
                 if not self.first:
                     self._check_columns(raw)
-                    self.stored = conversions.stored_messages(row, self._known | {*conversions.TURN_COLUMNS})
+                    self.stored = self._stored_columns(row)
                 row = self._parse_stored(row)
                 if not self.first:
-                    self.foreign_format = conversions.foreign_format(row, self._own_form(row))
+                    self.other_format = conversions.other_format(row, self._own_form(row))
                 row = self._to_own_columns(row)
                 if not self.first:
                     self._infer_schema(location, raw, row)
@@ -108,13 +110,19 @@ class DatasetReader:
     def _mapped(self, raw: dict[str, Any]) -> dict[str, Any]:
         return {name: raw[column] for name, column in self.columns.items() if column in raw}
 
+    def _stored_columns(self, row: dict[str, Any]) -> list[str]:
+        """Return the columns whose texts are lists of messages."""
+        if self.source.format == "plain":
+            return []
+        return conversions.stored_messages(row, self._known | {*conversions.TURN_COLUMNS})
+
     def _parse_stored(self, row: dict[str, Any]) -> dict[str, Any]:
         parsed = {name: conversions.parse_stored_messages(row.get(name), name) for name in self.stored}
         return row | parsed
 
     def _to_own_columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Convert a row of another format, and the names of roles."""
-        if self.foreign_format:
+        if self.other_format:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
             row = further | converted | self._mapped(converted)
@@ -125,15 +133,17 @@ class DatasetReader:
 
     def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         """Return the form and the row, with all that comes before the answers in its prompt alone."""
+        form, answers = self.form, [name for name in self.form if name in ANSWERS]
         if self.whole_dialogues:
-            conversions.require_prompt_in_dialogues(row)
+            conversions.require_prompt_in_dialogues(row, answers)
         if self.repeating:
             row = conversions.without_prompt(row, self.repeating)
-        if CONVERSATION in self.kinds.values() and not self.foreign_format:
-            row = conversions.with_system_message(row, self.form)
         if self.transcripts:
-            return self._parse_transcripts(self.form, row)
-        return self.form, row
+            form, row = self._parse_transcripts(form, row)
+        has_messages = self.transcripts or CONVERSATION in self.kinds.values()
+        if has_messages and not self.other_format:
+            row = conversions.with_system_message(row, form)
+        return form, row
 
     def _own_form(self, row: dict[str, Any]) -> Form | None:
         return next((form for form in self.forms if all(name in row for name in form)), None)
@@ -202,35 +212,44 @@ class DatasetReader:
 
     def _report_unread(self) -> None:
         """Say once how rows were converted, and warn (D17) about unread columns that are meant for the model."""
-        name = self.source.shown()
+        name, unread = self.source.shown(), self._unread_columns()
         for text in self._conversion_texts():
             terminal.log_once(f"data     {name}: {text}")
-        meant = [column for column in self.unread if column in columns.MEANT_FOR_THE_MODEL]
+        meant = [column for column in unread if column in columns.MEANT_FOR_THE_MODEL]
+        if self._are_prompts and "context" in meant:
+            meant.remove("context")  # a reward function may read it
         if meant:
             text = f"not read: {format_columns(meant)}, which may be meant for the model"
             hint = "write prompts as lists of messages with a system message, or put the text into the prompt"
             terminal.warn("D17", text, where=name, hint=hint)
-        labels = self.labels if "completion" in self._known else []
+        labels: list[str] = []
+        if "completion" in self._known:
+            labels = [column for column in columns.label_columns(self._values) if column in unread]
         if labels:
             text = f"not read: {format_columns(labels)}, which may say which answers are bad"
             terminal.warn("D17", text, where=name, hint="keep only the rows that the model is to learn, without it")
-        others = [column for column in self.unread if column not in (*meant, *labels)]
-        if others and ("prompt",) not in self.forms:  # columns of prompts are for reward functions
+        others = [column for column in unread if column not in (*meant, *labels)]
+        if others and not self._are_prompts:
             terminal.log_once(f"data     {name}: not read: {format_columns(others)}")
+
+    @property
+    def _are_prompts(self) -> bool:
+        """Return True for data of prompts, whose further columns are for reward functions."""
+        return ("prompt",) in self.forms
 
     def _conversion_texts(self) -> Iterator[str]:
         if self.stored:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
-        if self.foreign_format:
-            yield f"{self.foreign_format}, read as {{{', '.join(self.form)}}}"
+        if self.other_format:
+            yield f"{self.other_format}, read as {{{', '.join(self.form)}}}"
         if self.renamed_roles:
             roles = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
             yield f"roles of messages: {', '.join(roles)}"
         if self.whole_dialogues:
-            yield "chosen and rejected are whole dialogues: the prompt is their common beginning"
+            yield "the answers are whole dialogues, of which all but the last turn is the prompt"
         if self.repeating:
-            names = " and ".join(self.repeating)
-            yield f"{names} begin with the prompt, which is taken off; data.format: plain keeps it"
+            way_out = "" if self.source.where == "--data" else "; data.format: plain keeps it"
+            yield f"the prompt is taken off the beginning of {' and '.join(self.repeating)}{way_out}"
 
     def _check_columns(self, raw: dict[str, Any]) -> None:
         for name, file_column in self.columns.items():
@@ -240,64 +259,73 @@ class DatasetReader:
 
     def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> None:
         """Set the schema from the first row, and what its texts hold. Raises BadRow D02, D06, D12."""
-        self.form = self._form(location, row if self.foreign_format else raw, row)
+        self.form = self._form(location, raw, row)
         self.kinds = {name: _kind(row[name], self._file_column(name)) for name in self.form}
         is_text = set(self.kinds.values()) == {TEXT}
         may_hold_more = is_text and self.source.format != "plain"
-        answers = [name for name in self.form if name in ("completion", "chosen", "rejected")]
+        answers = [name for name in self.form if name in ANSWERS]
         self.whole_dialogues, self.repeating = False, []
-        if may_hold_more and self.form == conversions.PAIR_FORM and conversions.dialogues_beside_prompt(row):
-            self.whole_dialogues = True
-            self.form = ("chosen", "rejected")
-        elif may_hold_more and answers and "prompt" in self.form and self._most_repeat_the_prompt(row, answers):
-            self.repeating = answers
+        if may_hold_more and answers and "prompt" in self.form:
+            self.whole_dialogues = conversions.dialogues_beside_prompt(row, answers)
+            if self.whole_dialogues and "chosen" in self.form:
+                self.form = ("chosen", "rejected")
+            elif not self.whole_dialogues and conversions.answers_repeat_prompt(self._first_rows(row), answers):
+                self.repeating = answers
         dialogues = ("prompt",) if "prompt" in self.form else self.form  # columns that may contain them
-        self.transcripts = may_hold_more and all(texts.is_transcript(row[name]) for name in dialogues)
+        may_be_transcripts = may_hold_more and all(texts.is_transcript(row[name]) for name in dialogues)
+        self.transcripts = self.whole_dialogues or may_be_transcripts
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        self._sort_columns(raw)
         self.first, self._first_row = location.short, location
 
-    def _most_repeat_the_prompt(self, row: dict[str, Any], answers: list[str]) -> bool:
-        """Look at the next rows to decide whether the answers begin with the prompt."""
-        head = list(islice(self._rows, HEAD_ROWS))
-        self._rows = chain(head, self._rows)
-        return conversions.answers_repeat_prompt([row, *(self._rename(raw) for _, raw in head)], answers)
+    def _first_rows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return this row and the next ones, or those of an earlier call."""
+        if not self._head:
+            head = list(islice(self._rows, HEAD_ROWS))
+            self._rows = chain(head, self._rows)
+            self._head = [row, *(self._rename(raw) for _, raw in head)]
+        return self._head
 
-    def _sort_columns(self, raw: dict[str, Any]) -> None:
-        """Note which columns of the first row are read beside those of the form, and which are not."""
-        has_messages = CONVERSATION in self.kinds.values()
+    def _columns_beside(self) -> list[str]:
+        """Return the columns of the file that are read beside those of the form."""
         beside = ["margin"] if "chosen" in self.form else []
-        if has_messages or self.reads_system_texts:
+        if self.transcripts or CONVERSATION in self.kinds.values() or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
         if self.whole_dialogues:
             beside.append("prompt")
-        if self.foreign_format:
+        if self.other_format:
             beside += conversions.FOREIGN_COLUMNS
-        of_form = {self._file_column(name) for name in self.form} | {*self.columns.values()}
         from_file = [self._file_column(name) for name in beside]
-        self.beside = [name for name in raw if name in from_file and name not in of_form]
-        self.unread = [name for name in raw if name not in {*from_file, *of_form}]
-        self.labels = [name for name in columns.label_columns(raw) if name in self.unread]
+        return [name for name in self._values if name in from_file and name not in self._columns_of_form()]
+
+    def _columns_of_form(self) -> set[str]:
+        return {self._file_column(name) for name in self.form} | {*self.columns.values()}
+
+    def _unread_columns(self) -> list[str]:
+        read = {*self._columns_of_form(), *self._columns_beside()}
+        return [name for name in self._values if name not in read]
 
     def columns_text(self) -> str:
         """Return which columns were read as what, and which were not."""
-        if self.foreign_format:
-            parts = [f"{{{', '.join(self.form)}}} from {self.foreign_format}"]
+        if self.other_format:
+            parts = [f"{{{', '.join(self.form)}}} from {self.other_format}"]
         else:
             names = [(name, self._file_column(name)) for name in self.form]
             parts = [name if name == column else f"{name} from {column}" for name, column in names]
-        text = ", ".join([*parts, *self.beside])
-        return f"{text}; not read: {format_columns(self.unread)}" if self.unread else text
+        text = ", ".join([*parts, *self._columns_beside()])
+        unread = self._unread_columns()
+        if not unread:
+            return text
+        return f"{text}; {'for reward functions' if self._are_prompts else 'not read'}: {format_columns(unread)}"
 
     def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         form = self._own_form(row)
-        if form == ("chosen", "rejected") and (others := conversions.texts_beside_answers(row)):
+        if form == ("chosen", "rejected") and (others := conversions.prompt_candidates(self._first_rows(row))):
             text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
-            likely = columns.look_alike("prompt", {name: row[name] for name in others})
-            column = likely or (others[0] if len(others) == 1 else "NAME")
-            raise BadRow("D02", text, f"map the columns, e.g. {self._column_mapping({'prompt': column})}")
+            column = columns.look_alike("prompt", {name: self._values.get(name) or "" for name in others}) or "NAME"
+            hint = f"map the columns, e.g. {self._column_mapping({'prompt': column})}"
+            raise BadRow("D02", text, f"{hint}; or remove them, if both answers begin with their prompt")
         if form:
             return form
         forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
@@ -308,8 +336,10 @@ class DatasetReader:
         """Return what to do about a row without a known form."""
         wanted = ("prompt",) if ("prompt",) in self.forms else self.forms[0]
         missing = [name for name in wanted if name not in row] or [wanted[0]]
-        if self.foreign_format and "messages" in raw:
+        if self.other_format and "messages" in row:
             return "each row has one answer, but a pair needs two; use these rows for sft"
+        if self.other_format == conversions.OPENAI:
+            return "write rows of prompt and completion, from input.messages and preferred_output"
         if labels := columns.label_hint(missing, raw):
             return labels
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
@@ -334,6 +364,9 @@ class DatasetReader:
     def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         if form == ("text",):
             return ("messages",), {"messages": texts.parse_transcript(row["text"], self._file_column("text"))}
+        if self.whole_dialogues and form == ("prompt", "completion"):
+            turns = texts.parse_transcript(row["completion"], self._file_column("completion"))
+            return form, {**row, "prompt": turns[:-1], "completion": turns[-1:]}
         if "prompt" not in form:
             return form, row | {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
@@ -348,11 +381,19 @@ class DatasetReader:
                 raise BadRow("D12", f'no column "{column}"; {self.first} has one')
             if (kind := _kind(row[name], column)) != first_kind:
                 raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {self.first}')
+            if kind == TEXT and name in ANSWERS and self.source.format != "plain":
+                self._refuse_stored_messages(row[name], column)
             if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
                 raise BadRow("D06", fault)
 
+    def _refuse_stored_messages(self, text: str, column: str) -> None:
+        """Raise BadRow D12 for a list of messages stored as text where the first row has another text."""
+        if conversions.STORED_MESSAGES.match(text):
+            problem = f'"{column}" is a list of messages stored as text here, another text in {self.first}'
+            raise BadRow("D12", problem)
+
     def _refuse_unknown_columns(self) -> None:
-        known = sorted(self._known | {"margin"})
+        known = sorted(self._known | {"margin", "system"})
         for name, file_column in self.columns.items():
             if name in known:
                 continue

@@ -97,16 +97,21 @@ def _refuse_rows_under_a_key(raw: bytes, path: Path) -> None:
     except orjson.JSONDecodeError:  # several objects, or none: the reader of lines says what is wrong
         return
     for key, value in whole.items() if isinstance(whole, dict) else ():
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if isinstance(value, list) and value and all(isinstance(each, dict) and not is_turn(each) for each in value):
             text = f'the file is one object, with its rows under "{format_columns([key])}"; expected a list of objects'
             list_alone = shell_word(f".[{json.dumps(key)}]")
             hint = f"write the list alone, for example: jq {list_alone} {shell_path(path)} > rows.json"
             raise RLHFError("D12", text, where=shown(path), hint=hint)
 
 
+def is_turn(value: dict[str, Any]) -> bool:
+    """Return True for a message of a conversation, {role, ...} or {from, ...}."""
+    return not {"role", "from"}.isdisjoint(value)
+
+
 def _table(file: BinaryIO, path: Path) -> RowIterator:
     """Read CSV or TSV with a header. Every cell stays text, also "NA" and "1e5"."""
-    texts = (decode(raw, path, number) for number, raw in numbered_lines(file, path))
+    texts = _lines_of_table(file, path)
     reader = csv.reader(texts, delimiter=TABLES[suffix(path)], strict=True)
     start = 1
     header: list[str] = []
@@ -117,7 +122,6 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
                 continue
             if not header:
                 header = cells
-                _refuse_other_delimiter(header, path, str(location))
                 _refuse_duplicate_names(header, str(location), "the header names")
             elif len(cells) != len(header):
                 text = f"{len(cells)} cells, but the header names {len(header)} columns"
@@ -131,15 +135,25 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
         raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
 
 
-def _refuse_other_delimiter(header: list[str], path: Path, where: str) -> None:
-    """Raise D02 if the header is one name that other delimiters would split, as in the CSV of many spreadsheets."""
-    expected = TABLES[suffix(path)]
-    found = next((each for each in DELIMITERS if each != expected and each in header[0]), None)
-    if len(header) == 1 and found:
-        names = format_columns(header[0].split(found))
-        text = f"the header has one column; separated by {DELIMITERS[found]} it would name {names}"
-        hint = "separate the columns by commas, or by tabs in a .tsv file"
-        raise RLHFError("D02", text, where=where, hint=hint)
+def _lines_of_table(file: BinaryIO, path: Path) -> Iterator[str]:
+    """Yield the lines of a table. Raises D02 if another delimiter splits the header, as in the CSV of spreadsheets."""
+    is_header = True
+    for number, raw in numbered_lines(file, path):
+        text = decode(raw, path, number)
+        if is_header and text.strip():
+            _refuse_other_delimiter(text, path, str(RowLocation(path, number)))
+            is_header = False
+        yield text
+
+
+def _refuse_other_delimiter(header: str, path: Path, where: str) -> None:
+    if TABLES[suffix(path)] in header:
+        return
+    for delimiter, words in DELIMITERS.items():
+        names = next(csv.reader([header.rstrip("\r\n")], delimiter=delimiter))
+        if len(names) > 1:
+            text = f"the header has one column; separated by {words} it would name {format_columns(names)}"
+            raise RLHFError("D02", text, where=where, hint="separate the columns by commas, or by tabs in a .tsv file")
 
 
 def _refuse_duplicate_names(names: list[str], where: str, subject: str) -> None:

@@ -19,6 +19,7 @@ CHAT_MARKUP = re.compile(
     re.DOTALL,
 )
 THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)  # of an earlier answer: templates leave it out on purpose
+JSON_ESCAPE = re.compile(r"\\[nrtbf\"/\\]")
 NOT_A_WORD = re.compile(r"\W+")
 
 
@@ -38,7 +39,7 @@ def check_rendering(rows: Sequence[RenderedRow], tokenizer: Any, *, where: str, 
     sample = rows[:: max(1, -(-len(rows) // SAMPLED_ROWS))]
     for row in sample:
         _require_all_messages(row, tokenizer)
-    marked = [markup for row in sample if (markup := find_markup(row))]
+    marked = list(filter(None, map(find_markup, sample)))
     if sample and len(marked) / len(sample) >= MIN_SHARE_WITH_MARKUP:
         count = f"{len(marked)} of {len(sample)} sampled rows"
         text = f"{count} have chat markup in their texts ({marked[0]!r}), and the chat template adds its own"
@@ -48,24 +49,32 @@ def check_rendering(rows: Sequence[RenderedRow], tokenizer: Any, *, where: str, 
 def find_markup(row: RenderedRow) -> str | None:
     """Return the first chat markup in the texts of a row, None if there is none."""
     contents = [message["content"] for message in row.prompt]
-    matches = map(CHAT_MARKUP.search, [*contents, *row.answers])
-    return next((match[0].strip()[:30] for match in matches if match), None)
+    for text in (*contents, *row.answers):
+        if match := CHAT_MARKUP.search(text):
+            return match[0].strip()[:30]
+    return None
 
 
 def _require_all_messages(row: RenderedRow, tokenizer: Any) -> None:
     """Raise RLHFError T08 if the rendering does not have the words of each message."""
     try:
-        rendered = _words(render(tokenizer, row.prompt, generation_prompt=True))
+        rendered = render(tokenizer, row.prompt, generation_prompt=True)
     except RLHFError:  # reported with all rows that the template rejects
         return
     for number, message in enumerate(row.prompt, start=1):
         content = message["content"]
         if message["role"] == "assistant":
             content = THOUGHT.sub("", content)
-        if _words(content) not in rendered:
+        if not _contains(rendered, content):
             text = f'the chat template leaves out the text of message {number}, of the role "{message["role"]}"'
             hint = "use the roles user, assistant and system, or set model.chat_template to one that writes this role"
             raise RLHFError("T08", text, where=str(row.location), hint=hint)
+
+
+def _contains(rendered: str, content: str) -> bool:
+    """Return True if a rendering has the words of a text, as it is or as JSON, which templates write of tools."""
+    unescaped = JSON_ESCAPE.sub(" ", rendered)
+    return any(_words(content) in _words(each) for each in (rendered, unescaped))
 
 
 def _words(text: str) -> str:

@@ -20,13 +20,17 @@ Form = tuple[str, ...]  # the columns of a row that rlhf reads
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
 TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-# What ends the prompt in a text of prompt and answer: "Assistant:", "### Response:", "<|assistant|>", "[/INST]"; else
-# the end of a line or a sentence.
+# What ends the prompt in a text of prompt and answer: the header of the answer, or else the end of a line or sentence.
+# Other words before a colon, such as "POST:" or "Q:", may be parts of the prompt.
 TURN_HEADER = re.compile(
-    r"(?:^|\n|[.?!]\s)[ \t]*(?:#+ *)?[^\W\d]\w{0,19}:(?=\s|$)|<\|[^|<>\n]+\|>(?:assistant\b)?|\[/INST\]"
+    r"(?:^|\s)(?:assistant|bot|gpt|chatgpt)[ \t]*:"
+    r"|(?:^|\n|[.?!]\s)[ \t]*(?:\#+[ \t]*)?(?:answer|response|output|reply|completion|summary|tl;dr|ai|model|a)[ \t]*:"
+    r"|(?:^|\n)[ \t]*(?:\u52a9\u624b|\u56de\u7b54|\u7b54)[ \t]*[:\uff1a]"  # assistant, answer, A in Chinese
+    r"|<\|[^|<>\n]+\|>(?:assistant\b)?|<start_of_turn>model\b|\[/INST\]",
+    re.IGNORECASE,
 )
 LINE_END = re.compile(r"\n")
-SENTENCE_END = re.compile(r"[.?!\u2026\u3002\uff1f\uff01][\"')\]]*(?=\s|$)")  # also those of Chinese
+SENTENCE_END = re.compile(r"[.?!\u2026][\"')\]]*(?=\s|$)|[\u3002\uff1f\uff01]")  # the last three of Chinese
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,30 @@ def parse_sft_row(location: RowLocation, form: Form, row: dict[str, Any]) -> lis
     if form == ("messages",):
         return _assistant_turns(location, _require_messages(row), 0, "messages")
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) != isinstance(completion, str):
-        raise BadRow("D12", '"prompt" and "completion" must both be text, or both be lists of messages')
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and isinstance(completion, str):
         _require_prompt(prompt)
         _require_text(completion, "completion")
         return [Example(location, prompt, {"completion": completion})]
-    return _assistant_turns(location, [*prompt, *completion], len(prompt), "completion")
+    messages, start = _joined_messages(prompt, completion)
+    return _assistant_turns(location, messages, start, "completion")
+
+
+def _joined_messages(prompt: str | Conversation, completion: str | Conversation) -> tuple[Conversation, int]:
+    """Return a prompt and its completion, of which one is messages, as messages; and where the completion begins.
+
+    A completion may be the whole conversation, with the prompt at its beginning. Raises BadRow D12.
+    """
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if isinstance(prompt, str):
+        if answer and answer[0]["role"] == "assistant":
+            _require_prompt(prompt)
+            return [{"role": "user", "content": prompt}, *answer], 1
+        if prompt.strip() not in joined(answer):
+            raise BadRow("D12", '"completion" is a conversation that does not contain the prompt')
+        return answer, len(answer) - 1
+    if prompt and answer[: len(prompt)] == prompt:
+        return answer, len(prompt)
+    return [*prompt, *answer], len(prompt)
 
 
 def parse_pair_row(location: RowLocation, form: Form, row: dict[str, Any]) -> list[Example]:
@@ -101,8 +122,6 @@ def parse_pair_row(location: RowLocation, form: Form, row: dict[str, Any]) -> li
         if not prompt:
             text = 'the prompt is empty: "chosen" and "rejected" have no common prefix of whole turns or sentences'
             raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
-    elif not isinstance(prompt, str):
-        raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
     _require_prompt(prompt)
     _require_text(chosen, "chosen")
     _require_text(rejected, "rejected")
@@ -177,8 +196,11 @@ def render_transcript(conversation: str | Conversation) -> str:
     """Render a conversation up to the assistant's next turn, whose text starts with a space. Return text unchanged."""
     if isinstance(conversation, str):
         return conversation
-    turns = [f"\n\n{ROLE_NAMES.get(turn['role'], 'Human')}: {turn['content']}" for turn in conversation]
-    return "".join(turns) + "\n\nAssistant:"
+    rendered = ""
+    for turn in conversation:
+        name = ROLE_NAMES.get(turn["role"], "Human")
+        rendered += turn["content"] if turn["role"] == "system" else f"\n\n{name}: {turn['content']}"
+    return f"{rendered}\n\nAssistant:"
 
 
 def _assistant_turns(location: RowLocation, messages: Conversation, start: int, column: str) -> list[Example]:
@@ -236,7 +258,9 @@ def _split_conversations(
         prompt = prompt_column
     else:
         prompt = chosen[: min(common_prefix_length(chosen, rejected), len(chosen) - 1)]
-    if not prompt and isinstance(prompt_column, str):
+    if isinstance(prompt_column, str) and [side[0]["role"] for side in (chosen, rejected) if side] == ["assistant"] * 2:
+        prompt = [{"role": "user", "content": prompt_column}]
+    elif not prompt and isinstance(prompt_column, str):
         raise BadRow("D12", '"prompt" is text, but "chosen" is a list of messages that does not begin with it')
     tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
     for tail, column in zip(tails, ("chosen", "rejected"), strict=True):

@@ -177,8 +177,9 @@ def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool,
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
     except (TemplateError, OverflowError, TypeError, ValueError) as error:  # the sandbox limits `range`
-        text, hint = f"the chat template rejects the conversation: {error}", None
-        if any(message["role"] == "system" for message in conversation):
+        text = f"the chat template rejects the conversation: {error}"
+        hint = None
+        if "system" in str(error).casefold():
             hint = "without a system role in the template, put the text before the first user message's"
         raise RLHFError("D06", text, hint=hint) from error
 

@@ -17,6 +17,10 @@ from rlhf_cli import data, jsonl
 from rlhf_cli.commands.init import sizes
 from rlhf_cli.commands.init.sizes import Speed
 from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.datasets import PAIR_FORMS
+from rlhf_cli.data.formats import DatasetReader
+from rlhf_cli.data.readers import BadRow, RowLocation
+from rlhf_cli.data.rendering import RenderedRow, check_rendering
 from rlhf_cli.models import tokenizers
 
 # As many templates do, it ignores the roles that it does not know.
@@ -128,19 +132,19 @@ READ: dict[str, tuple[Make, tuple[str, ...], str | None, str]] = {
         lambda p, c, r: {"prompt": dialogue(p, "").rstrip(), "chosen": dialogue(p, c), "rejected": dialogue(p, r)},
         (),
         None,
-        "chosen and rejected are whole dialogues",
+        "the answers are whole dialogues",
     ),
     "a text as prompt beside whole transcripts": (
         lambda p, c, r: {"prompt": p, "chosen": dialogue(p, c), "rejected": dialogue(p, r)},
         (),
         None,
-        "chosen and rejected are whole dialogues",
+        "the answers are whole dialogues",
     ),
     "answers that repeat the prompt": (
         lambda p, c, r: {"prompt": p, "chosen": f"{p}\n{c}", "rejected": f"{p}\n{r}"},
         (),
         None,
-        "chosen and rejected begin with the prompt, which is taken off",
+        "the prompt is taken off the beginning of chosen and rejected",
     ),
     "other names of roles": (
         lambda p, c, r: {"prompt": [turn("human", p)], "chosen": [turn("gpt", c)], "rejected": [turn("gpt", r)]},
@@ -219,24 +223,35 @@ def test_prompts_of_ppo_get_the_system_message(chat_base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6])
-def test_a_prompt_is_taken_off_only_where_most_answers_begin_with_it(
-    tmp_path: Path, tokenizer: Any, share: float
-) -> None:
+def test_a_prompt_is_taken_off_where_most_answers_begin_with_it(tmp_path: Path, tokenizer: Any, share: float) -> None:
+    """The other answers stay as they are."""
     rows = []
     for number in range(10):
         prompt, chosen, rejected = texts_of(number)
         before = f"{prompt} " if number < 10 * share else ""
         rows.append({"prompt": prompt, "chosen": before + chosen, "rejected": before + rejected})
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", rows)
-    source = DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop")
+    source = DataSource(str(tmp_path / "pairs.jsonl"))
     found = data.preference_rows(source, tokenizer, max_length=None)
-    first = tokenizer.decode(found[0]["chosen_ids"][len(found[0]["prompt_ids"]) :])
-    if share > 0.5:
-        assert first == " The thing is fine 0.<eos>" and found.dropped["D12"].rows == 4
-    else:
-        assert first == "How is thing 0? The thing is fine 0.<eos>" and not found.dropped
+    answers = [tokenizer.decode(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in (found[0], found[9])]
+    first = " The thing is fine 0.<eos>" if share > 0.5 else "How is thing 0? The thing is fine 0.<eos>"
+    assert answers == [first, "The thing is fine 9.<eos>"] and not found.dropped
     kept = data.preference_rows(DataSource(source.name, format="plain"), tokenizer, max_length=None)
     assert tokenizer.decode(kept[0]["chosen_ids"]).startswith("How is thing 0?How is thing 0?")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Rain", "chosen": "Rain is bright.", "rejected": "Rain is grim."},
+        {"prompt": "a", "chosen": "apple pie", "rejected": "ant"},
+        {"prompt": "Name the sun", "chosen": "Name the sunny day.", "rejected": "Name the sunless day."},
+    ],
+)
+def test_an_answer_may_begin_with_the_words_that_it_explains(tmp_path: Path, tokenizer: Any, row: dict) -> None:
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [row] * 9)
+    found = data.preference_rows(tmp_path / "pairs.jsonl", tokenizer, max_length=None)
+    assert tokenizer.decode(found[0]["chosen_ids"]) == f"{row['prompt']}{row['chosen']}<eos>"
 
 
 def test_sft_takes_the_prompt_off_a_completion(tmp_path: Path, tokenizer: Any) -> None:
@@ -256,6 +271,61 @@ def test_sft_names_a_label_that_it_does_not_read(folder: Path) -> None:
     assert "warning[D17]: rows.jsonl: not read: label, which may say which answers are bad" in result.stderr
 
 
+def test_sft_reads_whole_dialogues_beside_a_prompt_as_pairs_are_read(tmp_path: Path, chat: Any, tokenizer: Any) -> None:
+    answer = dialogue("How is it?", "Fine.") + dialogue("Why?", "The sun is up.")
+    jsonl.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "How is it?", "chosen": answer, "rejected": "x"}])
+    source = DataSource(str(tmp_path / "rows.jsonl"), columns={"completion": "chosen"})
+    (row,) = data.sft_rows(source, chat, max_length=None)
+    turns = [*messages("How is it?", "Fine."), turn("user", "Why?")]
+    prompt, response = data.encode(chat, turns, "The sun is up.")
+    assert (row["input_ids"], sum(row["completion_mask"])) == (prompt + response, len(response))
+    (row,) = data.sft_rows(source, tokenizer, max_length=None)
+    assert tokenizer.decode(row["input_ids"]) == f"{answer}<eos>"
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_system_column_beside_transcripts_is_read(tmp_path: Path, chat: Any, tokenizer: Any, template: bool) -> None:
+    row = {"system": RULE, "prompt": dialogue("Hi", "").rstrip(), "chosen": " Yes", "rejected": " No"}
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [row] * 9)
+    used = chat if template else tokenizer
+    found = data.preference_rows(tmp_path / "pairs.jsonl", used, max_length=None)
+    prompt = [turn("system", RULE), turn("user", "Hi")] if template else f"{RULE}\n\nHuman: Hi\n\nAssistant:"
+    assert found[0]["prompt_ids"] == data.encode(used, prompt, None)[0]
+    assert found.columns == "prompt, chosen, rejected, system"
+
+
+def test_columns_that_the_first_row_lacks_are_named(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = dict(zip(("prompt", "chosen", "rejected"), texts_of(0), strict=True))
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [pair, {**pair, "context": "Some words.", "source": "x"}])
+    found = data.preference_rows(tmp_path / "pairs.jsonl", tokenizer, max_length=None)
+    assert found.columns == "prompt, chosen, rejected; not read: context, source"
+    assert "warning[D17]" in capsys.readouterr().err
+
+
+def test_columns_of_prompts_are_for_reward_functions(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jsonl.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Tell me", "context": "Some words.", "answer": "x"}])
+    found = data.prompt_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
+    assert found.columns == "prompt; for reward functions: context, answer"
+    assert capsys.readouterr().err == ""
+
+
+def test_many_bad_rows_at_the_start_do_not_slow_the_reading(tmp_path: Path, tokenizer: Any) -> None:
+    """The first rows are looked at once: 20,000 took half a minute."""
+    bad, good = {"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "A b c", "chosen": "a", "rejected": "b"}
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*[bad] * 20_000, good])
+    reader = DatasetReader(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"), PAIR_FORMS)
+    heads = []
+    for location, _, row in reader.rows():
+        heads.append(reader._head)
+        if not row["prompt"]:
+            reader.note(location, BadRow("D08", "the prompt is empty"))
+    assert all(head is heads[0] for head in heads) and len(heads) == 20_001
+
+
 INDEX_LABEL = {
     "response_0": "It is dull.",
     "response_1": "It is fine.",
@@ -270,10 +340,46 @@ REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
         ('no column "prompt"', "question"),
         (),
     ),
+    "a question without spaces": (
+        lambda p, c, r: {"question": f"\u65e5\u672c{p[-3:]}", "chosen": f"Yes. {c}", "rejected": f"Yes. {r}"},
+        "D02",
+        ("other texts: question", "question"),
+        (),
+    ),
+    "a question of one word": (
+        lambda p, c, r: {"question": "Hi", "chosen": f"Sure! {c}", "rejected": f"Sure! {r}"},
+        "D02",
+        ("other texts: question", "question"),
+        (),
+    ),
+    "another text of each row": (
+        lambda p, c, r: {"note": f"Written on day {p.split()[-1]}", "chosen": f"{p}\n{c}", "rejected": f"{p}\n{r}"},
+        "D02",
+        ("other texts: note", "NAME", "or remove them"),
+        (": note}", "=note"),
+    ),
+    "the letter of the better answer": (
+        lambda p, c, r: {"prompt": p, "response_a": c, "response_b": r, "preferred": "A"},
+        "D02",
+        ('"preferred" decides which answer is better',),
+        ("chosen=", "chosen: "),
+    ),
+    "labels of KTO as numbers": (
+        lambda p, c, r: {"prompt": p, "response": c, "label": 1},
+        "D02",
+        ("there is no KTO yet",),
+        ("chosen=", "chosen: "),
+    ),
+    "one message stored as text": (
+        lambda p, c, r: {"prompt": p, "chosen": c if "0" in c else json.dumps(turn("assistant", c)), "rejected": r},
+        "D12",
+        ('"chosen" is a list of messages stored as text here',),
+        (),
+    ),
     "a context and a question": (
         lambda p, c, r: {"context": "A long text.", "question": p, "chosen": c, "rejected": r},
         "D02",
-        ("context, question", "question"),
+        ("other texts: question", "question"),
         ("prompt=context",),
     ),
     "messages beside answers": (
@@ -322,7 +428,7 @@ REFUSED: dict[str, tuple[Make, str, tuple[str, ...], tuple[str, ...]]] = {
     "dialogues about something else than the prompt": (
         lambda p, c, r: {"prompt": "Other words.", "chosen": dialogue(p, c), "rejected": dialogue(p, r)},
         "D12",
-        ("do not both begin with the prompt",),
+        ("do not begin with the prompt",),
         (),
     ),
     "messages as numpy writes them": (
@@ -352,7 +458,7 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(form: str, chat_base: Pa
     of_check = check_reward(chat_base, path)
     assert not run.exists()
     assert of_init.exit_code == of_check.exit_code == 2
-    assert f"error[{code}]: {path}:1: " in of_check.stderr
+    assert re.search(rf"error\[{code}\]: {path}:\d+: ", of_check.stderr), of_check.stderr
     for result in (of_init, of_check):
         message = result.stderr.replace("\n", " ")
         assert all(text in message for text in says), message
@@ -391,8 +497,8 @@ def test_markup_that_is_there_already_is_named(kind: str, chat_base: Path, tmp_p
     result, _ = init(chat_base, path)
     assert result.exit_code == 0
     assert "warning[D18]: --data: 20 of 20 sampled rows have chat markup" in result.stderr
-    assert "hint: add --plain" in result.stderr
     is_wrapped = kind == "in messages"
+    assert ("hint: write the texts without it" if is_wrapped else "hint: add --plain") in result.stderr
     assert ("warning[D18]" in check_reward(chat_base, path).stderr) == is_wrapped
     if not is_wrapped:
         shutil.rmtree(tmp_path / "run-pairs")
@@ -450,6 +556,7 @@ FILES = [
         "a.csv:1: ",
         "separated by semicolons it would name prompt, chosen",
     ),
+    ("a.csv", b'"prompt";"chosen"\n"a, b";"c"\n', "D02", "a.csv:1: ", "separated by semicolons it would name prompt"),
     ("a.csv", b"prompt\tchosen\trejected\na\tb\tc\n", "D02", "a.csv:1: ", "hint: separate the columns by commas"),
     ("a.json", b'{\n "data": [\n  {"prompt": "a"}\n ]\n}', "D12", "a.json: ", """for example: jq '.["data"]' a.json"""),
     ("a.csv", CP1252, "D04", "a.csv:2: ", "iconv -f cp1252"),
@@ -462,6 +569,41 @@ def test_files_of_other_formats_are_refused_with_the_way(
 ) -> None:
     (folder / name).write_bytes(content)
     assert refused(rlhf("reward", "-c", "reward.yaml", "-s", f"data.train={name}"), code, place, says)
+
+
+def test_one_conversation_in_a_json_file_is_one_row(tmp_path: Path, chat: Any) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"messages": messages("Hi", "Yes")}))
+    assert len(data.sft_rows(tmp_path / "one.json", chat, max_length=None)) == 1
+
+
+def test_a_text_of_another_source_is_no_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [
+        {"source": "harmless base", "chosen": f"{p}\n{c}", "rejected": f"{p}\n{r}"}
+        for p, c, r in map(texts_of, range(9))
+    ]
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", rows)
+    found = data.preference_rows(tmp_path / "pairs.jsonl", tokenizer, max_length=None)
+    assert tokenizer.decode(found[3]["prompt_ids"]) == "How is thing 3?"
+
+
+def test_a_message_that_the_template_writes_as_json_is_not_left_out(tmp_path: Path, chat: Any) -> None:
+    chat.chat_template = "{% for m in messages %}{{ m.content | tojson }}<|im_end|>{% endfor %}"
+    turns = [turn("user", "Hi"), turn("tool", 'line one\nline "two"\ttab'), turn("assistant", "Yes")]
+    check_rendering([RenderedRow(RowLocation(tmp_path, 1), turns, ["No"])], chat, where="here", hint="")
+
+
+def test_init_drops_a_pair_that_the_template_does_not_render(chat_base: Path, tmp_path: Path, world: World) -> None:
+    tokenizer = world.tokenizer()
+    refusing = (
+        "{% for m in messages %}{% if 'grim 7.' in m.content %}{{ raise_exception('No.') }}{% endif %}{% endfor %}"
+    )
+    tokenizers.set_chat_template(tokenizer, refusing + TEMPLATE)
+    tokenizer.save_pretrained(chat_base)
+    path = write(tmp_path / "pairs.jsonl", lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r})
+    result, _ = init(chat_base, path)
+    assert result.exit_code == 0 and "39 pairs used" in result.stdout
+    reason = f"the chat template rejects the conversation: No. (first: {path}:8)"
+    assert f"warning[D06]: --data: 1 of 40 pairs dropped: {reason}" in result.stderr.replace("\n", " ")
 
 
 def test_numbers_of_a_table_are_margins(tmp_path: Path, tokenizer: Any) -> None:

@@ -146,6 +146,12 @@ def test_pairs(tokenizer: Any, tmp_path: Path) -> None:
         ("Why?\nThe sun is up", "Why?\nThe sun is down", ("Why?", "\nThe sun is up", "\nThe sun is down")),
         ("[INST] Hi [/INST] Yes", "[INST] Hi [/INST] You", ("[INST] Hi [/INST]", " Yes", " You")),
         ("Hi. Why? Yes. I am.", "Hi. Why? Yes. I do.", ("Hi. Why? Yes.", " I am.", " I do.")),
+        ("Q: What is 2?\nIt is 2", "Q: What is 2?\nIt was 2", ("Q: What is 2?", "\nIt is 2", "\nIt was 2")),
+        ("POST: A dog.\nTL;DR: dog a", "POST: A dog.\nTL;DR: dog b", ("POST: A dog.\nTL;DR:", " dog a", " dog b")),
+        ("USER: q ASSISTANT: yes", "USER: q ASSISTANT: you", ("USER: q ASSISTANT:", " yes", " you")),
+        ("Take plan a: or b?\nYes", "Take plan a: or b?\nYou", ("Take plan a: or b?", "\nYes", "\nYou")),
+        ("<start_of_turn>model\nDo a", "<start_of_turn>model\nDo b", ("<start_of_turn>model", "\nDo a", "\nDo b")),
+        ("\u4f60\u597d\uff1f\u6211a", "\u4f60\u597d\uff1f\u6211b", ("\u4f60\u597d\uff1f", "\u6211a", "\u6211b")),
     ],
 )
 def test_the_prompt_of_two_texts_is_their_common_beginning_of_whole_turns(
@@ -167,6 +173,23 @@ def test_implicit_explicit_and_repeated_prompts_of_conversations_are_the_same(ch
     prompt, chosen = data.encode(chat, turns, "Because.")
     assert results[0][0]["chosen_ids"] == prompt + chosen and results[0][0]["prompt_ids"] == prompt
     assert all(rows == results[0] for rows in results)
+
+
+def test_a_prompt_and_answers_of_which_one_is_messages(chat: Any, tmp_path: Path) -> None:
+    prompt, chosen = data.encode(chat, [USER], "Yes")
+    answers = {"chosen": [turn("assistant", "Yes")], "rejected": [turn("assistant", "No")]}
+    for form in ({"prompt": [USER], "chosen": "Yes", "rejected": "No"}, {"prompt": "Hi", **answers}):
+        (pair,) = data.preference_rows(write(tmp_path, form), chat, max_length=99)
+        assert (pair["prompt_ids"], pair["chosen_ids"]) == (prompt, prompt + chosen)
+    whole = [USER, turn("assistant", "Yes")]
+    for completion in ("Yes", whole[1:], whole):
+        (row,) = data.sft_rows(write(tmp_path, {"prompt": [USER], "completion": completion}), chat, max_length=99)
+        assert (row["input_ids"], sum(row["completion_mask"])) == (prompt + chosen, len(chosen))
+    for completion in (whole[1:], whole):
+        (row,) = data.sft_rows(write(tmp_path, {"prompt": "Hi", "completion": completion}), chat, max_length=99)
+        assert (row["input_ids"], sum(row["completion_mask"])) == (prompt + chosen, len(chosen))
+    error = error_of(data.sft_rows, write(tmp_path, {"prompt": "Why?", "completion": whole}), chat)
+    assert error.problems[0].code == "D12" and "does not contain the prompt" in str(error)
 
 
 def test_prompts_of_each_form(chat: Any, tmp_path: Path) -> None:
@@ -234,7 +257,6 @@ PAIR_FAULTS = [
     ([{**PAIR, "margin": True}], "D06", ":1:", '"margin" is True'),
     ([{**PAIR, "margin": 1}, PAIR], "D12", ":2:", "compare line 1"),
     ([{**PAIR, "chosen": [USER]}], "D12", ":1:", "both be text"),
-    ([{"prompt": [USER], "chosen": "a", "rejected": "b"}], "D12", ":1:", "list of messages"),
     ([{"chosen": [USER, turn("assistant", "a"), USER], "rejected": [USER]}], "D12", ":1:", "one assistant message"),
     ([{"chosen": [USER, turn("tool", "a")], "rejected": [USER]}], "D12", ":1:", "one assistant message, not by tool"),
     ([{"chosen": "The first step.", "rejected": "The shop."}], "D08", ":1:", "no common prefix of whole turns"),

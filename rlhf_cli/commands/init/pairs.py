@@ -37,6 +37,7 @@ MIN_RESPONSE = 32  # tokens, if a chosen answer is longer
 DEFAULT_CONTEXT = 4096  # for a model without a stated limit
 MAX_TAIL = 1.25  # if the longest row is within this multiple of the 99th percentile, no row is dropped as too long
 CHUNK_PAIRS = 2048  # pairs tokenized at a time
+NOT_RENDERED = ("D06", "T09")  # codes of a conversation that the chat template does not render
 Parts = dict[str, list[Pair]]
 
 
@@ -49,6 +50,7 @@ class PairFormat:
     text: str  # one line: what the prompts are
     chat_template: str | None  # to set in sft.yaml
     columns: str  # one line: which columns were read as what, and which were not
+    from_texts: bool  # the pairs were texts, and are conversations
 
 
 def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat:
@@ -81,7 +83,7 @@ def read_pairs(source: DataSource, tokenizer: Any, *, plain: bool) -> PairFormat
         # most answers would join the last word of their prompts
         text = "plain text, a space put before each answer"
         pairs = [replace(p, chosen=f" {p.chosen}", rejected=f" {p.rejected}") for p in pairs]
-    return PairFormat(pairs, file.num_read, text, template, file.columns)
+    return PairFormat(pairs, file.num_read, text, template, file.columns, from_texts=not has_conversations)
 
 
 def _as_conversation(pair: Pair) -> Pair:
@@ -246,29 +248,45 @@ class Lengths:
 
 
 def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
-    """Count the tokens of each pair as all stages do. Raises RLHFError D06, D14, T06."""
+    """Count the tokens of each pair as all stages do. Raises RLHFError D06, D14, T06, T09."""
     lengths: list[Length] = []
     with Progress("data", len(pairs), "pair", brief=True) as bar:
         for first in range(0, len(pairs), CHUNK_PAIRS):
             chunk = pairs[first : first + CHUNK_PAIRS]
             prompts = [prompt for pair in chunk for prompt in (pair.prompt, None)]
             answers = [as_answer(pair.prompt, text) for pair in chunk for text in (pair.chosen, pair.rejected)]
-            try:
-                ids = data.encode_many(tokenizer, prompts, answers)
-            except RLHFError:
-                _encode_one_by_one(tokenizer, chunk)
-                raise
+            ids = data.encode_many(tokenizer, prompts, answers)
             for (prompt, chosen), (_, rejected) in zip(ids[::2], ids[1::2], strict=True):
                 lengths.append(Length(len(prompt), len(chosen), len(rejected)))
             bar.advance(len(chunk), note="tokenised")
     return lengths
 
 
-def _encode_one_by_one(tokenizer: Any, pairs: Sequence[Pair]) -> None:
-    """Raise the RLHFError of the first pair that cannot be encoded, with its location."""
+def measure_rendered(tokenizer: Any, pairs: Sequence[Pair]) -> tuple[list[Pair], list[Length]]:
+    """Return the pairs that the chat template renders, and their lengths; a warning counts the others.
+
+    Raises RLHFError D06 or T09 of the first of them if they are many, and otherwise as `measure_lengths`.
+    """
+    try:
+        return list(pairs), measure_lengths(tokenizer, pairs)
+    except RLHFError as error:
+        if error.problems[0].code not in NOT_RENDERED:
+            raise
+    rendered: list[Pair] = []
+    errors: list[RLHFError] = []
     for pair in pairs:
-        with at_location(str(pair.location)):
-            data.encode(tokenizer, pair.prompt, pair.chosen)
+        try:
+            with at_location(str(pair.location)):
+                measure_lengths(tokenizer, [pair])
+            rendered.append(pair)
+        except RLHFError as error:
+            errors.append(error)
+    if len(errors) > WARN_DROPPED_FRACTION * len(pairs):
+        raise errors[0]
+    first = errors[0].problems[0]
+    text = f"{len(errors)} of {len(pairs)} pairs dropped: {first.text} (first: {first.where})"
+    terminal.warn(first.code, text, where="--data", hint="correct these pairs")
+    return rendered, measure_lengths(tokenizer, rendered)
 
 
 def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:

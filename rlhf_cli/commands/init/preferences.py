@@ -17,7 +17,7 @@ from rlhf_cli.commands.init.pairs import (
     distinct_prompts,
     fit_lengths,
     longer_share,
-    measure_lengths,
+    measure_rendered,
     percent,
     read_pairs,
     rows_of_files,
@@ -67,8 +67,9 @@ def init(
     answer is chosen as often as the shorter one; `minutes` is the time budget of the run (None: 30 on a CPU, 480 on a
     GPU); `adapters` is one of placement.ADAPTERS; `gpu` is a GPU by name or in GiB; `baselines` as in `init`.
     Raises RLHFError C07 for unknown adapters or GPUs, C11 for missing or malformed options, D01-D12 for the data, D10
-    if too few pairs fit the base model's context, D11 for too few different prompts or balanced pairs, M01, M07, M08,
-    M10 for the base model, E03 if the run fits in no way, C15 if the folder holds any of the files already.
+    if too few pairs fit the base model's context, D11 for too few different prompts or balanced pairs, D16 for too many
+    unusable rows, T08 and T09 for what the chat template does not render, M01, M07, M08, M10 for the base model, E03 if
+    the run fits in no way, C15 if the folder holds any of the files already.
     """
     if data is None or base is None:
         raise _missing_options_error(data, base, folder)
@@ -85,7 +86,8 @@ def init(
     variables = _set_chat_template(tokenizer, formatted)
     check_conversations(formatted, tokenizer)
     context = _context_length(parent.model)
-    used, limits = fit_lengths(formatted.pairs, measure_lengths(tokenizer, formatted.pairs), context)
+    pairs, lengths = measure_rendered(tokenizer, formatted.pairs)
+    used, limits = fit_lengths(pairs, lengths, context)
     parts = split_pairs(used, seed)
     contents = rows_of_files(parts, balance=balance_length)
     hint = "take a smaller base model" + (", or leave --adapters out" if adapters != "auto" else "")
@@ -121,7 +123,8 @@ def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, Any]:
     """Set the chat template as the SFT stage will, and return the values of its variables."""
     if formatted.chat_template:
         tokenizers.set_chat_template(tokenizer, formatted.chat_template)
-    thoughts = any("</think>" in pair.chosen for pair in formatted.pairs)
+    with_thoughts = sum("</think>" in pair.chosen for pair in formatted.pairs)
+    thoughts = with_thoughts > len(formatted.pairs) / 2
     variables = chat_templates.variables_for_answers(tokenizer, thoughts=thoughts)
     chat_templates.set_template_variables(tokenizer, variables, where="--base")
     return variables
@@ -134,7 +137,10 @@ def check_conversations(formatted: PairFormat, tokenizer: Any) -> None:
         for pair in formatted.pairs
         if isinstance(pair.prompt, list)
     ]
-    check_rendering(rows, tokenizer, where="--data", hint="add --plain, which uses the texts as they are")
+    hint = "write the texts without it: the role and the text alone"
+    if formatted.from_texts:
+        hint = "add --plain, which uses the texts as they are"
+    check_rendering(rows, tokenizer, where="--data", hint=hint)
 
 
 def _missing_options_error(data: str | None, base: str | None, folder: Path) -> RLHFError:
