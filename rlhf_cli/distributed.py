@@ -83,7 +83,7 @@ def check_group() -> None:
     if (count := _launched()) > 1:
         missing = [name for name in GROUP_VARIABLES if not _variable(name)]
         if missing:
-            text = f"{count} processes were requested, but 1 started on its own: {', '.join(missing)} is not set"
+            text = f"{count} processes were requested, but 1 started on its own, without {', '.join(missing)}"
             raise _refusal("WORLD_SIZE", text)
         if _integer("RANK", count) >= count:
             raise _refusal("RANK", f"RANK is {_variable('RANK')} in a group of {count} processes, which count from 0")
@@ -97,7 +97,7 @@ def check_group() -> None:
     for name, others in RANK_VARIABLES.items():
         missing = [other for other in others if not _variable(other)]
         if _variable(name) and missing:
-            raise _refusal(name, f"{name} is {_variable(name)}, but {', '.join(missing)} is not set")
+            raise _refusal(name, f"{name} is {_variable(name)}, without {', '.join(missing)}")
         if _variable(name) not in ("", "0"):
             raise _refusal(name, f"{name} is {_variable(name)} in a group of one process, which counts from 0")
 

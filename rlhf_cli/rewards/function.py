@@ -155,7 +155,7 @@ def wrong_form(function: RewardFn, row: TextRows) -> tuple[str, str] | None:
         else:
             read, are = "messages", "texts"
             hint = 'read a completion as completions[i], or write each prompt as [{"role": "user", "content": ...}]'
-        text = f"it reads the completions as {read}, but the prompts of the data are {are}"
+        text = f"it reads prompts or completions as {read}, but the prompts of the data are {are}"
         return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
     arguments, named = signature.arguments(row)
     sample = [each[0] for each in arguments], {name: each[0] for name, each in named.items()}

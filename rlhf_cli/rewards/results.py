@@ -34,7 +34,7 @@ def as_list(result: Any) -> list[Any]:
     if is_number(result):
         number = reprlib.repr(_python_value(result))
         raise RewardFormError(f"returned {number}, one number for all rows, as a function of one sample does", ALL_ROWS)
-    if isinstance(result, str | bytes) or not isinstance(result, Iterable):
+    if isinstance(result, str | bytes | set | frozenset) or not isinstance(result, Iterable):
         raise RewardFormError(f"returned {reprlib.repr(result)}", PER_ROW)
     return list(map(_python_value, result))
 

@@ -4,7 +4,8 @@ There is no `latest` pointer: the newest folder whose manifest, state.json, veri
 written to a temporary folder and renamed; those that another program writes in place are sealed by their manifest.
 
 A folder of checkpoints may be a link to a disk that others use, too. Each checkpoint, and each temporary folder by its
-name, therefore has the id of its run. Those without it are never read, replaced or deleted.
+name, therefore has the id of its run. Behind a link, others are never read, replaced or deleted; those of a run that an
+older version began have no id there, but a manifest.
 """
 
 import os
@@ -91,34 +92,45 @@ def _foreign_error(path: Path) -> RLHFError:
     return RLHFError("C15", text, hint=hint)
 
 
-def _run_id(folder: Path) -> str | None:
-    """Return the id of the run that a folder of checkpoints is in; None if an older version began that run.
+def _stage_folder(folder: Path) -> Path:
+    """Return the stage's folder that a folder of checkpoints is in, by the path as written: it may be a link.
 
-    The stage's folder is the parent, or for RUN/ppo/engine/policy its parent: of the path as written, because
-    the folder may be a link.
+    It is the parent, or for RUN/ppo/engine/policy its parent.
     """
-    for stage in folder.parents[:2]:
-        if identity := files.read_json_object(stage / "identity.json"):
-            run_id = identity.get("run_id")
-            return run_id if isinstance(run_id, str) else None
-    return None
+    return next((each for each in folder.parents[:2] if files.path_exists(each / "identity.json")), folder.parent)
+
+
+def _run_id(folder: Path) -> str | None:
+    """Return the id of the run that a folder of checkpoints is in; None if an older version began that run."""
+    identity = files.read_json_object(_stage_folder(folder) / "identity.json") or {}
+    run_id = identity.get("run_id")
+    return run_id if isinstance(run_id, str) else None
 
 
 def _is_ours(path: Path, run_id: str | None) -> bool:
     """Return True if a checkpoint is of the run `run_id`. Raises RLHFError E08 if that cannot be read now.
 
-    Older versions wrote no ids: their checkpoints are those in the run itself, and elsewhere those with a manifest.
+    Without an owner's id, which older versions did not write and some copies leave out, it is if it is in the run
+    itself; elsewhere only one with a manifest is, if an older version began this run.
     """
-    if run_id is None:
-        return not _is_elsewhere(path.parent) or files.path_exists(path / MANIFEST)
+    owner = _owner(path)
+    if owner is not None:
+        return owner == run_id
+    if not _is_elsewhere(path.parent):
+        return True
+    return run_id is None and files.path_exists(path / MANIFEST)
+
+
+def _owner(path: Path) -> str | None:
+    """Return the id of the run that wrote a checkpoint, None if it has none."""
     with suppress(OSError), translate_read_errors(path):
-        return files.read_regular(path / OWNER).decode("ascii", "replace").strip() == run_id
-    return False
+        return files.read_regular(path / OWNER).decode("ascii", "replace").strip()
+    return None
 
 
 def _is_elsewhere(folder: Path) -> bool:
-    """Return True if a folder is a link that leads out of the folder that it is in."""
-    return not folder.resolve().is_relative_to(folder.parent.resolve())
+    """Return True if a link leads from the stage's folder to a folder outside it."""
+    return not folder.resolve().is_relative_to(_stage_folder(folder).resolve())
 
 
 def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:

@@ -330,7 +330,9 @@ def _require_plain(path: Path) -> None:
         raise RLHFError("M01", "not a regular file, and reading it may never end", where=shown(path))
     if size > MAX_LOG_BYTES and size != (_weights_bytes(path) if path.suffix == ".safetensors" else None):
         text = f"has {format_bytes(size)}, which is not the size of a file of a model"
-        raise RLHFError("M01", text, where=shown(path), hint="copy or download it again")
+        raise RLHFError(
+            "M01", text, where=shown(path), hint="copy or download it again, or move it out of the model's folder"
+        )
 
 
 def _weights_bytes(path: Path) -> int | None:

@@ -95,8 +95,10 @@ def start_stage(
             text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"
             raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
         _warn_of_changes(folder, environment)
-    run_id = (read_identity(folder) or {}).get("run_id") if status.state == "resume" else json_sha256(identity)[:16]
-    begun = {"run_id": run_id} if run_id else {}  # a run that an older version began has none
+    run_id: Any = json_sha256(identity)[:16]
+    if status.state == "resume":
+        run_id = (read_identity(folder) or {}).get("run_id")  # none if an older version began the run
+    begun = {"run_id": run_id} if run_id else {}
     write_json(folder / "identity.json", identity | begun | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
@@ -133,6 +135,8 @@ def _move_aside(folder: Path) -> None:
     make_folder(old)
     matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
     target = old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}"
+    for path in (folder, *(folder / name for name in ("state", SNAPSHOTS))):
+        _make_link_absolute(path)
     try:
         folder.rename(target)
     except OSError as error:
@@ -140,6 +144,14 @@ def _move_aside(folder: Path) -> None:
             raise
         text = f"{shown(folder)} cannot be moved to {shown(old)}, which leads to another disk"
         raise RLHFError("C15", text, hint="move the folder away yourself, then run the same command again") from error
+
+
+def _make_link_absolute(path: Path) -> None:
+    """Let a relative link name the same place after it was moved to another folder."""
+    if path.is_symlink() and not os.path.isabs(path.readlink()):
+        link = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        link.symlink_to(path.parent.resolve() / path.readlink())
+        link.rename(path)
 
 
 def complete_stage(

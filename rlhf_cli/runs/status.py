@@ -26,7 +26,7 @@ from rlhf_cli.files import (
 )
 from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.parents import Parent, list_model_files, read_manifest
+from rlhf_cli.runs.parents import SNAPSHOTS, Parent, list_model_files, read_manifest
 from rlhf_cli.runs.resolve import open_parents, open_reference, references
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
@@ -127,7 +127,7 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     """
     folder = config.folder
     names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT}
-    if not names:
+    if not names - _linked_beforehand(folder):
         return StageStatus("new")
     recorded = read_identity(folder)
     if recorded is None:
@@ -144,6 +144,11 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     if problem := problem or find_damage(folder, files, where=shown(folder / "manifest.json"), content=content):
         return StageStatus("damaged", (problem,))
     return StageStatus("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+
+
+def _linked_beforehand(folder: Path) -> set[str]:
+    """Return the links to other disks that a user may make before the stage starts."""
+    return {name for name in ("state", SNAPSHOTS) if (folder / name).is_symlink()}
 
 
 def quick_stage_status(config: Config) -> StageStatus:

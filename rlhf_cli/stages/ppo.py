@@ -83,7 +83,8 @@ class PPORunner:
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
         group = components.trainer.process_group  # on a network drive each rank might find another one
-        state = group.run_on_main(self._newest_checkpoint) if resume else None
+        group.run_on_main(self._require_free_names)
+        state = group.run_on_main(lambda: runs.latest_state(self.state_folder)) if resume else None
         log_positions: dict[str, Any] = {}
         if state:
             tree = save.load_tree(state, self.trainer.parallel.mesh)
@@ -101,10 +102,9 @@ class PPORunner:
         self.watchdog_log = Log(config.folder / "watchdog.jsonl", log_positions.get("watchdog"))
         self.logs = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.watchdog_log}
 
-    def _newest_checkpoint(self) -> Path | None:
+    def _require_free_names(self) -> None:
         for folder in (self.state_folder, self.snapshots.folder):
             runs.require_free(folder, "step_", self.components.num_updates)
-        return runs.latest_state(self.state_folder)
 
     def run(self) -> None:
         """Make the remaining updates. After SIGTERM or SIGINT, save after the step and exit with 143 or 130.

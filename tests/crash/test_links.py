@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import write_json
+from rlhf_cli.files import read_checked_json, write_checked_json, write_json
 from rlhf_cli.runs.checkpoints import OWNER
 
 
@@ -36,9 +36,13 @@ def move_to_scratch(folder: Path) -> Path:
 
 def put_strangers(scratch: Path, own: Path, prefix: str) -> dict[str, bytes]:
     """Add what others may have there: checkpoints, a valid one of another run too, half written ones, and files."""
-    shutil.copytree(own, scratch / f"{prefix}900")
-    (scratch / f"{prefix}900" / OWNER).write_text("0123456789abcdef\n")
-    write_json(scratch / f"{prefix}900/state.json", {"name": "of another version"})
+    valid = scratch / f"{prefix}900"
+    shutil.copytree(own, valid)
+    (valid / OWNER).write_text("0123456789abcdef\n")
+    if own.parent.name == "state":
+        manifest, problem = read_checked_json(valid / "state.json")
+        assert not problem
+        write_checked_json(valid / "state.json", {**manifest, "name": valid.name})
     for name in (f"{prefix}1000/pytorch_model.bin", f".tmp-{prefix}1000-1/half", ".trash-x-1/rest", "notes.txt"):
         (scratch / name).parent.mkdir(exist_ok=True)
         (scratch / name).write_text(f"years of work: {name}")
@@ -132,7 +136,7 @@ def test_strangers_behind_links_of_a_ppo_run_stay(run_folder: Path) -> None:
 
 
 def test_a_run_that_an_older_version_began_keeps_what_has_no_manifest(tmp_path: Path) -> None:
-    """It wrote no ids. In its own folders everything is its own, as ever."""
+    """It wrote no ids. In its own folders everything is its own, as ever; what has another's id is another's."""
     state = tmp_path / "run/ppo/state"
     state.mkdir(parents=True)
     write_json(state.parent / "identity.json", {"stage": "ppo"})
@@ -140,13 +144,67 @@ def test_a_run_that_an_older_version_began_keeps_what_has_no_manifest(tmp_path: 
     for name in ("step_000001", "step_000900", "checkpoint-7", ".tmp-step_000001-9"):
         (scratch / name).mkdir()
         (scratch / name / "weights").write_text("mine")
+    other = tmp_path / "other/ppo/state"
+    other.mkdir(parents=True)
+    write_json(other.parent / "identity.json", {"stage": "ppo", "run_id": "0123456789abcdef"})
+    runs.commit_state(other, "step_000009", lambda path: (path / "w").touch(), keep=2)
+    shutil.move(other / "step_000009", scratch)
     for step in (2, 3, 4):
         runs.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
-    assert runs.state_steps(state) == [3, 4]
+    assert runs.state_steps(state) == [3, 4] and (scratch / "step_000009/w").is_file()
+    assert runs.latest_state(state) == state / "step_000004"
     with pytest.raises(RLHFError, match=r"C15.*step_000001 is not of this run"):
         runs.commit_state(state, "step_000001", lambda path: (path / "w").touch(), keep=2)
     mine = {path.name for path in scratch.iterdir() if (path / "weights").is_file()}
     assert mine == {"step_000001", "step_000900", "checkpoint-7", ".tmp-step_000001-9"}
+
+
+def test_a_copy_without_hidden_files_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """Sync tools leave them out. In the run itself only another's id is another's."""
+    state = tmp_path / "run/ppo/state"
+    state.mkdir(parents=True)
+    write_json(state.parent / "identity.json", {"stage": "ppo", "run_id": "0123456789abcdef"})
+    for step in (1, 2):
+        runs.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
+    (state / "step_000001" / OWNER).unlink()
+    (state / "step_000002" / OWNER).write_text("another's id")
+    assert runs.state_steps(state) == [1]
+
+
+def test_leftovers_of_another_run_behind_a_link_two_levels_up_stay(tmp_path: Path) -> None:
+    """RUN/ppo/engine/policy, of which engine is a link."""
+    engine = tmp_path / "shared"
+    engine.mkdir()
+    for run in ("one", "two"):
+        (tmp_path / run / "ppo").mkdir(parents=True)
+        write_json(tmp_path / run / "ppo/identity.json", {"run_id": run * 5})
+        (tmp_path / run / "ppo/engine").symlink_to(engine)
+    (engine / "policy/.tmp-oneoneoneoneone-step_000001-7").mkdir(parents=True)
+    runs.commit_state(tmp_path / "two/ppo/engine/policy", "step_000001", lambda path: (path / "w").touch(), keep=1)
+    assert (engine / "policy/.tmp-oneoneoneoneone-step_000001-7").is_dir()
+
+
+@pytest.mark.parametrize("linked", ["state", "."])
+def test_a_relative_link_of_an_old_output_leads_to_the_same_place(here: Path, linked: str) -> None:
+    folder = make_stage(here, "sft")
+    (folder / "state").mkdir(exist_ok=True)
+    path = folder if linked == "." else folder / "state"
+    scratch = here / "elsewhere" / path.name
+    scratch.parent.mkdir()
+    path.rename(scratch)
+    path.symlink_to(os.path.relpath(scratch, path.parent))
+    begin(FakeConfig(here), fresh=True)
+    moved = here / ".old/sft-1"
+    assert (moved if linked == "." else moved / "state").resolve() == scratch
+
+
+def test_links_made_before_the_first_start_are_used(here: Path) -> None:
+    (here / "scratch").mkdir()
+    (here / "sft").mkdir()
+    (here / "sft/state").symlink_to(here / "scratch")
+    assert begin(FakeConfig(here)) == "new"
+    runs.commit_state(here / "sft/state", "step_000001", lambda path: (path / "w").touch(), keep=1)
+    assert (here / "scratch/step_000001/w").is_file()
 
 
 # Logs

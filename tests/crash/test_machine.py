@@ -273,11 +273,11 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
         ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were requested"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE: ", "2 processes were requested"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE: ", "2 processes were requested"),
-        ({"RANK": "1"}, "RANK: ", "RANK is 1, but WORLD_SIZE is not set"),
-        ({"RANK": "0"}, "RANK: ", "RANK is 0, but WORLD_SIZE is not set"),
+        ({"RANK": "1"}, "RANK: ", "RANK is 1, without WORLD_SIZE"),
+        ({"RANK": "0"}, "RANK: ", "RANK is 0, without WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK: ", "RANK is 1 in a group of one process"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK: ", "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"),
-        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK: ", "MASTER_ADDR, MASTER_PORT is not set"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK: ", "without RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK: ", "without MASTER_ADDR, MASTER_PORT"),
     ],
 )
 def test_e04_several_processes(

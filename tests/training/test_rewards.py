@@ -344,7 +344,10 @@ def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template)
 
 
 REFUSED = {
-    "messages": ("raised TypeError", "it reads the completions as messages, but the prompts of the data are texts"),
+    "messages": (
+        "raised TypeError",
+        "it reads prompts or completions as messages, but the prompts of the data are texts",
+    ),
     "one_sample": (
         "returned 0.0, one number for all rows, as a function of one sample",
         "it is called once for all rows",

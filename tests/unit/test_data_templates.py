@@ -213,7 +213,7 @@ def test_a_thought_beside_the_content_is_trained(tmp_path: Path) -> None:
     assert tokenizer.decode(pair["rejected_ids"]).endswith("<think>\nTwo and three.\n</think>\n\nIt is 5.<|im_end|>")
     assert not [line for line in terminal.emitted_warnings() if "T09" in line]
     with pytest.raises(RLHFError, match=r"D05.*dropped 1 an answer has its thought beside the content"):
-        data.preference_pairs(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"))  # of init: texts alone
+        data.preference_pairs(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"), reads_system_texts=True)
 
 
 def test_sampled_text_is_never_refused() -> None:

@@ -87,7 +87,7 @@ SYSTEMS = (  # the first that matches: verl has options critic.NAME, as OpenRLHF
     ),
     System(
         "LLaMA-Factory",
-        text=rf"\bllamafactory-cli\b|--stage[ =]{STAGE}|(?m:^stage: *{STAGE}(?![\s\S]*^ppo:))",
+        text=rf"(?:^|\s)llamafactory-cli\s|--stage[ =]{STAGE}|(?m:^stage: *{STAGE})",
         options=r"finetuning_type",
         keys={
             POLICY: "model_name_or_path",
@@ -115,6 +115,8 @@ SYSTEMS = (  # the first that matches: verl has options critic.NAME, as OpenRLHF
 def refuse(where: str, text: str, options: Iterable[str]) -> None:
     """Raise RLHFError C09 if a file is of a system other than TRL, with the keys to set by hand."""
     names = {name.replace("-", "_") for name in options}
+    if "ppo" in names:  # of rlhf itself
+        text = re.sub(r"(?m)^stage:.*$", "", text)
     for system in SYSTEMS:
         found = [name for name in sorted(names) if re.fullmatch(system.options, name)]
         if match := re.search(system.text, text):

@@ -29,6 +29,7 @@ PEFT_SECTIONS = ("peft_config", "lora_config", "peft", "lora")
 # Options whose value is a dict; any other key with a dict is a section of options.
 DICT_OPTIONS = re.compile(r"(?!.*gen).*_kwargs|accelerator_config|fsdp_config|deepspeed|quantization_config")
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+COMMENT_OF_PYTHON = re.compile(r"(?m)^\s*#.*$|\s#\s.*$")
 COMMENT = re.compile(r"(?m)^\s*#.*$|\s#[^'\"\n]*$")  # of a shell
 WORDS = {"True": True, "False": False, "None": None, "": None}
 
@@ -70,7 +71,7 @@ def read_settings(path: Path) -> Source:
         return _read_tree(source.tree)
     text = yaml_io.read_text(path).removeprefix("\ufeff").replace("\r\n", "\n")  # as Windows editors write it
     if suffix == ".py":
-        foreign.refuse(name, text, ())
+        foreign.refuse(name, COMMENT_OF_PYTHON.sub("", text), ())
         return _read_script(text, name)
     text = COMMENT.sub("", text)
     foreign.refuse(name, text, foreign.command_options(text))
