@@ -65,9 +65,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        kind = "a link to nothing" if folder.is_symlink() else "not a folder"
-        text = f"{shown(folder)} is {kind}, and a folder is needed"
-        hint = "restore what it leads to, or move it away" if folder.is_symlink() else "move it away"
+        is_dangling = folder.is_symlink() and not folder.exists()
+        text = f"{shown(folder)} is {'a link to nothing' if is_dangling else 'a file'}, and a folder is needed"
+        hint = "restore what it leads to, or move it away" if is_dangling else "move it away"
         raise RLHFError("C15", text, hint=f"{hint}; then run the same command again") from None
 
 

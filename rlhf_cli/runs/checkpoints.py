@@ -22,6 +22,7 @@ from rlhf_cli.runs.parents import SNAPSHOTS
 MANIFEST = "state.json"
 SCHEMA = 2
 OWNER = ".run"  # file in each checkpoint with the id of its run; hidden, so it is neither hashed nor uploaded
+RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # names of this package, and of the Hugging Face Trainer
 
@@ -122,9 +123,10 @@ def _is_ours(path: Path, run_id: str | None) -> bool:
 
 
 def _owner(path: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint, None if it has none."""
+    """Return the id of the run that wrote a checkpoint, None if it has none, or a damaged one."""
     with suppress(OSError), translate_read_errors(path):
-        return files.read_regular(path / OWNER).decode("ascii", "replace").strip()
+        owner = files.read_regular(path / OWNER).decode("ascii", "replace").strip()
+        return owner if RUN_ID.fullmatch(owner) else None
     return None
 
 

@@ -167,7 +167,7 @@ def test_a_copy_without_hidden_files_keeps_its_checkpoints(tmp_path: Path) -> No
     for step in (1, 2):
         runs.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
     (state / "step_000001" / OWNER).unlink()
-    (state / "step_000002" / OWNER).write_text("another's id")
+    (state / "step_000002" / OWNER).write_text("fedcba9876543210")
     assert runs.state_steps(state) == [1]
 
 
@@ -175,13 +175,15 @@ def test_leftovers_of_another_run_behind_a_link_two_levels_up_stay(tmp_path: Pat
     """RUN/ppo/engine/policy, of which engine is a link."""
     engine = tmp_path / "shared"
     engine.mkdir()
-    for run in ("one", "two"):
+    ids = {"one": "1" * 16, "two": "2" * 16}
+    for run in ids:
         (tmp_path / run / "ppo").mkdir(parents=True)
-        write_json(tmp_path / run / "ppo/identity.json", {"run_id": run * 5})
+        write_json(tmp_path / run / "ppo/identity.json", {"run_id": ids[run]})
         (tmp_path / run / "ppo/engine").symlink_to(engine)
-    (engine / "policy/.tmp-oneoneoneoneone-step_000001-7").mkdir(parents=True)
+    half_written = engine / f"policy/.tmp-{ids['one']}-step_000001-7"
+    half_written.mkdir(parents=True)
     runs.commit_state(tmp_path / "two/ppo/engine/policy", "step_000001", lambda path: (path / "w").touch(), keep=1)
-    assert (engine / "policy/.tmp-oneoneoneoneone-step_000001-7").is_dir()
+    assert half_written.is_dir()
 
 
 @pytest.mark.parametrize("linked", ["state", "."])

@@ -23,7 +23,7 @@ from rlhf_cli.config.ppo import KINDS
 from rlhf_cli.config.sources import hub_dataset, split_name
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data.texts import is_transcript, render_transcript
-from rlhf_cli.data.tokens import Conversation
+from rlhf_cli.data.tokens import Conversation, header_of_answers
 from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import render, reward_card
 from rlhf_cli.jsonl import at, flatten, is_number
@@ -108,6 +108,8 @@ class Card:
         self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
         self.is_evaluated = own.name in self.report.get("models", {})
         self.prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), self.tokenizer)
+        header = header_of_answers(self.tokenizer) if self.prompts == "template" else ""
+        self.answer_header = json.dumps(header) if header else ""  # as Python writes it
         self.adapter = read_adapter(chosen.model.model)
         is_selected = chosen.step is not None and chosen.step == self.report.get("selected_step")
         self.selected = self.report["selected"] if is_selected else None
