@@ -17,7 +17,6 @@ from rlhf_cli.config.training import RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, tokenizers
-from rlhf_cli.models.batch import stop_ids
 from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.runs.parents import Parent
@@ -184,8 +183,8 @@ class StageValidator:
         config = stage.config
         if stage.finished or not specs:
             return
-        stop = next(iter(stop_ids(data.stop_token_id(tokenizer))), None) if tokenizer else None
-        rows = trial.made_up_rows(prompts, tokenizer, stop)
+        ends = setup.end_token_ids(tokenizer) if tokenizer else ()
+        rows = trial.made_up_rows(prompts, tokenizer, ends[0] if ends else None)
         tried = f"{len(rows.prompts)} rows with a made-up response"
         job = trial.Trial(specs, config.file.parent, rows, every_row=section == "judges")
         for name, outcome in trial.try_functions(job).items():
@@ -300,8 +299,8 @@ class StageValidator:
         config = stage.config
         manifest: Mapping[str, Any] = {}
         if tokenizer is not None:
-            with self.report.collecting():
-                manifest = tokenizers.manifest_fields(tokenizer, data.stop_token_id(tokenizer))
+            ends = setup.end_token_ids(tokenizer)
+            manifest = tokenizers.manifest_fields(tokenizer, ends[0] if ends else None)
         parent = Parent("", config.folder, config.stage, config.folder / "model", "", dict(manifest))
         self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
+import yaml
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 from safetensors.torch import load_file
 from tokenizers import AddedToken
@@ -77,6 +78,18 @@ def test_t06_a_template_that_never_trains_the_stop_token(folder: Path) -> None:
     assert warned(
         check("sft.yaml"), "T06", "", "the chat template does not end an answer with a stop token", "'<eos>' is used"
     )
+
+
+def test_a_policy_without_an_end_token_passes_the_check_if_no_response_is_to_end(folder: Path) -> None:
+    tokenizer = tokenizers.load_tokenizer(folder / "model")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "mine.py").write_text("def score(prompts, responses):\n    return [1.0] * len(prompts)\n")
+    settings = {"total_episodes": 64, "response_length": 8, "stop_token": "none"}
+    config = {"models": {"sft": "model"}, "rewards": {"r": {"function": "mine:score"}}, "ppo": settings}
+    (folder / "ppo.yaml").write_text(yaml.safe_dump({**config, "data": {"prompts": "prompts.jsonl"}}))
+    result = check("ppo.yaml")
+    assert result.exit_code == 0 and "called on 2 rows with a made-up response; scores: 1, 1" in result.stdout
 
 
 def test_t07_a_template_that_writes_todays_date(folder: Path) -> None:
