@@ -316,14 +316,14 @@ def test_columns_of_prompts_are_for_reward_functions(
 def test_many_bad_rows_at_the_start_do_not_slow_the_reading(tmp_path: Path, tokenizer: Any) -> None:
     """The first rows are looked at once: 20,000 took half a minute."""
     bad, good = {"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "A b c", "chosen": "a", "rejected": "b"}
-    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*[bad] * 20_000, good])
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*[bad] * 1000, good])
     reader = DatasetReader(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"), PAIR_FORMS)
     heads = []
     for location, _, row in reader.rows():
         heads.append(reader._head)
         if not row["prompt"]:
             reader.note(location, BadRow("D08", "the prompt is empty"))
-    assert all(head is heads[0] for head in heads) and len(heads) == 20_001
+    assert all(head is heads[0] for head in heads) and len(heads) == 1001
 
 
 INDEX_LABEL = {

@@ -288,7 +288,7 @@ TEXT, CONVERSATION = ({"prompt": "q", "answer": "a", "ground_truth": "a"},), ({"
     ("function", "records", "says"),
     [
         (messages, TEXT, "raised TypeError.*; it reads prompts or completions as messages, but .* are texts"),
-        (texts, CONVERSATION, "AttributeError.*; it reads prompts or completions as texts, but .* conversations"),
+        (texts, CONVERSATION, ".*Attribute.*; it reads prompts or completions as texts, but .* conversations"),
         (compute_score, TEXT, "raised AttributeError.*; it is a function of one sample"),
         (one_completion, TEXT, "raised TypeError.*; it is a function of one sample"),
         (without_match, TEXT, "raised AttributeError: .*\nhint: call it by itself"),
