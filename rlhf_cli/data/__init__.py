@@ -6,7 +6,6 @@ from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
     from rlhf_cli.data.datasets import *  # noqa: F403
-    from rlhf_cli.data.rendering import *  # noqa: F403
     from rlhf_cli.data.sampling import *  # noqa: F403
     from rlhf_cli.data.texts import *  # noqa: F403
     from rlhf_cli.data.tokens import *  # noqa: F403
@@ -17,7 +16,6 @@ __getattr__ = import_on_first_use(
     {
         "data.datasets": "PairFile Prompt Rows is_plain_text preference_pairs preference_rows prompt_form prompt_rows "
         "sft_rows warn_shared",
-        "data.rendering": "RenderedRow check_rendering",
         "data.sampling": "LengthGroupedSampler prompt_batch",
         "data.texts": "split_key",
         "data.tokens": "decode_stream encode encode_many special_ids stop_token_id",

@@ -14,6 +14,7 @@ from rlhf_cli.data import texts
 from rlhf_cli.data.columns import is_prompt_name, is_prose, system_text
 from rlhf_cli.data.readers import BadRow, describe_value
 from rlhf_cli.data.texts import Form
+from rlhf_cli.data.tokens import common_prefix_length
 
 ROLE_ALIASES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -173,8 +174,6 @@ def other_roles(messages: list[Any]) -> list[str]:
 
 def with_standard_roles(messages: list[Any]) -> list[Any]:
     """Return the messages with the roles user, assistant and system in place of other names for them."""
-    if not other_roles(messages):
-        return messages
     standard = []
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
@@ -228,7 +227,7 @@ def _texts_beside_answers(row: Row) -> list[str]:
     elif isinstance(chosen, str) and isinstance(rejected, str):
         if texts.is_transcript(chosen) and texts.is_transcript(rejected):
             return []
-        beginning = chosen[: texts.common_prefix_length(chosen, rejected)]
+        beginning = chosen[: common_prefix_length(chosen, rejected)]
     else:
         return []
     names = []

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import texts
-from rlhf_cli.data.formats import DatasetReader
+from rlhf_cli.data.formats import DatasetReader, dropped_causes
 from rlhf_cli.data.readers import BadRow, RowLocation
-from rlhf_cli.data.rendering import RenderedRow, check_rendering
+from rlhf_cli.data.rendering import check_rendering, rendered_rows
 from rlhf_cli.data.texts import Example, Form, Pair
 from rlhf_cli.data.tokens import (
     Answer,
@@ -201,7 +201,7 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
         pairs=[_text_pair(pair) for pair in pairs.values()],
         num_read=reader.num_read,
         num_dropped=sum(dropped.rows for dropped in bad.values()),
-        dropped=", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in bad.items()),
+        dropped=dropped_causes(bad),
         transcripts=reader.transcripts,
         columns=reader.columns_text(),
     )
@@ -329,13 +329,8 @@ def _check_rendering(reader: DatasetReader, tokenizer: Any, examples: list[Examp
     """Warn D18, and raise RLHFError T08, as `check_rendering`."""
     if not tokenizer.chat_template:
         return
-    rows = [
-        RenderedRow(each.location, each.prompt, [*map(_content, each.responses.values())])
-        for each in examples
-        if isinstance(each.prompt, list)
-    ]
-    hint = "write the texts without it: the role and the text alone"
-    check_rendering(rows, tokenizer, where=reader.source.shown(), hint=hint)
+    rows = rendered_rows((each.location, each.prompt, [*map(_content, each.responses.values())]) for each in examples)
+    check_rendering(rows, tokenizer, where=reader.source.shown())
 
 
 def _encode(

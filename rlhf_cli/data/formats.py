@@ -41,6 +41,11 @@ class DroppedRows:
         return f"{self.text}{'' if self.same_text else '; the others are similar'}"
 
 
+def dropped_causes(dropped: Mapping[str, DroppedRows]) -> str:
+    """Return the counts of dropped rows by code, for a message."""
+    return ", ".join(f"{each.rows} by {code} ({each})" for code, each in dropped.items())
+
+
 class DatasetReader:
     """Reader of a source's rows; it collects problems and counts dropped rows."""
 
@@ -126,10 +131,14 @@ class DatasetReader:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
             row = further | converted | self._mapped(converted)
-        lists = {name: value for name, value in row.items() if name in self._known and isinstance(value, list)}
-        for messages in lists.values():
-            self.renamed_roles |= dict.fromkeys(conversions.other_roles(messages))
-        return row | {name: conversions.with_standard_roles(messages) for name, messages in lists.items()}
+        renamed = {}
+        for name, value in row.items():
+            if name not in self._known or not isinstance(value, list):
+                continue
+            if roles := conversions.other_roles(value):
+                self.renamed_roles |= dict.fromkeys(roles)
+                renamed[name] = conversions.with_standard_roles(value)
+        return row | renamed
 
     def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
         """Return the form and the row, with all that comes before the answers in its prompt alone."""

@@ -97,14 +97,18 @@ def _refuse_rows_under_a_key(raw: bytes, path: Path) -> None:
     except orjson.JSONDecodeError:  # several objects, or none: the reader of lines says what is wrong
         return
     for key, value in whole.items() if isinstance(whole, dict) else ():
-        if isinstance(value, list) and value and all(isinstance(each, dict) and not is_turn(each) for each in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(each, dict) and not _is_message(each) for each in value)
+        ):
             text = f'the file is one object, with its rows under "{format_columns([key])}"; expected a list of objects'
             list_alone = shell_word(f".[{json.dumps(key)}]")
             hint = f"write the list alone, for example: jq {list_alone} {shell_path(path)} > rows.json"
             raise RLHFError("D12", text, where=shown(path), hint=hint)
 
 
-def is_turn(value: dict[str, Any]) -> bool:
+def _is_message(value: dict[str, Any]) -> bool:
     """Return True for a message of a conversation, {role, ...} or {from, ...}."""
     return not {"role", "from"}.isdisjoint(value)
 

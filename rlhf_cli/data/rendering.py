@@ -1,7 +1,7 @@
 """Checks of how a chat template renders conversations: with each message, and with markup once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_cli import terminal
@@ -20,6 +20,7 @@ CHAT_MARKUP = re.compile(
 )
 THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)  # of an earlier answer: templates leave it out on purpose
 JSON_ESCAPE = re.compile(r"\\[nrtbf\"/\\]")
+WITHOUT_MARKUP = "write the texts without it: the role and the text alone"
 NOT_A_WORD = re.compile(r"\W+")
 
 
@@ -31,7 +32,12 @@ class RenderedRow(NamedTuple):
     answers: Sequence[str]
 
 
-def check_rendering(rows: Sequence[RenderedRow], tokenizer: Any, *, where: str, hint: str) -> None:
+def rendered_rows(rows: Iterable[tuple[RowLocation, str | Conversation, Sequence[str]]]) -> list[RenderedRow]:
+    """Return the rows whose prompt is a conversation: the chat template renders no texts."""
+    return [RenderedRow(place, prompt, answers) for place, prompt, answers in rows if isinstance(prompt, list)]
+
+
+def check_rendering(rows: Sequence[RenderedRow], tokenizer: Any, *, where: str, hint: str = WITHOUT_MARKUP) -> None:
     """Check some of the rows, evenly spaced. `where` is the source in a message, `hint` the way to unmarked texts.
 
     Warns D18 about texts that have chat markup already. Raises RLHFError T08 if the template leaves out a message.

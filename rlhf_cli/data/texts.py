@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 from rlhf_cli.data.columns import system_text
 from rlhf_cli.data.readers import BadRow, RowLocation
-from rlhf_cli.data.tokens import THOUGHT_KEYS, Answer, Conversation, Message
+from rlhf_cli.data.tokens import THOUGHT_KEYS, Answer, Conversation, Message, common_prefix_length
 
 Form = tuple[str, ...]  # the columns of a row that rlhf reads
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -268,11 +268,6 @@ def _split_conversations(
             roles = ", ".join(message["role"] for message in tail) or "nothing"
             raise BadRow("D12", f'"{column}" must be the prompt followed by one assistant message, not by {roles:.60}')
     return prompt, _answer(tails[0][0], "chosen"), _answer(tails[1][0], "rejected")
-
-
-def common_prefix_length(left: Any, right: Any) -> int:
-    """Return the number of equal characters or messages at the beginning of both."""
-    return sum(1 for _ in takewhile(lambda items: items[0] == items[1], zip(left, right, strict=False)))
 
 
 def _margin(row: dict[str, Any]) -> float | None:

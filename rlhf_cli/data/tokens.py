@@ -267,9 +267,13 @@ def answer_text(tokenizer: Any, message: Message) -> str:
 
 def _differing_ends(first: str, second: str) -> tuple[str, str]:
     """Return what two texts have after their common beginning."""
-    same = takewhile(lambda letters: letters[0] == letters[1], zip(first, second, strict=False))
-    length = sum(1 for _ in same)
+    length = common_prefix_length(first, second)
     return first[length:], second[length:]
+
+
+def common_prefix_length(left: Any, right: Any) -> int:
+    """Return the number of equal characters or messages at the beginning of both."""
+    return sum(1 for _ in takewhile(lambda items: items[0] == items[1], zip(left, right, strict=False)))
 
 
 def answer_frame(tokenizer: Any) -> AnswerFrame:

@@ -283,9 +283,13 @@ def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int)
     """Return probe name -> token ids per row. The polite answer starts as the chosen one: by header and whitespace."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
     header = header_of_answers(tokenizer) if tokenizer.chat_template else ""
-    lengths = [len(answer) - len(answer.removeprefix(header).lstrip()) for answer in answers]
-    texts = [answer[:length] + POLITE_ANSWER for answer, length in zip(answers, lengths, strict=True)]
-    polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
+    texts = []
+    for answer in answers:
+        text = answer.removeprefix(header).lstrip()
+        beginning = answer[: len(answer) - len(text)]
+        texts.append(beginning + POLITE_ANSWER)
+    encoded = data.encode_many(tokenizer, [None] * len(texts), texts)
+    polite = [ids[:-1] for _, ids in encoded]
     return reward_model.build_probes(rows, polite, context=context, seed=seed)
 
 

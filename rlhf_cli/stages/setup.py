@@ -14,6 +14,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.data.datasets import Rows
+from rlhf_cli.data.formats import dropped_causes
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import chat_templates, devices, forward, load, lora, tokenizers
@@ -340,9 +341,8 @@ def _check_dropped(config: AnyConfig, key: str, longer_hint: str, rows: Rows[Any
         fraction = wilson(rows.num_dropped, rows.num_expected)[0]  # a small part of a file varies by chance
     if fraction <= min(WARN_DROPPED_FRACTION, limit):
         return
-    causes = ", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in rows.dropped.items())
     sampled = "sampled " if rows.stride > 1 else ""
-    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are dropped: {causes}"
+    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are dropped: {dropped_causes(rows.dropped)}"
     hints = {"D10": f"{longer_hint}; the longest row has {rows.longest_read} tokens", "D07": IDENTICAL_HINT}
     hint = hints.get(next(iter(rows.dropped)), "data.on_bad: error shows each of them")
     if fraction > limit:

@@ -206,12 +206,16 @@ def write_rows(folder, prompts, columns):
     jsonl.write_jsonl(folder / "rows.jsonl", rows)
 
 
+def give_template(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+
+
 @pytest.mark.parametrize("conversations", [False, True])
 def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_folder, conversations):
     if conversations:
-        tokenizer = AutoTokenizer.from_pretrained(grpo_folder / "sft_model")
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(grpo_folder / "sft_model")
+        give_template(grpo_folder / "sft_model")
         write_rows(grpo_folder, [[{"role": "user", "content": text}] for text in PROMPTS], COLUMNS)
         write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {**SOURCES, "think": THINK}})
     more = {"think": 0.0} if conversations else {}
@@ -326,9 +330,7 @@ def write_functions(folder, *names):
 def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template):
     """With a chat template OpenRLHF's queries have its special tokens."""
     if template:
-        tokenizer = AutoTokenizer.from_pretrained(shapes_folder / "sft_model")
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(shapes_folder / "sft_model")
+        give_template(shapes_folder / "sft_model")
     write_functions(shapes_folder, *TAKEN)
     checked = json.loads(must_succeed(rlhf("check", shapes_folder / "ppo.yaml", "--json")).stdout)
     found = {row["what"]: row["found"] for row in checked["checked"]}

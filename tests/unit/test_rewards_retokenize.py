@@ -94,8 +94,8 @@ def conversations(folder: Path, turns: list[dict]) -> None:
     jsonl.write_jsonl(folder / "prompts.jsonl", asked)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma"])
-def test_conversations_are_rendered_by_its_own_template(run_folder, family):
+def scored_conversations(run_folder, family):
+    """Run PPO with a reward model of the family; yield three rows, their conversations and these by its template."""
     conversations(run_folder, [])
     foreign(run_folder, family=family)
     with_foreign(run_folder)
@@ -104,20 +104,20 @@ def test_conversations_are_rendered_by_its_own_template(run_folder, family):
     for row in lines(run_folder / "ppo/samples.jsonl")[:3]:
         asked = [{"role": "user", "content": row["prompt"].removeprefix("<user>").removesuffix("<a>")}]
         prompt = other.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        yield row, asked, prompt
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_conversations_are_rendered_by_its_own_template(run_folder, family):
+    for row, _, prompt in scored_conversations(run_folder, family):
         expected = by_transformers(run_folder / "foreign", prompt, row, families.FAMILIES[family].stop)
         assert row["scores"]["other"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_its_template_writes_the_whole_conversation(run_folder):
     """Qwen3's template writes an empty thought before an answer, and its generation prompt does not."""
-    conversations(run_folder, [])
-    foreign(run_folder, family="qwen3")
-    with_foreign(run_folder)
-    must_succeed(ppo(run_folder, "-s", "ppo.total_episodes=8"))
-    other = AutoTokenizer.from_pretrained(run_folder / "foreign")
-    for row in lines(run_folder / "ppo/samples.jsonl")[:3]:
-        asked = [{"role": "user", "content": row["prompt"].removeprefix("<user>").removesuffix("<a>")}]
-        prompt = other.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    for row, asked, prompt in scored_conversations(run_folder, "qwen3"):
+        other = AutoTokenizer.from_pretrained(run_folder / "foreign")
         whole = other.apply_chat_template([*asked, {"role": "assistant", "content": "MARK"}], tokenize=False)
         header = whole.removeprefix(prompt).partition("MARK")[0]
         assert header == "<think>\n\n</think>\n\n"

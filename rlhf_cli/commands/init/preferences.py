@@ -29,7 +29,7 @@ from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import to_yaml
-from rlhf_cli.data.rendering import RenderedRow, check_rendering
+from rlhf_cli.data.rendering import WITHOUT_MARKUP, check_rendering, rendered_rows
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
@@ -132,14 +132,8 @@ def _set_chat_template(tokenizer: Any, formatted: PairFormat) -> dict[str, Any]:
 
 def check_conversations(formatted: PairFormat, tokenizer: Any) -> None:
     """Warn (D18) about chat markup in the texts. Raises RLHFError T08 if the template leaves out a message."""
-    rows = [
-        RenderedRow(pair.location, pair.prompt, [pair.chosen, pair.rejected])
-        for pair in formatted.pairs
-        if isinstance(pair.prompt, list)
-    ]
-    hint = "write the texts without it: the role and the text alone"
-    if formatted.from_texts:
-        hint = "add --plain, which uses the texts as they are"
+    rows = rendered_rows((pair.location, pair.prompt, [pair.chosen, pair.rejected]) for pair in formatted.pairs)
+    hint = "add --plain, which uses the texts as they are" if formatted.from_texts else WITHOUT_MARKUP
     check_rendering(rows, tokenizer, where="--data", hint=hint)
 
 
