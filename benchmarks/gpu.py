@@ -1,19 +1,20 @@
-"""Cost of PPO on one GPU: rollout tokens/s, update MFU, peak memory. Random weights, no files, no network.
+"""Where the time of PPO goes on one GPU: one update by its phases. Random weights, no files, no network.
 
-    python -m benchmarks.gpu --json gpu.json                      # everything, about five minutes on an H200
-    python -m benchmarks.gpu --only rollout --models 0.5b         # one part, one model
-    python -m benchmarks.gpu --tiny                               # tiny sizes: seconds on the CPU, a smoke test
+    python -m benchmarks.gpu --json gpu.json             # everything, at most ten minutes on an H100
+    python -m benchmarks.gpu --cases 0.5b-512            # one case
+    python -m benchmarks.gpu --tiny                      # tiny sizes: seconds on a CPU, a smoke test
 
-It needs torch, transformers and pydantic; LoRA also needs peft. Each row is printed and written to the JSON file when
-it is measured. An error or lack of memory becomes a row; the other measurements continue, and the exit code is 1.
+It needs torch, transformers and pydantic. Each row is printed and written to the JSON file when measured. An error
+or lack of memory becomes a row; the other measurements continue, and the exit code is 1.
 
 card      bf16 matmul rate and copy bandwidth, next to the vendor's rate
-rollout   tokens/s of our engine, `generate` and `generate_batch` (continuous batching) at temperature 1, with all rows
-          up to the limit ("full") or with a raised stop-token logit and geometric lengths ("ragged")
-update    scoring and update on given responses, with two models or a value head, gradient checkpointing, LoRA
+rollout   a token step of each engine, beside what reading its weights and its cache once costs at the copy bandwidth
+update    one update of four models (policy, reference, reward, value) by phases: seconds, MFU, peak memory
+kernels   the ten longest kernels of each phase, its launches, and the share of its time in which no kernel ran
 
-MFU: 2 x the multiply-adds that the real tokens need (the head on response tokens only; backward twice the forward, or
-once if weights are frozen; nothing for padding or recomputation) / seconds / the bf16 peak of the card.
+All answers have the full length, so nothing is computed for padding behind them; prompts differ in length.
+MFU: 2 x the multiply-adds that the real tokens need (the head on response tokens only; backward twice the forward;
+nothing for padding or recomputation) / seconds / the vendor's bf16 rate of the card.
 """
 
 import argparse
@@ -21,97 +22,116 @@ import copy
 import gc
 import importlib.metadata
 import json
-import logging
-import math
 import random
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.speed.floor import Shape, forward_flops
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models import forward
+from rlhf_cli.models import compiled
 from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 STOP, PAD = 1, 0
 
-# Qwen2.5's config.json of each size
-MODELS = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
+# Sizes of each model's config.json: Qwen2.5's, and SmolLM2's as a Llama
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    },
+    "0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    },
+    "1.5b": {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    },
+    "tiny": {
+        "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    },
+}  # fmt: skip
+ENGINES = {"hf": HFEngine, "graph": GraphEngine}
+PROFILED_TOKENS = 16  # of a rollout: its token steps are alike
 
 # Part of a card's name -> dense bf16 TFLOP/s of the vendor's data sheet; the first match counts
 VENDOR = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of models and batches."""
+class Case:
+    """A model and the batch of one update."""
 
-    models: tuple[str, ...] = ("0.5b", "1.5b")
-    vocabulary: int = 151936
-    rollout_rows: tuple[int, ...] = (64, 512)
-    update_rows: int = 64
-    micro_batch_rows: int = 8
-    prompt: int = 128  # longest prompt; the shortest has a quarter of it
-    response: int = 192  # token limit of a rollout
-    update_response: int = 512  # token limit of a response in an update
-    matmul: int = 8192
-    timed: int = 2  # measured updates, after a warm-up
+    shape: str
+    rows: int
+    micro_batch_rows: int
+    response: int = 256  # tokens of each answer
+    prompt: int = 128  # tokens of the longest prompt; the shortest has a quarter of it
+    timed: int = 2  # measured updates, after one to warm up
 
 
-TINY = Sizes(("tiny",), 256, (8,), 8, 4, 8, 12, 12, 64, 1)
+CASES = {
+    "135m-128": Case("135m", 128, 128, response=160),
+    "0.5b-128": Case("0.5b", 128, 64),
+    "0.5b-512": Case("0.5b", 512, 64),
+    "1.5b-128": Case("1.5b", 128, 32),
+}
+TINY = {"tiny-8": Case("tiny", 8, 4, response=12, prompt=8, timed=1)}
 
 
 class Bench:
-    """The device, the sizes, and the rows measured so far."""
+    """The device, and the rows measured so far."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, path: Path | None):
-        self.sizes, self.device, self.path = sizes, device, path
+    def __init__(self, device: torch.device, path: Path | None, *, compiles: bool = False, engines: Sequence[str] = ()):
+        self.device, self.path, self.compiles, self.engines = device, path, compiles, engines or list(ENGINES)
         self.cuda = device.type == "cuda"
         self.rows: list[dict[str, Any]] = []
-        self.peaks: dict[str, float] = {}
         self.card = torch.cuda.get_device_name(device) if self.cuda else "CPU"
+        self.flops_per_s = self.bytes_per_s = 0.0
         self.about = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "card": self.card,
             "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
             "cuda": torch.version.cuda,
-            "sizes": asdict(sizes),
         }
 
     def row(self, part: str, what: str, **numbers: Any) -> None:
         """Add and print a row, and write the file."""
         self.rows.append({"part": part, "what": what, **numbers})
-        shown = "  ".join(f"{name} {value}" for name, value in numbers.items())
-        print(f"{part:8} {what:46} {shown}", flush=True)
+        shown = "  ".join(f"{name} {value}" for name, value in numbers.items() if value is not None)
+        print(f"{part:8} {what:28} {shown}", flush=True)
         if self.path:
             self.path.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
 
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
     def seconds(self, work: Callable[[], Any]) -> float:
         """Return the wall time of `work` until the device is idle."""
-        wait = (lambda: torch.cuda.synchronize(self.device)) if self.cuda else (lambda: None)
-        wait()
+        self.synchronize()
         start = time.perf_counter()
         work()
-        wait()
+        self.synchronize()
         return time.perf_counter() - start
 
     @contextmanager
@@ -138,6 +158,9 @@ class Bench:
         """Return a statistic of torch.cuda in GiB; None on the CPU."""
         return round(statistic(self.device) / 2**30, 2) if self.cuda else None
 
+    def mfu(self, flops: float, seconds: float) -> str | None:
+        return f"{flops / seconds / self.flops_per_s:.1%}" if self.flops_per_s else None
+
 
 def version(name: str) -> str | None:
     try:
@@ -146,255 +169,182 @@ def version(name: str) -> str | None:
         return None
 
 
-def config(name: str, vocabulary: int, **more: Any) -> Any:
-    shape = {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768, **MODELS[name]}
-    return AutoConfig.for_model("qwen2", vocab_size=vocabulary, pad_token_id=PAD, eos_token_id=STOP, **shape, **more)
+def config(shape: str, **more: Any) -> Any:
+    sizes = dict(SHAPES[shape])
+    ids = {"pad_token_id": PAD, "eos_token_id": STOP, "bos_token_id": None}
+    return AutoConfig.for_model(
+        sizes.pop("model_type"), tie_word_embeddings=True, max_position_embeddings=8192, **ids, **sizes, **more
+    )
 
 
-def model(bench: Bench, name: str, *, scorer: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def model(bench: Bench, shape: str, *, scorer: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model with random weights on the device."""
     torch.manual_seed(0)
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scorer else (AutoModelForCausalLM, {})
     with torch.device(bench.device):
-        return kind.from_config(config(name, bench.sizes.vocabulary, **more)).to(dtype).eval()
+        return kind.from_config(config(shape, **more), dtype=dtype).eval()
 
 
 def card(bench: Bench) -> None:
-    """Measure the matmul rate and the copy bandwidth, and set the peaks of MFU."""
-    size, dtype = bench.sizes.matmul, torch.bfloat16 if bench.cuda else torch.float32
+    """Measure the matmul rate and the copy bandwidth, and note the rates that the other rows are held against."""
+    size, dtype, repeats = (8192, torch.bfloat16, 20) if bench.cuda else (64, torch.float32, 2)
     left, right = (torch.randn(size, size, device=bench.device, dtype=dtype) for _ in range(2))
     for _ in range(3):
         left @ right
-    repeats = 20
     seconds = bench.seconds(lambda: [left @ right for _ in range(repeats)]) / repeats
-    bench.peaks["measured"] = 2.0 * size**3 / seconds
     name = next((name for name in VENDOR if name in bench.card), None)
-    if name:
-        bench.peaks["vendor"] = VENDOR[name] * 1e12
-    source = torch.empty(size * size * 4, dtype=torch.uint8, device=bench.device)
+    source = torch.empty(size * size * 16, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     target.copy_(source)
     copied = bench.seconds(lambda: [target.copy_(source) for _ in range(repeats)]) / repeats
-    rates = {"matmul_tflops": round(bench.peaks["measured"] / 1e12, 3), "vendor_tflops": VENDOR[name] if name else None}
-    bench.row("card", bench.card, **rates, copy_gb_s=round(2 * source.numel() / copied / 1e9))
+    bench.flops_per_s = VENDOR[name] * 1e12 if name else 0.0
+    bench.bytes_per_s = 2 * source.numel() / copied
+    measured = round(2 * size**3 / seconds / 1e12, 3)
+    copy_gb_s = round(bench.bytes_per_s / 1e9)
+    bench.row("card", bench.card, matmul_tflops=measured, vendor_tflops=name and VENDOR[name], copy_gb_s=copy_gb_s)
 
 
-def queries(sizes: Sizes, rows: int) -> list[list[int]]:
+def prompts(case: Case) -> Prompts:
     """Return random prompts with uniform lengths from a quarter of the limit to the limit."""
-    rng = random.Random(0)
-    lengths = [rng.randint(max(1, sizes.prompt // 4), sizes.prompt) for _ in range(rows)]
-    return [[rng.randrange(2, sizes.vocabulary) for _ in range(length)] for length in lengths]
+    draw = random.Random(0)
+    lengths = [draw.randint(max(1, case.prompt // 4), case.prompt) for _ in range(case.rows)]
+    words = SHAPES[case.shape]["vocab_size"]
+    batch = Prompts.from_lists([[draw.randrange(2, words) for _ in range(length)] for length in lengths])
+    return replace(batch, seeds=tuple(range(case.rows)), response_length=case.response)
 
 
-def prompts(bench: Bench, rows: int) -> Prompts:
-    batch = Prompts.from_lists(queries(bench.sizes, rows))
-    ids, mask = batch.ids.to(bench.device), batch.mask.to(bench.device)
-    return Prompts(ids, mask, seeds=tuple(range(rows)), response_length=bench.sizes.response)
-
-
-@contextmanager
-def stopping(policy: Any, mean_length: float | None) -> Iterator[int | None]:
-    """Context manager in which each token is the stop token with probability 1 / mean_length; never if None.
-
-    The logits of random weights have a standard deviation of about initializer_range * sqrt(hidden).
-    """
-    if mean_length is None:
-        yield None
-        return
-    shape = policy.config
-    variance = shape.initializer_range**2 * shape.hidden_size
-    stop_logit = math.log(shape.vocab_size / (mean_length - 1)) + variance / 2
-
-    def raise_stop(_: nn.Module, __: Any, logits: Tensor) -> None:
-        logits[..., STOP] = stop_logit
-
-    handle = policy.get_output_embeddings().register_forward_hook(raise_stop)
-    try:
-        yield STOP
-    finally:
-        handle.remove()
-
-
-def sampling(batch: Prompts, stop: int | None) -> GenerationConfig:
-    eos = -1 if stop is None else stop
-    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    return GenerationConfig(**plain, max_new_tokens=batch.response_length, eos_token_id=eos, pad_token_id=PAD)
-
-
-def generate(policy: Any, stop: int | None, bf16: bool, batch: Prompts) -> list[int]:
-    """Return the lengths, through the first stop token, of the responses of transformers' `generate`."""
-    with torch.no_grad(), torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=bf16):
-        ids = policy.generate(batch.ids, attention_mask=batch.mask.long(), generation_config=sampling(batch, stop))
-    responses = ids[:, batch.ids.shape[1] :].tolist()
-    return [row.index(stop) + 1 if stop in row else len(row) for row in responses]
-
-
-def generate_batch(policy: Any, stop: int | None, bf16: bool, batch: Prompts) -> list[int]:
-    """Return the response lengths of transformers' continuous batching, whose thread ignores autocast and `bf16`."""
-    prompts = [ids[mask].tolist() for ids, mask in zip(batch.ids, batch.mask, strict=True)]
-    rows, longest = len(prompts), batch.ids.shape[1] + batch.response_length
-    page = 256 if longest > 64 else 16  # flash attention requires 256
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
-    options = ContinuousBatchingConfig(  # space for all rows; the default takes half of the memory or more
-        **{"page_size" if "page_size" in known else "block_size": page},  # block_size in transformers 5.17
-        num_blocks=rows * (math.ceil(longest / page) + 1),
-        max_batch_tokens=max(rows, min(4096, sum(map(len, prompts)))),
-        seed=0,
-    )
-    sampled = sampling(batch, stop)
-    outputs = policy.generate_batch(prompts, generation_config=sampled, continuous_batching_config=options)
-    lengths = [len(output.generated_tokens) for output in outputs.values()]
-    if len(lengths) < rows:  # it only logs errors
-        raise RuntimeError(f"generate_batch returned {len(lengths)} of {rows} responses")
-    return lengths
-
-
-def hf(policy: Any, stop: int | None, bf16: bool, batch: Prompts) -> list[int]:
-    return HFEngine(policy, stop, PAD, bf16=bf16).generate(batch).response_lengths.tolist()
-
-
-ENGINES = {"generate": generate, "generate_batch": generate_batch, "hf": hf}
-
-
-def rollouts(bench: Bench, name: str) -> None:
-    """Measure each engine on float32 weights under autocast, as in a run, and transformers also on bfloat16 weights."""
-    engines = [(engine, torch.float32) for engine in ENGINES]
-    if bench.cuda:
-        engines = [("generate", torch.bfloat16), ("generate_batch", torch.bfloat16)]
-        engines += [("generate", torch.float32), ("hf", torch.float32)]
-    policies: dict[torch.dtype, Any] = {}
-    fastest: dict[tuple[int, str], float] = {}  # tokens/s of `generate`
-    shapes = (("full", None), ("ragged", bench.sizes.response / 4))
-    for rows, (shape, mean_length), (engine, dtype) in product(bench.sizes.rollout_rows, shapes, engines):
-        what = f"{name} {engine}, {rows} rows, {shape}, {str(dtype).removeprefix('torch.')} weights"
-        with bench.attempt("rollout", what):
-            if dtype not in policies:
-                policies[dtype] = model(bench, name, dtype=dtype)
-            lengths, seconds, memory = timed_rollout(bench, engine, policies[dtype], rows, mean_length)
-            rate = sum(lengths) / seconds
-            if engine == "generate":
-                fastest[rows, shape] = max(fastest.get((rows, shape), 0.0), rate)
-            ratio = round(rate / fastest[rows, shape], 2) if (rows, shape) in fastest else None
-            bench.row(
-                "rollout",
-                what,
-                tokens_per_s=round(rate),
-                over_generate=ratio,
-                mean_length=round(sum(lengths) / rows, 1),
-                ms_per_step=round(1e3 * seconds / max(lengths), 2),
-                gib_above_weights=memory,
-            )
-
-
-def timed_rollout(
-    bench: Bench, engine: str, policy: Any, rows: int, mean_length: float | None
-) -> tuple[list[int], float, float | None]:
-    """Return response lengths, seconds and GiB of one rollout, after a short warm-up."""
-    run, batch, before = ENGINES[engine], prompts(bench, rows), bench.gib(torch.cuda.memory_allocated)
-    lengths: list[int] = []
-    with stopping(policy, mean_length) as stop:
-        run(policy, stop, bench.cuda, replace(batch, response_length=min(4, batch.response_length)))
-        seconds = bench.seconds(lambda: lengths.extend(run(policy, stop, bench.cuda, batch)))
-    peak = bench.gib(torch.cuda.max_memory_allocated)
-    return lengths, seconds, round(peak - before, 2) if peak is not None and before is not None else None
-
-
-VARIANTS: dict[str, set[str]] = {
-    "policy and value model": set(),
-    "policy and value model, gradient checkpointing": {"checkpointing"},
-    "value head": {"head"},
-    "value head, LoRA": {"head", "lora"},
-}
-
-
-def updates(bench: Bench, name: str) -> None:
-    """Measure scoring and update of every variant."""
-    for variant, options in VARIANTS.items():
-        what = f"{name} {variant}"
-        if "lora" in options and version("peft") is None:
-            bench.row("update", what, skipped="peft is not installed")
-            continue
-        with bench.attempt("update", what):
-            timed_update(bench, name, what, options)
-
-
-def timed_update(bench: Bench, name: str, what: str, options: set[str]) -> None:
-    """Add a row with the minimum times of scoring and update, after a warm-up."""
-    sizes, policy = bench.sizes, model(bench, name)
-    ref = copy.deepcopy(policy)
-    if "lora" in options:
-        from peft import LoraConfig, get_peft_model
-
-        policy = get_peft_model(policy, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    value = forward.ValueHead(policy) if "head" in options else model(bench, name, scorer=True)
-    settings = PPOSettings(
-        total_episodes=sizes.update_rows * (sizes.timed + 1),
-        per_device_train_batch_size=sizes.micro_batch_rows,
-        gradient_accumulation_steps=sizes.update_rows // sizes.micro_batch_rows,
-        num_ppo_epochs=1,
-        response_length=sizes.update_response,
-        temperature=1.0,
-        bf16=bench.cuda,
-        gradient_checkpointing="checkpointing" in options,
-    )
-    trainer = PPOTrainer(policy, ref, value, {}, HFEngine(policy, STOP, PAD, bf16=bench.cuda), settings)
-    weights = bench.gib(torch.cuda.memory_allocated)
-    scoring, updating, experiences = [], [], []
-    rollout = responses(bench)
-    scores = torch.linspace(-1, 1, sizes.update_rows, device=bench.device)
-    for _ in range(sizes.timed + 1):
-        scoring.append(bench.seconds(lambda: experiences.append(trainer.make_experience(rollout, scores))))
-        updating.append(bench.seconds(lambda: trainer.update(experiences.pop())))
-    seconds = min(updating[1:])
-    shape, lengths = Shape.of(config(name, sizes.vocabulary)), rollout.lengths.tolist()
-    policy_flops = forward_flops(shape, lengths, int(rollout.response_mask.sum()))
-    value_flops = 0.0 if "head" in options else forward_flops(shape, lengths)
-    flops = (2 if "lora" in options else 3) * policy_flops + 3 * value_flops
+def kernels(bench: Bench, what: str, work: Callable[[], Any]) -> None:
+    """Add a row with the ten longest kernels of `work`, how many there were, and when none ran."""
+    activity = ProfilerActivity.CUDA if bench.cuda else ProfilerActivity.CPU
+    bench.synchronize()
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        seconds = bench.seconds(work)
+    kind = DeviceType.CUDA if bench.cuda else DeviceType.CPU
+    events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() == kind]
+    spans = sorted((each.start_ns(), each.end_ns(), each.name()) for each in events)
+    busy, end, longest = 0.0, 0.0, defaultdict[str, list[float]](list)
+    for start, stop, name in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        longest[name].append(stop - start)
+    order = sorted(longest.items(), key=lambda item: -sum(item[1]))[:10]
     bench.row(
-        "update",
+        "kernels",
         what,
-        update_s=round(seconds, 3),
-        judge_s=round(min(scoring[1:]), 3),
-        tokens_per_s=round(sum(lengths) / seconds),
-        tflops=round(flops / seconds / 1e12, 3),
-        **{f"mfu_of_{peak}": f"{flops / seconds / rate:.1%}" for peak, rate in bench.peaks.items()},
-        weights_gib=weights,
-        peak_gib=bench.gib(torch.cuda.max_memory_allocated),
+        ms=round(1e3 * seconds, 1),
+        idle=f"{max(0.0, 1 - busy / 1e9 / seconds):.0%}",
+        launches=len(spans),
+        longest={name[:90]: f"{sum(times) / 1e6:.1f} ms, {len(times)} x" for name, times in order},
     )
 
 
-def responses(bench: Bench) -> Rollout:
-    """Return random responses with uniform lengths from 1 to the limit."""
-    sizes, rng = bench.sizes, random.Random(1)
-    lengths = [rng.randint(1, sizes.update_response) for _ in range(sizes.update_rows)]
-    tokens = [[rng.randrange(2, sizes.vocabulary) for _ in range(length)] for length in lengths]
-    return Rollout.from_lists(queries(sizes, sizes.update_rows), tokens, stop_token_id=STOP).to(bench.device)
+def rollouts(bench: Bench, name: str, case: Case, policy: Any) -> Rollout:
+    """Measure a token step of each engine, and return the first rollout."""
+    shape, batch = Shape.of(policy.config), prompts(case)
+    weights = sum(weight.numel() for weight in policy.parameters())
+    context = float(batch.mask.sum(1).float().mean()) + case.response / 2
+    cache = case.rows * context * shape.layers * 2 * shape.kv_heads * shape.head_size
+    floor_ms = 1e3 * 2 * (weights + cache) / bench.bytes_per_s  # bfloat16
+    parts: list[Rollout] = []
+    for kind in bench.engines:
+        engine_type, what = ENGINES[kind], f"{name} {kind}"
+        with bench.attempt("rollout", what):
+            engine = engine_type(policy, None, PAD, bf16=bench.cuda, compiles=bench.compiles)
+            engine.update_weights(0, policy)
+            engine.generate(replace(batch, response_length=min(8, case.response)))
+            engine.release_memory()
+            seconds = bench.seconds(lambda: parts.append(engine.generate(batch)))  # noqa: B023
+            step = 1e3 * seconds / case.response
+            bench.row(
+                "rollout", what, seconds=round(seconds, 3), step_ms=round(step, 2), floor_ms=round(floor_ms, 2),
+                over_floor=round(step / floor_ms, 1), tokens_per_s=round(case.rows * case.response / seconds),
+                peak_gib=bench.gib(torch.cuda.max_memory_allocated),
+            )  # fmt: skip
+            short = replace(batch, response_length=min(PROFILED_TOKENS, case.response))
+            engine.generate(short)  # captures the step
+            kernels(bench, f"{what} rollout, {short.response_length} tokens", lambda: engine.generate(short))  # noqa: B023
+    return parts[0]
 
 
-PARTS: dict[str, Callable[[Bench, str], None]] = {"rollout": rollouts, "update": updates}
+def updates(bench: Bench, name: str, case: Case) -> None:
+    """Measure a case: rollouts, then reward, judge and update of `timed` updates, and the kernels of one more."""
+    policy = model(bench, case.shape)
+    rollout = rollouts(bench, name, case, policy)
+    ref, value = copy.deepcopy(policy), model(bench, case.shape, scorer=True)
+    reward = ModelReward(model(bench, case.shape, scorer=True).requires_grad_(False), bf16=bench.cuda)
+    settings = PPOSettings(
+        total_episodes=case.rows * (case.timed + 2), per_device_train_batch_size=case.micro_batch_rows,
+        gradient_accumulation_steps=case.rows // case.micro_batch_rows, num_ppo_epochs=1,
+        response_length=case.response, temperature=1.0, bf16=bench.cuda,
+    )  # fmt: skip
+    engine = HFEngine(policy, None, PAD, bf16=bench.cuda)
+    trainer = PPOTrainer(policy, ref, value, {"reward": reward}, engine, settings)
+    for each in (policy, ref, value, reward.model) if bench.compiles else ():
+        compiled.enable(each)
+    stats: list[dict[str, float]] = []
+    experience, scores = None, torch.zeros(case.rows)
+
+    def score() -> None:
+        nonlocal scores
+        scores = reward(rollout)
+
+    def judge() -> None:
+        nonlocal experience
+        experience = trainer.make_experience(rollout, scores)
+
+    phases = {"reward": score, "judge": judge, "update": lambda: stats.append(trainer.update(experience))}
+    shape, lengths = Shape.of(policy.config), rollout.lengths.tolist()
+    body, with_head = forward_flops(shape, lengths), forward_flops(shape, lengths, case.rows * case.response)
+    flops = {"reward": body, "judge": body + 2 * with_head, "update": 3 * (body + with_head)}
+    seconds: dict[str, float] = {}
+    peaks: dict[str, float | None] = {}
+    first: dict[str, float] = {}  # seconds with all compilation
+    for number in range(case.timed + 1):
+        for phase, work in phases.items():
+            bench.clean()
+            took = bench.seconds(work)
+            peaks[phase] = bench.gib(torch.cuda.max_memory_allocated)
+            first.setdefault(phase, took)
+            if number:
+                seconds[phase] = min(took, seconds.get(phase, took))
+    for phase, took in seconds.items():
+        bench.row(
+            "update", f"{name} {phase}", seconds=round(took, 3), mfu=bench.mfu(flops[phase], took),
+            tokens_per_s=round(sum(lengths) / took), peak_gib=peaks[phase], first_s=round(first[phase], 1),
+        )  # fmt: skip
+    total = sum(seconds.values())
+    error = stats[0]["policy/first_ratio_error"]
+    bench.row(
+        "update", f"{name} without rollout", seconds=round(total, 3), mfu=bench.mfu(sum(flops.values()), total),
+        first_ratio_error=error,
+    )  # fmt: skip
+    for phase, work in phases.items():
+        kernels(bench, f"{name} {phase}", work)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts, and return the exit code."""
+    """Measure the cases, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts besides card")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 0.5b and 1.5b")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="default: all")
+    parser.add_argument("--plain", action="store_true", help="nothing compiled; default on a GPU with Triton: compiled")
     parser.add_argument("--device", type=torch.device, help="default: the GPU if there is one, else the CPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and tiny sizes, for a smoke test")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     args = parser.parse_args(arguments)
-    sizes = TINY if args.tiny else Sizes()
-    sizes = replace(sizes, models=tuple(args.models or sizes.models))
-    bench = Bench(sizes, args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.json)
+    cases = TINY if args.tiny else {name: CASES[name] for name in args.cases}
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(device, args.json, compiles=compiled.is_supported(device) and not args.plain, engines=args.engines)
+    bench.about["compiled"] = bench.compiles
+    bench.about["cases"] = {name: asdict(case) for name, case in cases.items()}
     print(json.dumps(bench.about), flush=True)
     card(bench)
-    for name in sizes.models:
-        for part in args.only:
-            PARTS[part](bench, name)
+    for name, case in cases.items():
+        with bench.attempt("update", name):
+            updates(bench, name, case)
     return int(any("failed" in row for row in bench.rows))
 
 
 if __name__ == "__main__":
     transformers_logging.set_verbosity_error()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     sys.exit(main())

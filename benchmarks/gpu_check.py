@@ -31,11 +31,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from benchmarks.gpu import PAD, STOP, Bench, Sizes
+from benchmarks.gpu import PAD, STOP, Bench
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.models import forward, lora
+from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.graph_engine import GraphEngine
@@ -56,6 +56,8 @@ BIG = {
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "bfloat16": {"bf16": True},
+    "bfloat16, compiled": {"bf16": True, "compiled": True},
+    "bfloat16, compiled, gradient checkpointing": {"bf16": True, "compiled": True, "gradient_checkpointing": True},
     "bfloat16, padded": {"bf16": True, "packing": False},
     "bfloat16, gradient checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "bfloat16, head on the policy": {"bf16": True, "head": True},
@@ -108,7 +110,7 @@ def random_rollout(bench: Bench, rows: int, response: int, vocabulary: int) -> R
 def update(bench: Bench, kind: str) -> dict[str, Any]:
     """Make two updates of a kind; the state dict must be read back."""
     options = dict(KINDS[kind])
-    adapters, head = options.pop("adapters", None), options.pop("head", False)
+    adapters, head, compiles = (options.pop(name, None) for name in ("adapters", "head", "compiled"))
     policy = model(bench, SMALL)
     ref = copy.deepcopy(policy)
     if adapters == "qlora":
@@ -128,6 +130,8 @@ def update(bench: Bench, kind: str) -> dict[str, Any]:
         {"reward": ModelReward(scorer, 4, offloaded=settings.offload)},
         HFEngine(policy, STOP, PAD, settings.temperature, bf16=settings.bf16), settings,
     )  # fmt: skip
+    for each in (policy, ref, trainer.value, scorer) if compiles and bench.cuda else ():  # a minute on a CPU
+        compiled.enable(each)
     stats = [trainer.step(Prompts.from_lists(QUERIES)) for _ in range(2)]
     trainer.load_state_dict(copy.deepcopy(trainer.state_dict()))
     error, kl = max(each["policy/first_ratio_error"] for each in stats), abs(stats[0]["objective/kl"])
@@ -199,6 +203,39 @@ def engine_speed(bench: Bench, tiny: bool) -> dict[str, Any]:
             times[f"{kind.name}_{rows}_rows_ms_a_token"] = round(took / length, 2)
             engine.release_memory()
     return times
+
+
+def variable_length_kernel(bench: Bench, tiny: bool) -> dict[str, Any]:
+    """States and gradients of packed rows by torch's kernel are about as near to float32's as those of padded rows."""
+    shape, rows, response = (SMALL, 4, 8) if tiny else ({**BIG, "num_hidden_layers": 2}, 16, 200)
+    policy = model(bench, shape).requires_grad_(True)
+    require(packing.enable([policy]), "the model is not packed")
+    rollout = random_rollout(bench, rows, response, shape["vocab_size"])
+    micro = rollout.micro_batch(torch.arange(rows, device=bench.device))
+    exact = states_and_gradient(bench, policy, micro, bf16=False)
+    kernel = states_and_gradient(bench, policy, micro, bf16=True)
+    taken, packing._takes_varlen_kernel = packing._takes_varlen_kernel, lambda *_: False
+    padded = states_and_gradient(bench, policy, micro, bf16=True)
+    packing._takes_varlen_kernel = taken
+    errors = {}
+    for part, *each in zip(("states", "gradient"), exact, kernel, padded, strict=True):
+        norm = each[0].norm()
+        of_kernel, of_padded = (float((part - each[0]).norm() / norm) for part in each[1:])
+        require(
+            of_kernel < 1.5 * of_padded + 1e-6, f"{part}: {of_kernel:.2g} from float32, padded rows {of_padded:.2g}"
+        )
+        errors |= {f"{part}_kernel": f"{of_kernel:.1e}", f"{part}_padded": f"{of_padded:.1e}"}
+    return errors
+
+
+def states_and_gradient(bench: Bench, policy: Any, micro: Any, *, bf16: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    policy.zero_grad()
+    with torch.autocast(bench.device.type, dtype=torch.bfloat16, enabled=bf16):
+        states = forward.response_hidden_states(policy, micro)
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(2)).to(bench.device)
+    (states.float() * weights).sum().backward()
+    first = policy.model.layers[0].self_attn.k_proj.weight
+    return states.detach().float(), first.grad.clone()
 
 
 def cache_dtype(bench: Bench) -> dict[str, Any]:
@@ -375,6 +412,7 @@ def checks(bench: Bench, tiny: bool) -> dict[str, dict[str, Callable[[], dict[st
             "tokens as on the CPU": partial(same_tokens_as_on_the_cpu, bench),
             "left padding": partial(left_padding, bench),
             "graph engine": partial(graph_engine, bench),
+            "variable-length kernel": partial(variable_length_kernel, bench, tiny),
             "cache in bfloat16": partial(cache_dtype, bench),
             "product of a bfloat16 head": partial(head_product, bench, tiny),
             "4-bit base": partial(four_bit_base, bench),
@@ -401,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a smoke test on a CPU")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     args = parser.parse_args(arguments)
-    bench = Bench(Sizes(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.json)
+    bench = Bench(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.json)
     for part, of_part in checks(bench, args.tiny).items():
         for name, check in of_part.items() if not args.only or part in args.only else ():
             with bench.attempt(part, name):

@@ -111,17 +111,13 @@ class PPOModels(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: str | None = None
     adapters: LoRA | None = None
-    engine: Literal["hf", "graph"] | ServerEngine = "hf"
+    engine: Literal["auto", "hf", "graph"] | ServerEngine = "auto"
+    compile: Literal["auto"] | bool = "auto"
 
     @property
     def server(self) -> VLLMServer | None:
         """Return the server that generates the responses, None if this process does."""
         return self.engine.vllm if isinstance(self.engine, ServerEngine) else None
-
-    @property
-    def engine_name(self) -> str:
-        """Return the name of the rollout engine: hf, graph or vllm."""
-        return self.engine if isinstance(self.engine, str) else "vllm"
 
     @property
     def server_sync(self) -> Literal["lora", "disk"]:
@@ -138,6 +134,14 @@ class PPOConfig(TrainingConfig):
     data: PPOData
     rewards: dict[Name, RewardSource] = Field(default_factory=dict)
     ppo: PPOSettings
+
+    def engine_name(self, *, gpu: bool) -> Literal["hf", "graph", "vllm"]:
+        """Return the name of the rollout engine on a GPU or a CPU."""
+        if isinstance(self.models.engine, ServerEngine):
+            return "vllm"
+        if self.models.engine == "auto":
+            return "graph" if gpu and not self.ppo.fsdp else "hf"
+        return self.models.engine
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +189,7 @@ class PPOConfig(TrainingConfig):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
                 raise invalid(text, "remove it", f"ppo.{key}")
-        if self.models.engine != "hf" and self.ppo.fsdp:
+        if self.models.engine not in ("auto", "hf") and self.ppo.fsdp:
             raise invalid("only engine: hf can sample from sharded weights", "set hf", "models.engine")
         if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:
             text = "sync: lora sends adapters, and all weights are trained"

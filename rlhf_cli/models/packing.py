@@ -1,20 +1,23 @@
 """Sequence packing: rows of different lengths are concatenated, so that nothing is computed for padding.
 
-Most of a transformer processes each token by itself, and so gets the real tokens only: (1, T, H). In attention the rows
-are padded to batches (n, L), for transformers' own `sdpa` code and mask, and concatenated again. On a CPU a batch
-contains consecutive rows of one length, which needs no padding. On an accelerator, where a call costs more than
-padding, all rows form one batch.
+Most of a transformer processes each token by itself, and so gets the real tokens only: (1, T, H). Attention reads rows.
+On a CUDA GPU in half precision torch's variable-length kernel attends to the concatenated rows as they are. Elsewhere,
+and under a mask other than the causal one, the rows are padded to batches (n, L), for transformers' own `sdpa` code and
+mask, and concatenated again. On a CPU a batch contains consecutive rows of one length, which needs no padding. On an
+accelerator, where a call costs more than padding, all rows form one batch.
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,6 +28,9 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # that `_attend` computes
 TOLERANCE, TOLERANCE_BF16 = 1e-4, 0.02  # of the trial, as a share of the norm
+MAX_HEAD_SIZE = 256  # of the variable-length kernel; a multiple of 8
+WIDTH_MULTIPLE = 256  # of the longest row that the kernel is told: fewer numbers for torch.compile to specialise on
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.11
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,16 @@ class PackedRows:
 
     batches: Sequence[PaddedBatch]
     mask: Tensor | None = None  # (1, 1, L, L) bool of the layer, for the longest row; None for plain causal attention
+    ends: Tensor | None = None  # (n + 1,) int32: 0, and the token behind each row; None on a CPU
+    max_width: int = 0  # at least the longest row, with `ends`
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> "PackedRows":
         """Return consecutive rows of the given lengths."""
         if device.type != "cpu":
-            return cls([PaddedBatch.from_lengths(lengths, device)])
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+            max_width = -(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+            return cls([PaddedBatch.from_lengths(lengths, device)], ends=ends, max_width=max_width)
         return cls([PaddedBatch(list(group), width) for width, group in groupby(lengths) if width])
 
     @property
@@ -102,14 +112,65 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention by padded batches if the mask is a `PackedRows`, else with transformers' `sdpa`."""
-    if not isinstance(attention_mask, PackedRows):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    rows, outputs = attention_mask, []
+    """Compute the attention of packed rows if the mask is a `PackedRows`, else as transformers' `sdpa` does.
+
+    query (b, heads, Q, D), key and value (b, key heads, K, D) -> (b, Q, heads, D).
+    """
+    if isinstance(attention_mask, PackedRows):
+        if _takes_varlen_kernel(attention_mask, query, key, value, options):
+            return _attend_varlen(attention_mask, query, key, value, options), None
+        return _attend_padded(module, attention_mask, query, key, value, options), None
+    if query.is_cuda and query.shape[2] == 1 and _is_plain(options):
+        return _attend_to_cache(query, key, value, attention_mask, options), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    """Return True if a layer's attention is softmax(scaling * q k) v: no bias and no soft-capping."""
+    return options.get("position_bias") is None and options.get("softcap") is None
+
+
+def _takes_varlen_kernel(rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    if not query.is_cuda or rows.mask is not None or not _is_plain(options):
+        return False
+    size = query.shape[3]
+    fits = size == key.shape[3] == value.shape[3] and size <= MAX_HEAD_SIZE and size % 8 == 0
+    return fits and _attention_dtype(query) in (torch.bfloat16, torch.float16)
+
+
+def _attention_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which `sdpa` would compute: autocast's, or the query's."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def _attend_varlen(rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    assert rows.ends is not None
+    dtype = _attention_dtype(query)
+    q, k, v = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
+    causal: Any = {"window_size": (-1, 0), "scale": options.get("scaling"), **GROUPED_HEADS}
+    output: Any = varlen_attn(q, k, v, rows.ends, rows.ends, rows.max_width, rows.max_width, **causal)
+    return output[None]
+
+
+@torch.compiler.disable  # its batches differ in number and width each time
+def _attend_padded(
+    module: Any, rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor:
+    outputs = []
     for batch, *qkv in zip(rows.batches, *map(rows.split, (query, key, value)), strict=True):
         mask = None if rows.mask is None else rows.mask[..., : batch.width, : batch.width]
         outputs.append(batch.unpad(sdpa_attention_forward(module, *qkv, mask, **options)[0]))
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
+
+
+def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Attend from one token of each row to its cache, (b, 1, heads, D), with no copy of a key for each query head.
+
+    With a mask, transformers 5.17 copies them: 0.94 ms in place of 0.04 for 512 rows of 384 positions on an H200.
+    """
+    scale = options.get("scaling")
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)

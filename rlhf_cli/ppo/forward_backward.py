@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.models import forward, packing
+from rlhf_cli.models import compiled, forward, packing
 from rlhf_cli.models.batch import MicroBatch
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import Stats, TokenBatch
+from rlhf_cli.ppo.fused_logprobs import fused_logprobs_and_entropy
 
 # logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
 MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**20, 2**27
@@ -40,23 +41,37 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     return None if size == "all" else size
 
 
+def logprobs_and_entropy(logits: Tensor, ids: Tensor, settings: PPOSettings) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of `ids` (N,) and the entropies (N,) of logits (N, V); an entropy in no loss is detached."""
+    log_probs = losses.log_probs(logits, settings.temperature)
+    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
+        entropy = losses.entropy(log_probs)
+    return losses.gather_logprobs(log_probs, ids), entropy
+
+
 def policy_loss_and_metrics(
-    tokens: TokenBatch, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
+    tokens: TokenBatch,
+    logits: Tensor,
+    ref_logits: Tensor | None,
+    kl_coef: float,
+    settings: PPOSettings,
+    *,
+    fused: bool = False,
 ) -> tuple[Tensor, TokenMetrics]:
     """Return the policy's loss (N,), with gradient, and metrics from its logits (N, V).
 
     loss = weight * surrogate - entropy_coef * entropy, plus kl_coef * KL with kl_in loss; the weights are those of
-    rollout_correction. `ref_logits` (N, V): for kl_estimator full.
+    rollout_correction. `ref_logits` (N, V): for kl_estimator full. `fused`: log-probs by `fused_logprobs_and_entropy`.
     """
-    log_probs = losses.log_probs(logits, settings.temperature)
-    logprobs = losses.gather_logprobs(log_probs, tokens.ids)
+    if fused:
+        logprobs, entropy = fused_logprobs_and_entropy(logits, tokens.ids, settings.temperature)
+    else:
+        logprobs, entropy = logprobs_and_entropy(logits, tokens.ids, settings)
     surrogate, ratio, clipped = losses.policy_loss(
         logprobs, tokens.logprobs, tokens.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
     )
     if tokens.weights is not None:
         surrogate = surrogate * tokens.weights
-    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
-        entropy = losses.entropy(log_probs)
     loss = surrogate
     if settings.entropy_coef:
         loss = loss - settings.entropy_coef * entropy
@@ -153,6 +168,11 @@ class ModelRunner:
         self.packed = settings.packing and packing.enable([*self.trained_backbones, ref], loading)
 
     @property
+    def compiled(self) -> bool:
+        """True if the policy's layers and the log-probs run compiled."""
+        return compiled.is_enabled(self.policy)
+
+    @property
     def exact_kl_in_loss(self) -> bool:
         """True if the loss needs the reference's logits."""
         return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
@@ -161,7 +181,10 @@ class ModelRunner:
         """Return logprobs, ref_logprobs, kl and any values of the response tokens, (N,) each."""
         values = {}
         with self._autocast():
-            hidden = forward.response_hidden_states(self.policy, micro_batch)
+            with torch.set_grad_enabled(
+                self.compiled
+            ):  # the function that the update runs, so that ratios are exactly 1
+                hidden = forward.response_hidden_states(self.policy, micro_batch).detach()
             if self.value is not None:
                 values["values"] = forward.response_values(self.value, micro_batch, hidden)
             ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
@@ -174,13 +197,18 @@ class ModelRunner:
         with self._autocast():
             logits = forward.lm_head_logits(self.policy, hidden[part])
             ref_logits = forward.lm_head_logits(self.ref, ref_hidden[part])
-        logprobs = losses.token_logprobs(logits, ids[part], temperature)
-        ref_logprobs = losses.token_logprobs(ref_logits, ids[part], temperature)
+        logprobs = self._token_logprobs(logits, ids[part])
+        ref_logprobs = self._token_logprobs(ref_logits, ids[part])
         if estimator == "full":
             kl = losses.exact_kl(logits, ref_logits, temperature)
         else:
             kl = losses.token_kl(logprobs, ref_logprobs, estimator)
         return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
+
+    def _token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        if self.compiled:
+            return fused_logprobs_and_entropy(logits, ids, self.settings.temperature)[0]
+        return losses.token_logprobs(logits, ids, self.settings.temperature)
 
     def backward(
         self, tokens: TokenBatch, micro_batch: MicroBatch, kl_coef: float, scale: float, *, train_policy: bool
@@ -206,7 +234,9 @@ class ModelRunner:
                     logits = forward.lm_head_logits(self.policy, leaf[part])
                 with torch.no_grad(), self._autocast():
                     ref_logits = None if ref_hidden is None else forward.lm_head_logits(self.ref, ref_hidden[part])
-                loss, chunk_metrics = policy_loss_and_metrics(tokens[part], logits, ref_logits, kl_coef, self.settings)
+                loss, chunk_metrics = policy_loss_and_metrics(
+                    tokens[part], logits, ref_logits, kl_coef, self.settings, fused=self.compiled
+                )
             if train_policy:
                 (loss.sum() * scale).backward()
             chunks.append((loss.detach(), chunk_metrics))
@@ -249,6 +279,10 @@ class ModelRunner:
         vocab_size, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+    def compiled_layers(self) -> AbstractContextManager[None]:
+        """Context manager in which the layers of the models that `models.compiled` was enabled for run compiled."""
+        return compiled.compiled_layers(*self.trained_backbones, self.ref)
 
     def accumulate_in_place(self) -> AbstractContextManager[None]:
         """Context manager that adds gradients of embeddings and heads in place, unless logits_at_a_time is `all`."""

@@ -5,6 +5,7 @@ step of a small batch takes as long as it takes to start its kernels: about ten 
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
-from rlhf_cli.ppo.rollout import AutocastMixin, HFEngine, accepts_position_ids, row_keys, sample, token_counters
+from rlhf_cli.ppo.rollout import AutocastMixin, HFEngine, accepts_position_ids, row_keys, token_counters
 
 READ_INTERVAL = 16  # steps between two reads of which rows have ended: a read waits for the device
 WIDTH_MULTIPLE = 64  # a cache's width: one captured step serves prompts and responses of several lengths
@@ -101,7 +102,7 @@ class GraphEngine(HFEngine):
         if shape not in self.steps:
             autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
             self.steps[shape] = FixedStep(
-                self.model, *shape, self.temperature, self.stop_token_id, self.pad_token_id, autocast
+                self.model, *shape, self._sample, self.stop_token_id, self.pad_token_id, autocast
             )
         return self.steps[shape]
 
@@ -113,9 +114,9 @@ class FixedStep:
     """
 
     def __init__(
-        self, model: Any, rows: int, width: int, temperature: float, stop: StopTokenId, pad: int, autocast: Any
+        self, model: Any, rows: int, width: int, sample: Callable[..., Any], stop: StopTokenId, pad: int, autocast: Any
     ) -> None:
-        self.model, self.rows, self.temperature, self.stop, self.pad = model, rows, temperature, stop, pad
+        self.model, self.rows, self.sample, self.stop, self.pad = model, rows, sample, stop, pad
         self.autocast, self.graph = autocast, None  # type: Any, Any
         zeros = partial(torch.zeros, device=model.device)
         self.cache = _StaticCache(config=model.config, max_cache_len=width)
@@ -187,7 +188,7 @@ class FixedStep:
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
-        tokens, logprobs = sample(logits, self.temperature, self.keys, self.number, self.counters)
+        tokens, logprobs = self.sample(logits, self.keys, self.number, self.counters)
         tokens = torch.where(self.unfinished, tokens, self.pad)
         at = self.number.long()
         self.ids.index_copy_(1, at, tokens[:, None])

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop
+from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
 
@@ -42,6 +43,7 @@ class HFEngine:
     of the full softmax. Temperature 0 is greedy.
 
     `compact_batch`: a prompt repeated in adjacent rows is prefilled once, and finished rows are dropped from the batch.
+    `compiles`: the arithmetic of sampling is compiled, which takes seconds once.
     """
 
     model: Any
@@ -51,6 +53,7 @@ class HFEngine:
     batch_size: int | None = None  # rows per batch; None: all
     bf16: bool | None = None  # bfloat16 autocast, as in the forward passes of log-probs; None: on a GPU that can
     compact_batch: bool = True
+    compiles: bool = False
     name: ClassVar[str] = "hf"  # of models.engine
     deterministic: ClassVar[bool] = True
 
@@ -109,8 +112,10 @@ class HFEngine:
         unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
         decoder = self._prefill(prompts)
         keys, counters = row_keys(prompts.seeds, device), token_counters(decoder.logits.shape[1], device)
+        number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
         for step in track_progress("rollout: token", range(prompts.response_length)):
-            tokens, logprobs = sample(decoder.logits, self.temperature, keys, step, counters)
+            tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
+            number += 1
             yield batch_rows[unfinished], tokens[unfinished], logprobs[unfinished]
             if self.stop_token_id is not None:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
@@ -121,6 +126,10 @@ class HFEngine:
                 decoder.select_rows(rows)
                 batch_rows, tokens, unfinished, keys = batch_rows[rows], tokens[rows], unfinished[rows], keys[rows]
             decoder.append(tokens)
+
+    def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+        draw = compiled(sample) if self.compiles else sample
+        return draw(logits, self.temperature, keys, step, counters)
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder":
         start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
@@ -243,6 +252,8 @@ def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Te
 
     This is the Gumbel-max trick: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030).
     """
-    rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    if logits.device.type != "cpu":
+        return (logits - log_exponential(keys, step, counters)).argmax(-1)
+    rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1])
     chunks = zip(logits.split(rows), keys.split(rows), strict=True)
     return torch.cat([(z - log_exponential(key, step, counters)).argmax(-1) for z, key in chunks])

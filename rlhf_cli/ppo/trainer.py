@@ -247,7 +247,11 @@ class PPOTrainer:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in self.model_runner.outputs}
-        with self.parallel.minibatch_context(), forward.float32_logits(self.policy, self.ref):
+        with (
+            self.parallel.minibatch_context(),
+            self.model_runner.compiled_layers(),
+            forward.float32_logits(self.policy, self.ref),
+        ):
             assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
@@ -312,6 +316,7 @@ class PPOTrainer:
         with (
             self.parallel.minibatch_context(),
             forward.gradient_checkpointing(*self.trained_models.values()),
+            self.model_runner.compiled_layers(),
             self.model_runner.accumulate_in_place(),
         ):
             results = []

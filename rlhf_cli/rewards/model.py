@@ -12,6 +12,7 @@ from rlhf_cli.data.tokens import Answer, Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, lora, packing, sharding
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId, stop_ids
+from rlhf_cli.models.compiled import compiled_layers
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
 PromptText = str | Conversation | None
@@ -47,7 +48,8 @@ class ModelReward:
         device = rollout.ids.device
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.bf16)
         limits: Any = {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
-        with sharding.on_device(self.model, device) if self.offloaded else nullcontext(), autocast:
+        placed = sharding.on_device(self.model, device) if self.offloaded else nullcontext()
+        with placed, autocast, compiled_layers(self.model):
             return forward.rollout_scores(self.model, rollout, **limits, end_token_ids=self.end_token_ids)
 
 

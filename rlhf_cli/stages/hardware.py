@@ -14,7 +14,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import TRLConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
-from rlhf_cli.models import build, devices, load
+from rlhf_cli.models import build, compiled, devices, load
 from rlhf_cli.models.memory import Lengths
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.plan_models import (
@@ -99,6 +99,14 @@ def _kinds(fixed: FixedMemory) -> str:
 def settings_for_this_machine(settings: PPOSettings) -> PPOSettings:
     """Return the settings without those this process does not support; `check` warns of them."""
     return Target.of(None, distributed.world_size()).usable(settings)
+
+
+def compiles(config: PPOConfig) -> bool:
+    """Return True if PPO's models run compiled (`models.compile`). `auto`: not with shards or a 4-bit base."""
+    if config.models.compile != "auto":
+        return config.models.compile
+    plain = not config.ppo.fsdp and adapter_kind(config) != "qlora"
+    return plain and compiled.is_supported(devices.device())
 
 
 def _on_cpu() -> bool:

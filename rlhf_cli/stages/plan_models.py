@@ -234,7 +234,7 @@ def ppo_plan(
     ppo_models = PPOModels(policy, models.get("value"), rewards, mode, sharing, head)
     sharded_over = target.per_machine if settings.fsdp == "hybrid" and target.per_machine else target.processes
     here: dict[str, Any] = {"gpu": target.gpu, "memory": target.memory, "processes": sharded_over}
-    return models, PPOPlan(ppo_models, settings, lengths, **here, engine=config.models.engine_name)
+    return models, PPOPlan(ppo_models, settings, lengths, **here, engine=config.engine_name(gpu=target.gpu))
 
 
 def evaluation_models(

@@ -17,7 +17,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors, shown
 from rlhf_cli.files import files_sha256, json_sha256
 from rlhf_cli.http_client import HTTPClient
-from rlhf_cli.models import devices, hub, load, lora, save, sharding
+from rlhf_cli.models import compiled, devices, hub, load, lora, save, sharding
 from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import graph_engine
@@ -84,6 +84,7 @@ def load_components(
         engine = server_engine(config, weights, [prompt.ids for prompt in prompts], stop_id, bool(settings.bf16))
     else:
         engine = engine_class(config, policy)(policy, *sampling)
+        engine.compiles = hardware.compiles(config)
     num_updates = settings.num_updates(len(prompts))
     saved_value = cache.value_model(policy)
     trainer = PPOTrainer(
@@ -100,6 +101,8 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
+    for model in (*trainer.model_runner.trained_backbones, trainer.ref) if hardware.compiles(config) else ():
+        compiled.enable(model)
     return PPOComponents(
         tokenizer, stop_id, prompts, eval_prompts or [], trainer, HFEngine(ref, *sampling), num_updates, saved_policy,
         saved_value, base,
@@ -108,7 +111,7 @@ def load_components(
 
 def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
     """Return the class of models.engine; hf, with a line that says why, for a model that graph cannot sample from."""
-    if config.models.engine == "hf":
+    if config.engine_name(gpu=devices.device().type == "cuda") == "hf":
         return HFEngine
     if reason := graph_engine.reason_against(policy):
         terminal.say(f"ppo      models.engine: hf instead of graph for this {policy.config.model_type} model: {reason}")
