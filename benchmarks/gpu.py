@@ -263,7 +263,7 @@ def rollouts(bench: Bench, name: str, case: Case, policy: Any) -> Rollout:
             short = replace(batch, response_length=min(PROFILED_TOKENS, case.response))
             engine.generate(short)  # captures the step
             kernels(bench, f"{what} rollout, {short.response_length} tokens", lambda: engine.generate(short))  # noqa: B023
-    return parts[0]
+    return replace(parts[0], logprobs=None)  # the updates draw no new answers from the weights that they change
 
 
 def updates(bench: Bench, name: str, case: Case) -> None:

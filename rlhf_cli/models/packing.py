@@ -82,10 +82,14 @@ class PackedRows:
     def from_lengths(cls, lengths: list[int], device: torch.device) -> "PackedRows":
         """Return consecutive rows of the given lengths."""
         if device.type != "cpu":
-            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-            max_width = -(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-            return cls([PaddedBatch.from_lengths(lengths, device)], ends=ends, max_width=max_width)
+            return cls.on_accelerator(lengths, device)
         return cls([PaddedBatch(list(group), width) for width, group in groupby(lengths) if width])
+
+    @classmethod
+    def on_accelerator(cls, lengths: list[int], device: torch.device) -> "PackedRows":
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        max_width = -(-max(lengths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        return cls([PaddedBatch.from_lengths(lengths, device)], ends=ends, max_width=max_width)
 
     @property
     def width(self) -> int:

@@ -35,6 +35,7 @@ BITSANDBYTES = {
     "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit",
     "galore_adamw_8bit_layerwise",
 }  # fmt: skip
+MIN_COMPILED_PARAMETERS = 100_000_000  # of `models.compile: auto`: smaller models save less time than compiling takes
 HEADS = ("lm_head.", "score.")  # prefixes of parameters; a reward model has no lm_head
 
 
@@ -101,12 +102,13 @@ def settings_for_this_machine(settings: PPOSettings) -> PPOSettings:
     return Target.of(None, distributed.world_size()).usable(settings)
 
 
-def compiles(config: PPOConfig) -> bool:
+def compiles(config: PPOConfig, policy: Any) -> bool:
     """Return True if PPO's models run compiled (`models.compile`). `auto`: not with shards or a 4-bit base."""
     if config.models.compile != "auto":
         return config.models.compile
-    plain = not config.ppo.fsdp and adapter_kind(config) != "qlora"
-    return plain and compiled.is_supported(devices.device())
+    if config.ppo.fsdp or adapter_kind(config) == "qlora" or not compiled.is_supported(devices.device()):
+        return False
+    return sum(weight.numel() for weight in policy.parameters()) >= MIN_COMPILED_PARAMETERS
 
 
 def _on_cpu() -> bool:

@@ -23,13 +23,13 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import build, compiled, devices, forward, load, lora, sharding, tokenizers
+from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware, setup
+from rlhf_cli.stages import setup
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,6 @@ class RewardModelCache:
                 sharding.broadcast_weights(model, devices.device())
             elif not self.offload:
                 model.to(devices.device())
-            if hardware.compiles(self.config):
-                compiled.enable(model)
             self.loaded[parent.model] = model, own_tokenizer
             end = setup.end_token_ids(own_tokenizer or self.policy_text.tokenizer)
             warn_pad_is_end_token(model.config, end, self.config.where(key))

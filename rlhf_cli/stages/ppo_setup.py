@@ -84,7 +84,6 @@ def load_components(
         engine = server_engine(config, weights, [prompt.ids for prompt in prompts], stop_id, bool(settings.bf16))
     else:
         engine = engine_class(config, policy)(policy, *sampling)
-        engine.compiles = hardware.compiles(config)
     num_updates = settings.num_updates(len(prompts))
     saved_value = cache.value_model(policy)
     trainer = PPOTrainer(
@@ -101,8 +100,12 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
-    for model in (*trainer.model_runner.trained_backbones, trainer.ref) if hardware.compiles(config) else ():
-        compiled.enable(model)
+    if hardware.compiles(config, policy):
+        terminal.say("ppo      layers, log-probs and sampling are compiled in the first update: up to a minute")
+        engine.compiles = True
+        scorers = [model for model, _ in cache.loaded.values()]
+        for model in (*trainer.model_runner.trained_backbones, trainer.ref, *scorers):
+            compiled.enable(model)
     return PPOComponents(
         tokenizer, stop_id, prompts, eval_prompts or [], trainer, HFEngine(ref, *sampling), num_updates, saved_policy,
         saved_value, base,

@@ -173,20 +173,23 @@ def test_the_cheapest_policy_of_a_recipe():
 
 
 def test_gpu_needs_only_torch_transformers_and_pydantic(tmp_path):
-    path, code = tmp_path / "gpu.json", "from benchmarks import gpu; gpu.ENGINES['generate_batch'] = lambda *_: 1 / 0; "
+    path, code = tmp_path / "gpu.json", "from benchmarks import gpu; gpu.ENGINES['graph'] = lambda *_, **__: 1 / 0; "
     missing = {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "psutil", "kernels", "matplotlib"}
     python(code + f"assert gpu.main(['--tiny', '--device', 'cpu', '--json', '{path}']) == 1", missing)
-    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["tiny generate_batch, 8 rows, full, float32 weights"]["failed"].startswith("ZeroDivisionError")
-    assert rows["tiny hf, 8 rows, full, float32 weights"]["mean_length"] == 12
-    assert rows["tiny policy and value model, gradient checkpointing"]["update_s"] > 0
+    rows = {(row["part"], row["what"]): row for row in json.loads(path.read_text())["rows"]}
+    assert rows["rollout", "tiny-8 graph"]["failed"].startswith("ZeroDivisionError")
+    assert rows["rollout", "tiny-8 hf"]["step_ms"] > 0
+    for phase in ("reward", "judge", "update"):
+        assert rows["update", f"tiny-8 {phase}"]["seconds"] > 0
+        assert len(rows["kernels", f"tiny-8 {phase}"]["longest"]) == 10
+    assert rows["update", "tiny-8 without rollout"]["first_ratio_error"] == 0
 
 
 def test_gpu_check_reports_what_does_not_hold(tmp_path, monkeypatch):
     path = tmp_path / "check.json"
     command = ["--tiny", "--only", "number", "memory", "--json", str(path)]
     assert gpu_check.main(command) == 0
-    assert len(json.loads(path.read_text())["rows"]) == 9
+    assert len(json.loads(path.read_text())["rows"]) == 10
     monkeypatch.setattr(gpu_check.forward, "float32_logits", lambda *models: nullcontext())
     assert gpu_check.main(command) == 1
     failed = [row for row in json.loads(path.read_text())["rows"] if "failed" in row]

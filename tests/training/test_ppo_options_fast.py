@@ -1,22 +1,27 @@
 """Every fast path of PPO gives the numbers of the plain one, does less work, and can be switched off by its key.
 
-The keys: packing, logits_at_a_time, optim, and an engine's `compact_batch`.
+The keys: packing, logits_at_a_time, optim, models.compile, and an engine's `compact_batch`.
 """
 
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.models import forward, lora, packing
+from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
-from rlhf_cli.ppo import rollout
+from rlhf_cli.ppo import fused_logprobs, rollout
+from rlhf_cli.ppo.forward_backward import logprobs_and_entropy
 from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
 
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
@@ -68,8 +73,52 @@ def test_packed_rows_give_the_gradient_of_padded_ones(changes):
     assert difference(packed, padded) <= 1e-5
 
 
-def in_one_batch(lengths: list[int], device: torch.device) -> packing.PackedRows:
-    return packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, device)])
+in_one_batch = packing.PackedRows.on_accelerator
+
+
+def varlen_attn(query, key, value, ends, key_ends, width, key_width, *, scale, window_size, enable_gqa=False):
+    """What torch's kernel for CUDA computes, row by row."""
+    assert ends is key_ends and width == key_width == packing.WIDTH_MULTIPLE and window_size == (-1, 0) and enable_gqa
+    assert query.dtype == key.dtype == value.dtype and ends.dtype == torch.int32
+    rows = []
+    for start, end in pairwise(ends.tolist()):
+        q, k, v = (each[None, start:end].transpose(1, 2) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        rows.append(attended[0].transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_by_the_variable_length_kernel_give_the_gradient_of_rows_by_length(family, monkeypatch):
+    by_length, calls = gradients(family=family, **EXACT), []
+    monkeypatch.setattr(packing.PackedRows, "from_lengths", in_one_batch)
+    monkeypatch.setattr(packing, "_takes_varlen_kernel", lambda rows, *_: rows.mask is None)
+    monkeypatch.setattr(packing, "varlen_attn", lambda *args, **kwargs: calls.append(1) or varlen_attn(*args, **kwargs))
+    assert difference(gradients(family=family, **EXACT), by_length) <= 1e-12 and calls
+
+
+def test_the_variable_length_kernel_takes_causal_rows_in_half_precision_on_cuda():
+    rows = in_one_batch([3, 2], CPU)
+    query = SimpleNamespace(is_cuda=True, shape=(1, 4, 5, 64), dtype=torch.bfloat16, device=CPU)
+    taken = partial(packing._takes_varlen_kernel, options={})
+    assert taken(rows, query, query, query)
+    for changes in ({"is_cuda": False}, {"shape": (1, 4, 5, 60)}, {"shape": (1, 4, 5, 264)}, {"dtype": torch.float32}):
+        other = SimpleNamespace(**{**vars(query), **changes})
+        assert not taken(rows, other, other, other), changes
+    assert not taken(replace(rows, mask=torch.ones(1, 1, 3, 3, dtype=torch.bool)), query, query, query)
+    assert not taken(rows, query, query, query, options={"softcap": 30.0})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert taken(rows, SimpleNamespace(**{**vars(query), "dtype": torch.float32}), query, query)
+
+
+def test_a_token_step_on_cuda_attends_as_sdpa_without_copies_of_keys():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8)
+    mask = torch.rand(3, 1, 1, 6) < 0.7
+    mask[..., 0] = True
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    expected, _ = packing.sdpa_attention_forward(layer, query, key, value, mask, scaling=0.3)
+    assert torch.allclose(packing._attend_to_cache(query, key, value, mask, {"scaling": 0.3}), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -90,6 +139,60 @@ def test_a_cpu_attends_to_no_padding_which_repeats_the_tokens_of_its_row():
     batch = in_one_batch([5, 2, 4], CPU).batches[0]
     assert batch.source_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 5, 7, 8, 9, 10, 7]
     assert batch.source_index[batch.cell_index].tolist() == list(range(11))
+
+
+# compiled layers
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"gradient_checkpointing": True, "entropy_coef": 0.1}, marks=pytest.mark.slow)]
+)
+def test_compiled_layers_train_as_plain_ones_and_the_first_ratio_is_1(changes, compiled_without_code):
+    plain, trainer = (tiny.trainer(family="qwen2", **changes) for _ in range(2))
+    trainer.engine.compiles = True
+    for model in (*trainer.model_runner.trained_backbones, trainer.ref, trainer.rewards["reward"].model):
+        compiled.enable(model)
+    for _ in range(2):
+        expected, stats = (each.step(tiny.prompts()) for each in (plain, trainer))
+        for name in stats.keys() - {"tokens_per_s", *(name for name in stats if name.startswith("time/"))}:
+            assert stats[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+        assert stats["policy/first_ratio_error"] == 0
+    assert compiled_without_code == {"_layer_forward", "logprobs_and_entropy", "logits_gradient", "sample"}
+    assert "forward" not in vars(trainer.policy.model.layers[0]), "rollouts and checkpoints see the plain layers"
+
+
+@pytest.fixture
+def compiled_without_code(monkeypatch):
+    """Compile by tracing alone, which takes a second and not a minute; return the names of what is compiled."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    made, names = compiled.compiled.__wrapped__, set()
+    cached = cache(made)
+
+    def recorded(function):
+        names.add(function.__name__)
+        return cached(function)
+
+    for module in (compiled, fused_logprobs, rollout):
+        monkeypatch.setattr(module, "compiled", recorded)
+    return names
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(temperature, monkeypatch):
+    """Also for a word that is masked out, whose logit is minus infinity."""
+    monkeypatch.setattr(fused_logprobs, "compiled", lambda function: function)
+    torch.manual_seed(0)
+    logits, ids = 5 * torch.randn(6, 11, dtype=torch.float64), torch.tensor([0, 3, 10, 7, 7, 2])
+    logits[2, 5] = -torch.inf
+    weights, results = 0.1 * torch.randn(2, 6, dtype=torch.float64), []
+    settings = tiny.settings(temperature=temperature, entropy_coef=0.1)
+    for each in (logprobs_and_entropy, fused_logprobs.fused_logprobs_and_entropy):
+        leaf = logits.clone().requires_grad_()
+        values = each(leaf, ids, settings if each is logprobs_and_entropy else temperature)
+        (weights[0] * values[0] + weights[1] * values[1]).sum().backward()
+        results.append([*values, leaf.grad])
+    for plain, fused in zip(*results, strict=True):
+        assert torch.allclose(plain, fused, atol=1e-12) and fused.isfinite().all()
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -340,7 +340,7 @@ def test_a_rollout_server_counts_by_how_it_gets_the_weights(here: Path) -> None:
         ("{vllm: {}}", "error[C05]: ppo.yaml:1: models.engine.vllm.url is missing"),
         ("{vllm: {url: h}}", 'error[C05]: ppo.yaml:1: models.engine.vllm.url: "h" has the wrong form'),
         ("{vllm: {url: 'http://h', sync: lora}}", "error[C17]: ppo.yaml:1: sync: lora sends adapters, and all weights"),
-        ("tgi", 'error[C07]: ppo.yaml:1: models.engine: "tgi" is not one of hf, graph'),
+        ("tgi", 'error[C07]: ppo.yaml:1: models.engine: "tgi" is not one of auto, hf, graph'),
     ],
 )
 def test_a_wrong_engine_is_one_problem(engine: str, message: str, here: Path) -> None:
