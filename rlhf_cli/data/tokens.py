@@ -133,6 +133,14 @@ def stop_token_id(tokenizer: Any) -> int:
     return _stop_token_id(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
+def closing_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that the chat template writes behind an answer's stop token, as ChatML its newline."""
+    if not tokenizer.chat_template:
+        return ()
+    stop, ids = stop_token_id(tokenizer), tokenize(tokenizer, [answer_frame(tokenizer).after])[0]
+    return tuple(ids[ids.index(stop) + 1 :]) if stop in ids else ()
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the special tokens, which decoded text leaves out."""
     return set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}

@@ -221,6 +221,24 @@ class Rollout:
         ids[rows, columns] = torch.where(is_stop(last, others), end, last)
         return replace(self, ids=ids)
 
+    def with_closed_turns(self, end_token_id: int, closing_ids: Sequence[int]) -> "Rollout":
+        """Return the rollout with `closing_ids` behind each response that ended, if its prompt has turns that end too.
+
+        Not behind a response to a text: no chat template was applied to it.
+        """
+        rows = torch.arange(len(self), device=self.ids.device)
+        first = self.prompt_width + self.response_lengths
+        is_end = self.ids == end_token_id
+        is_turn = (is_end & self.mask)[:, : self.prompt_width].any(1)
+        closed = (is_turn & is_end[rows, first - 1]).nonzero()[:, 0]
+        width = len(closing_ids)
+        ids, mask, response_mask = (F.pad(each, (0, width)) for each in (self.ids, self.mask, self.response_mask))
+        cells = closed[:, None], first[closed, None] + torch.arange(width, device=self.ids.device)
+        ids[cells] = torch.tensor(closing_ids, device=self.ids.device)
+        mask[cells] = True
+        response_mask[cells[0], cells[1] - self.prompt_width] = True
+        return replace(self, ids=ids, mask=mask, response_mask=response_mask, logprobs=None)
+
     @cached_property
     def repetition(self) -> Tensor:
         """Share of each response's 3-grams that are repeats, (B,) float32; 0 below three tokens."""

@@ -129,16 +129,25 @@ def pooled_scores(model: Any, micro: MicroBatch, end_token_id: int | None = None
 
 @torch.no_grad()
 def rollout_scores(
-    model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None, end_token_ids: Sequence[int] = ()
+    model: Any,
+    rollout: Rollout,
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    end_token_ids: Sequence[int] = (),
+    closing_ids: Sequence[int] = (),
 ) -> Tensor:
     """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths.
 
     `end_token_ids`: the token that ends the pairs of the model's training, and others with which a row may end. These
     get the score of the first: no pair ended with them, so what the model gives them was never trained.
+    `closing_ids`: tokens behind the end token in the rows that the model was trained on, where it reads the score.
     Raises RLHFError M06 for an id without embedding, which a policy with more embeddings may generate.
     """
     rollout = rollout.with_one_end(end_token_ids)
     end_token_id = next(iter(end_token_ids), None)
+    if closing_ids and end_token_id is not None:
+        rollout = rollout.with_closed_turns(end_token_id, closing_ids)
     size = model.get_input_embeddings().weight.shape[0]
     if len(rollout) and (largest := int((rollout.ids * rollout.mask).max())) >= size:
         text = f"a row to score contains the token {largest}, and the reward model has {size} embeddings"

@@ -29,7 +29,7 @@ TRAINABLE = (".lora_", ".modules_to_save.")  # in the names of an adapter's para
 # on a CPU, by a fifth to a half of their size, without an error.
 BLOCK_SIZE = 64
 # Fields that training adds to the base model's config.
-TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std")
+TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std", "reward_at_stop_token")
 
 
 def prepare_for_training(config: TRLConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:

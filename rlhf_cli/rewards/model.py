@@ -23,7 +23,8 @@ Encode = Callable[[Sequence[PromptText], Sequence[Answer | None]], Sequence[tupl
 class ModelReward:
     """A one-label sequence classifier that shares the policy's tokenizer.
 
-    It reads the rollout's ids and scores the last real token. `end_token_ids` are those of `forward.rollout_scores`.
+    It reads the rollout's ids and scores the last real token. `end_token_ids` and `closing_ids` are those of
+    `forward.rollout_scores`.
     `packed`: rows are packed if the model supports it (models/packing.py). `offloaded`: the model stays in CPU memory
     and is moved to the rollout's device to score. `bf16`: the layers compute in bfloat16; the head is float32.
     """
@@ -35,6 +36,7 @@ class ModelReward:
     offloaded: bool = False
     bf16: bool = False
     end_token_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
     splits_rows: ClassVar[bool] = True  # each rank may score a part of the rows
 
     def __post_init__(self) -> None:
@@ -48,9 +50,10 @@ class ModelReward:
         device = rollout.ids.device
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.bf16)
         limits: Any = {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
+        ends: Any = {"end_token_ids": self.end_token_ids, "closing_ids": self.closing_ids}
         placed = sharding.on_device(self.model, device) if self.offloaded else nullcontext()
         with placed, autocast, compiled_layers(self.model):
-            return forward.rollout_scores(self.model, rollout, **limits, end_token_ids=self.end_token_ids)
+            return forward.rollout_scores(self.model, rollout, **limits, **ends)
 
 
 @dataclass(kw_only=True)

@@ -108,7 +108,7 @@ def load_sampler(
         setup.check_probes(model, scorer, where=where)
     warn_pad_is_end_token(model.config, setup.end_token_ids(own_tokenizer or tokenizer), where)
     text = setup.PolicyText(parent, tokenizer, stop_id, prompts)
-    reward = setup.build_model_reward(config, scorer.key, text, model, own_tokenizer, rows=rows, bf16=bf16)
+    reward = setup.build_model_reward(config, scorer.key, text, scorer, model, own_tokenizer, rows=rows, bf16=bf16)
     engine = HFEngine(policy, stop_id, tokenizer.pad_token_id, config.best_of.temperature, rows, bf16=bf16)
     return BestOfSampler(config.best_of, config.seed, tokenizer, engine, reward)
 

@@ -217,7 +217,7 @@ def load_judges(
         own_tokenizer = setup.load_own_tokenizer(config, stage.options, policy_text.sft, parent)
         model = loaded.base.load_frozen_scorer(parent, own_tokenizer or policy_text.tokenizer, bf16=loaded.bf16)
         options: dict[str, Any] = {"rows": rows, "bf16": loaded.bf16}
-        judges[name] = setup.build_model_reward(config, key, policy_text, model, own_tokenizer, **options)
+        judges[name] = setup.build_model_reward(config, key, policy_text, parent, model, own_tokenizer, **options)
     return judges
 
 

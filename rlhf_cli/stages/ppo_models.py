@@ -142,7 +142,7 @@ class RewardModelCache:
         rows = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
         options = {"packed": settings.packing, "offloaded": self.offload, "bf16": self.bf16}
         return setup.build_model_reward(
-            self.config, key, self.policy_text, *self._load_frozen(key), rows=rows, **options
+            self.config, key, self.policy_text, self.parents[key], *self._load_frozen(key), rows=rows, **options
         )
 
     def _load(self, key: str, tokenizer: Any, loading: ProcessGroup) -> Any:

@@ -131,7 +131,9 @@ def load_tokenizer_and_models(
             sft_model = None
             kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=bf16_base)
             model = load.init_reward_model(parent.model, **kwargs)
-    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer), sft_model
+    trained = lora.prepare_for_training(config, parent, model, tokenizer)
+    trained.config.reward_at_stop_token = True  # where its scores are read, also of a copy without the stage's manifest
+    return tokenizer, trained, sft_model
 
 
 def make_trainer(

@@ -214,25 +214,51 @@ class PolicyText:
     prompts: Sequence[data.Prompt]
 
 
+def closing_ids(parent: Parent, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return the `closing_ids` of `forward.rollout_scores`: empty for a model that `rlhf reward` trained.
+
+    Others were trained on the whole rendering of their chat template, as by TRL's RewardTrainer.
+    """
+    trained_here = parent.stage != "foreign" or hasattr(model.config, "reward_at_stop_token")
+    return () if trained_here or not end_token_ids(tokenizer) else data.closing_ids(tokenizer)
+
+
 def build_model_reward(
-    config: Config, key: str, policy_text: PolicyText, model: Any, own_tokenizer: Any, *, rows: int, **options: bool
+    config: Config,
+    key: str,
+    policy_text: PolicyText,
+    parent: Parent,
+    model: Any,
+    own_tokenizer: Any,
+    *,
+    rows: int,
+    **options: bool,
 ) -> ModelReward:
-    """Build a reward source from a loaded reward model, scoring `rows` at a time.
+    """Build a reward source from a reward model that was loaded from `parent`, scoring `rows` at a time.
 
     `own_tokenizer` is the result of `load_own_tokenizer`; `options` (packed, offloaded) are passed to ModelReward.
     Raises RLHFError as `retokenize_prompts` does.
     """
+    closing = closing_ids(parent, model, own_tokenizer or policy_text.tokenizer)
     if own_tokenizer is None:
         ends = end_token_ids(policy_text.tokenizer, policy_text.stop_token_id)
-        return ModelReward(model, rows, end_token_ids=ends, **options)
+        return ModelReward(model, rows, end_token_ids=ends, closing_ids=closing, **options)
     terminal.say(f"{config.stage:<8} {key}: has its own tokenizer or template, so the policy's text is re-encoded")
     prompts = retokenize_prompts(config, key, own_tokenizer, policy_text.prompts, model.config)
     return RetokenizingReward(
-        model, rows, **options, end_token_ids=end_token_ids(own_tokenizer), name=key, tokenizer=policy_text.tokenizer,
-        encode=partial(data.encode_many, own_tokenizer, any_text=True), stop_token_id=policy_text.stop_token_id,
-        context=load.context_length(model.config), prompts=prompts,
+        model,
+        rows,
+        **options,
+        end_token_ids=end_token_ids(own_tokenizer),
+        closing_ids=closing,
+        name=key,
+        tokenizer=policy_text.tokenizer,
+        encode=partial(data.encode_many, own_tokenizer, any_text=True),
+        stop_token_id=policy_text.stop_token_id,
+        context=load.context_length(model.config),
+        prompts=prompts,
         conversations={tuple(prompt.ids) for prompt in policy_text.prompts if not isinstance(prompt.text, str)},
-    )  # fmt: skip
+    )
 
 
 def retokenize_prompts(

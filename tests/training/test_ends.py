@@ -1,6 +1,7 @@
 """A policy with two stop tokens of which one is the pad token, as of Qwen2.5 and Qwen3: each row's score is right."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,45 @@ def test_verify_the_evaluation_and_the_best_of_n(stages: Path, scored: list[tupl
         write(stages, stage, config)
         must_succeed(rlhf(stage, "-c", stages / f"{stage}.yaml"))
         check(stages / "reward/model", scored)
+
+
+@pytest.fixture(scope="module")
+def foreign(stages: Path) -> Path:
+    """The reward model as another program would have trained it, with ChatML's newline behind each answer."""
+    must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
+    shutil.copytree(stages / "reward/model", stages / "foreign")
+    config = json.loads((stages / "foreign/config.json").read_text())
+    assert config.pop("reward_at_stop_token")
+    (stages / "foreign/config.json").write_text(json.dumps(config))
+    return stages / "foreign"
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "key"),
+    [
+        ("ppo", {**PPO, "ppo": {**PPO["ppo"], "total_episodes": 64, "learning_rate": 0}}, "models.reward"),
+        (
+            "eval",
+            {**EVAL, "models": {"sft": "sft", "ppo": "base"}, "eval": {**EVAL["eval"], "temperature": 1.0}},
+            "models.reward",
+        ),
+        ("sft", BEST_OF, "best_of.reward"),
+    ],
+)
+def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
+    stages: Path, foreign: Path, scored: list[tuple[list[int], float]], stage: str, config: Any, key: str
+) -> None:
+    """As TRL's RewardTrainer trains: on the template's rendering of the whole conversation."""
+    (folder := stages / f"with-{stage}").mkdir()
+    for name in ("sft", "sft.jsonl", "base"):
+        (folder / name).symlink_to(stages / name)
+    write(folder, stage, config)
+    must_succeed(rlhf(stage, "-c", folder / f"{stage}.yaml", "-s", f"{key}={foreign}"))
+    tokenizer, (stop, pad) = AutoTokenizer.from_pretrained(foreign), ids(foreign)
+    newline = tokenizer.encode("\n")
+    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    assert tokenizer.apply_chat_template(conversation, return_dict=False)[-2:] == [stop, *newline]
+    ended = [row[-1] in (stop, pad) for row, _ in scored]
+    assert any(ended) and not all(ended)
+    rendered = [[*row[:-1], stop, *newline] if end else row for (row, _), end in zip(scored, ended, strict=True)]
+    assert [score for _, score in scored] == pytest.approx(by_transformers(foreign, rendered), abs=1e-4)
