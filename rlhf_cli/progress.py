@@ -4,9 +4,10 @@ Only the outermost work has a bar; nested work is shown below it, or after it of
 """
 
 import sys
+import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from rlhf_cli import distributed, terminal
 from rlhf_cli.terminal import duration
 
 SECONDS_BETWEEN_LINES = 10.0
+SLOW_S = 60.0  # of one call of another's code
 BRIEF_S = 2.0  # `brief` work is hidden for this time on a terminal, elsewhere until the first line
 
 T = TypeVar("T")
@@ -123,3 +125,15 @@ def _start_bar(progress: Progress) -> Any:
     live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=terminal.is_terminal(sys.stdout))
     live.start()
     return live
+
+
+@contextmanager
+def says_if_slow(what: str) -> Iterator[None]:
+    """Context manager that prints a line once if the code of others in it takes longer than SLOW_S: it may hang."""
+    timer = threading.Timer(SLOW_S, lambda: terminal.say(f"{what} takes more than {SLOW_S:g} s"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -94,6 +94,19 @@ class GracefulStop:
             os.kill(os.getpid(), number)
 
 
+def _restore_default_signals() -> None:
+    """End on a signal in a forked child, such as a worker of a reward function's multiprocessing.Pool.
+
+    A pool ends its workers by SIGTERM and waits for them: with our handlers they would go on.
+    """
+    for number in GracefulStop.SIGNALS:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_restore_default_signals)
+
+
 def is_nohup(number: signal.Signals) -> bool:
     """Return True if this is SIGHUP and the process was started to ignore it (nohup)."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

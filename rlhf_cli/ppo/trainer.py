@@ -42,7 +42,7 @@ from rlhf_cli.ppo.forward_backward import (
 )
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
-from rlhf_cli.progress import track_progress
+from rlhf_cli.progress import says_if_slow, track_progress
 from rlhf_cli.rewards.function import RewardSource
 
 LEARNING_RATES = {"policy": "lr", "value": "value/lr"}  # metric of each trained model
@@ -213,7 +213,7 @@ class PPOTrainer:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
         results: dict[str, Any] = {"given": given}
         if given is None:
-            results = {name: call_source(each, rollout, self.process_group) for name, each in self.rewards.items()}
+            results = {name: self._call_source(name, rollout) for name in self.rewards}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
         raw = {name: as_row_scores(name, scores, rollout) for name, scores in results.items()}
         monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
@@ -224,6 +224,10 @@ class PPOTrainer:
         if given is None:
             final = apply_penalties(final, rollout, self.response_limit, self.settings)
         return ScoreResult(raw, ensembles, summed, moments, final)
+
+    def _call_source(self, name: str, rollout: Rollout) -> Any:
+        with says_if_slow(f"ppo      reward `{name}`"):
+            return call_source(self.rewards[name], rollout, self.process_group)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""

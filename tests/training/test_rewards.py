@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import subprocess
 import sys
 from pkgutil import resolve_name
 from statistics import fmean
@@ -481,3 +482,28 @@ def test_d02_c17_a_column_of_groups_that_is_missing_or_has_too_many_values(grpo_
     for by, code, says in (("lin", "D02", similar), ("prompt", "D02", own), ("line", "C17", many)):
         for command in (["check", grpo_folder / "eval.yaml"], ["eval", "-c", grpo_folder / "eval.yaml"]):
             fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, *says)
+
+
+POOL = """import time
+from multiprocessing import get_context
+
+def length(text):
+    return float(len(text))
+
+def pooled(prompts, responses):
+    time.sleep(0.3)
+    with get_context("fork").Pool(2) as pool:  # its end sends SIGTERM to the workers
+        return pool.map(length, responses)
+"""
+
+
+def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder):
+    """Workers that had the run's handlers went on after the pool's SIGTERM, and the run hung."""
+    (run_folder / "pool.py").write_text(POOL)
+    config = {**PPO, "rewards": {"pooled": {"function": "pool:pooled"}}, "models": {"sft": "sft_model"}}
+    write(run_folder, "ppo", config)
+    code = "from rlhf_cli import progress; progress.SLOW_S = 0.1; from rlhf_cli.cli import app; app()"
+    command = [sys.executable, "-c", code, "ppo", "-c", run_folder / "ppo.yaml", "-s", "ppo.total_episodes=32"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "reward `pooled` takes more than 0.1 s" in ended.stderr and "second signal" not in ended.stderr
