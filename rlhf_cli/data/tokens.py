@@ -30,7 +30,7 @@ BATCH_ROWS = 4096  # rows
 RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
 MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
 MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
-CACHE_VERSION = 2  # increase it if `encode_many` returns different tokens
+CACHE_VERSION = 3  # increase it if `encode_many` returns different tokens
 _INTERNED_IDS: dict[int, int] = {}
 _MARK = "assistant-text-stands-here"
 _QUESTION: Message = {"role": "user", "content": "text"}
@@ -99,12 +99,32 @@ def _encode_responses(tokenizer: Any, responses: Sequence[Answer | None], any_te
         return [[] for _ in responses]
     stop = stop_token_id(tokenizer)
     stop_text = tokenizer.decode([stop])
-    tokenized = iter(tokenize(tokenizer, [_without_space_after(stop_text, text) for text in texts]))
+    tokenized = iter(_tokenize_behind_a_prompt(tokenizer, [_without_space_after(stop_text, text) for text in texts]))
     ids = [[] if text is None else next(tokenized) for text in responses]
     for text, row in zip(responses, ids, strict=True):
         if text is not None and row[-1:] != [stop]:
             row.append(stop)
     return ids
+
+
+def _tokenize_behind_a_prompt(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Tokenise texts without the space that SentencePiece (Llama 1 and 2, Mistral 0.1) puts before a text.
+
+    Between a prompt and its answer there is none. Each text is tokenised behind a line break, whose tokens are cut off.
+    """
+    alone = tokenize(tokenizer, texts)
+    if not _puts_space_before_texts(tokenizer):
+        return alone
+    line_break = tokenize(tokenizer, ["\n"])[0]
+    rows = zip(alone, tokenize(tokenizer, [f"\n{text}" for text in texts]), strict=True)
+    size = len(line_break)  # another beginning: the line break merged with the text
+    return [ids if behind[:size] != line_break else behind[size:] for ids, behind in rows]
+
+
+@lru_cache(maxsize=8)
+def _puts_space_before_texts(tokenizer: Any) -> bool:
+    (first, *_) = tokenizer.convert_ids_to_tokens(tokenize(tokenizer, ["a"])[0])
+    return bool(first.startswith("\u2581"))
 
 
 def _without_space_after(stop: str, text: str) -> str:

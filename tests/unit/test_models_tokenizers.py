@@ -334,3 +334,37 @@ def test_a_variable_without_effect_is_refused(template, variables):
     with pytest.raises(RLHFError, match="chat_template_kwargs") as error:
         chat_templates.set_template_variables(tokenizer(template), variables, where="x.yaml:3")
     assert error.value.problems[0].code == "C17" and error.value.problems[0].where == "x.yaml:3"
+
+
+@pytest.mark.parametrize("answer", [" named Lily.", "named", "\nYes", "\n", "  two", ""])
+def test_no_space_stands_between_a_prompt_and_its_answer(answer: str) -> None:
+    """SentencePiece's tokenizers put one before each text: it was a token of its own, in front of every answer."""
+    words = [
+        "▁",
+        "▁named",
+        "▁Lily",
+        "n",
+        "a",
+        "m",
+        "e",
+        "d",
+        "Y",
+        "s",
+        "▁two",
+        "L",
+        "i",
+        "l",
+        "y",
+        ".",
+        "t",
+        "w",
+        "o",
+        "▁q",
+    ]
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "</s>", "<0x0A>", *words])}
+    unigram = Tokenizer(models.Unigram([(word, -float(len(word) == 1)) for word in vocabulary], 0, byte_fallback=True))
+    unigram.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="</s>", unk_token="<unk>")
+    assert tokenizer.tokenize("named") == ["▁named"]
+    prompt, response = data.encode(tokenizer, "q", answer)
+    assert prompt + response == [*tokenizer.encode(f"q{answer}"), tokenizer.eos_token_id]
