@@ -1,7 +1,7 @@
 """Load models from folders: safetensors only, float32 by default, one-label heads for reward models.
 
 All functions for a folder raise RLHFError: M01 (no readable model), M04 (an adapter's base is missing), M07 (pickled
-weights), M08 (custom code), M13 (weights that do not fit the config), M15 (other weights would be loaded, or quantized ones).
+weights), M08 (custom code), M13 (weights that do not fit the config), M15 (other or quantized weights would be loaded).
 """
 
 from collections.abc import Collection, Iterator

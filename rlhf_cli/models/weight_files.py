@@ -1,6 +1,6 @@
 """The files of a folder that hold its model's weights: transformers must load no others, since parents are hashed.
 
-All functions raise RLHFError: M01 (no readable index), M07 (pickles), M15 (other files or formats), S03 (files outside).
+All functions raise RLHFError: M01 (no readable index), S03 (files outside), and what they say.
 """
 
 import re
