@@ -132,7 +132,8 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise CPUTimeExceeded after `seconds` of this process's CPU time; waiting does not count.
 
     It is raised again until the code stops, which may catch it. Where Python never gets to raise it, SIGPROF ends the
-    process after three times as long. Without effect outside the main thread, the only one that receives signals.
+    process after three times as long and a second. Without effect outside the main thread, the only one that receives
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,7 +147,7 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
-    signal.setitimer(signal.ITIMER_PROF, 3 * seconds)
+    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + 1)
     try:
         try:
             yield
