@@ -34,6 +34,8 @@ def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Pr
     secrets = list(_find_secrets(tree, ""))
     for container, name, _, _ in reversed(secrets):  # from the end, so that list indices stay valid
         container.pop(name)
+        if name == "url":  # without one, its section would be another problem
+            container[name] = "http://removed"
     return [Problem("C16", f"{redact(key)} contains a secret", where(key), hint) for _, _, key, hint in secrets]
 
 

@@ -1,4 +1,4 @@
-"""A trial of a chat template in a process of its own, before this one renders it: does it end, in time and memory?
+"""A trial of a chat template in a separate process, before this one renders it: does it end, in time and memory?
 
 `ends_by` starts this file as a script, with jinja2 alone. Signals cannot stop all that a template does: while it
 compares or hashes nested lists, for example, Python handles none.

@@ -133,7 +133,7 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> 
     file_stats = _file_stats(model)
     if added := sorted(name for name in file_stats if f"model/{name}" not in models):
         text = f"{key}: {shown(model / added[0])} was not written by the stage, and would be read with its model"
-        raise RLHFError("M10", text, hint="move it out of the folder; a changed model needs a folder of its own")
+        raise RLHFError("M10", text, hint="move it out of the folder; put a changed model into another folder")
     return Parent(key, folder, stage, model, sha256, manifest, base=base, file_stats=file_stats)
 
 

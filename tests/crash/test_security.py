@@ -193,10 +193,11 @@ HOOK = "Zx3Yw8Vu5Ts2Rq7Po6Nm1Lk4"
 )  # fmt: skip
 @pytest.mark.usefixtures("here")
 def test_c16_secrets_in_the_url_of_a_reward(url: str) -> None:
-    errors_found = messages("ppo", f"seed: 1\nrewards:\n  far: {{url: '{url}'}}\n")
-    assert any(message.startswith("error[C16]: ppo.yaml:3: rewards.far.url") for message in errors_found), errors_found
-    assert "write {VARIABLE} in its place" in "".join(errors_found)
-    assert not any(secret in "".join(errors_found) for secret in ("PLANTED", HOOK, "3f2504e04f89"))
+    others = "data: {prompts: x}\nppo: {total_episodes: 64}\n"
+    (found,) = messages("ppo", f"seed: 1\nrewards:\n  far: {{url: '{url}'}}\n{others}")
+    assert found.startswith("error[C16]: ppo.yaml:3: rewards.far.url"), found
+    assert "write {VARIABLE} in its place" in found
+    assert not any(secret in found for secret in ("PLANTED", HOOK, "3f2504e04f89"))
 
 
 @pytest.mark.parametrize(
