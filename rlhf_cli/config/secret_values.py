@@ -45,10 +45,15 @@ def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str, str]]:
         text = value if isinstance(value, str) else ""
         if TOKEN.search(str(name)) or TOKEN.search(text) or (text and SECRET_KEY.fullmatch(str(name))):
             yield node, name, key, HINT
-        elif any(_has_secret(*url.groups()) for url in URL.finditer(text)):
+        elif any(_has_secret(*url.groups()) for url in URL.finditer(_with_scheme(str(name), text))):
             yield node, name, key, URL_HINT
         elif isinstance(value, dict | list):
             yield from _find_secrets(value, key)
+
+
+def _with_scheme(name: str, text: str) -> str:
+    """Return the value of a key, as a URL if the key is `url`: a message would show one without a scheme."""
+    return f"://{text}" if name == "url" and "://" not in text else text
 
 
 def _has_secret(scheme: str | None, host: str, rest: str) -> bool:

@@ -26,7 +26,7 @@ def ends_by(template: str, *, seconds: float, max_bytes: int) -> str | None:
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        process.communicate(json.dumps(job).encode("utf-8", "surrogatepass"), timeout=10 * seconds + 60)
+        process.communicate(json.dumps(job).encode(), timeout=10 * seconds + 60)
     except subprocess.TimeoutExpired:
         return TIME
     finally:

@@ -59,7 +59,7 @@ def refuse_other_weights(folder: Path, config: Any) -> None:
 
     `config` is the folder's own. The weights of an adapter's folder belong to its base.
     """
-    if read_adapter(folder):
+    if read_adapter(folder) is not None:
         return
     place = shown(folder)
     if (folder / ADAPTER_CONFIG).exists():
@@ -76,7 +76,8 @@ def refuse_other_weights(folder: Path, config: Any) -> None:
         named = getattr(each, "transformers_weights", usual)
         if named not in (None, usual):
             text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
-            raise RLHFError("M15", f"{place}: {text}", hint=f"remove the key; or rename that file to {SINGLE}, too")
+            hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
+            raise RLHFError("M15", f"{place}: {text}", hint=hint)
         method = getattr(each, "quantization_config", None)
         if method:
             name = method.get("quant_method", "quantization_config") if isinstance(method, dict) else method

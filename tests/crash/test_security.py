@@ -185,6 +185,7 @@ HOOK = "Zx3Yw8Vu5Ts2Rq7Po6Nm1Lk4"
             )
         ),
         "https://host/score?a=b;sig=PLANTED",
+        "host/score?sig=PLANTED",
         "https://host/score?sig={SIG}PLANTED",
         f"https://host/services/T012/B345/{HOOK}",
         f"https://host/score?id={HOOK}",
