@@ -1,9 +1,10 @@
-"""Operating system: graceful shutdown on signals, CPU time limits, disk space and memory."""
+"""Operating system: graceful shutdown on signals, limits of CPU time and memory, disk space and memory."""
 
 import ctypes
 import errno
 import math
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -143,22 +144,51 @@ class CPUTimeExceeded(Exception):
 def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise CPUTimeExceeded after `seconds` of this process's CPU time; waiting does not count.
 
-    Without effect outside the main thread, the only one that receives signals.
+    It is raised again until the code stops, which may catch it. Where Python never gets to raise it, SIGPROF ends the
+    process after three times as long and a second. Without effect outside the main thread, the only one that receives
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    is_limited = True
+
     def stop(number: int, frame: FrameType | None) -> None:
-        raise CPUTimeExceeded
+        if is_limited:
+            raise CPUTimeExceeded
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
+    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + 1)
+    try:
+        try:
+            yield
+        finally:
+            is_limited = False
+    finally:  # also if it was raised just before
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def memory_limit(max_bytes: int) -> Iterator[None]:
+    """Raise MemoryError where this process would map `max_bytes` more than now.
+
+    Without effect outside the main thread, and on other systems than Linux.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = [mapped + max_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class OutOfResources(RLHFError):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,9 +16,10 @@ from rlhf_cli.config.fields import Key, current_name, key_at, keys_of, with_curr
 from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.paths import resolve_paths
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.secret_values import remove_secrets
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.config.yaml_io import YamlFile, parse_value
-from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path, shown
+from rlhf_cli.errors import Problem, RLHFError, shell_path, shown
 
 
 def check_override(text: str) -> Problem | None:
@@ -111,33 +112,6 @@ def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
         hint = f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
         raise RLHFError("C07", text, where=location, hint=hint)
     raise RLHFError("C07", f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}", where=location)
-
-
-PASSWORD_IN_URL = re.compile(r"://[^/\s@:]*:[^/\s@]+@")  # https://name:PASSWORD@host
-SECRET_IN_QUERY = re.compile(r"://[^\s#]*[?&][\w-]*(token|key|secret|password|signature)=[^&\s]", re.IGNORECASE)
-SECRET_KEY = re.compile(
-    r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
-)
-
-
-def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
-    """Remove each secret from `tree`, so that no message can repeat it; return a problem C16 for each."""
-    secrets = list(_find_secrets(tree, ""))
-    for container, name, _ in reversed(secrets):  # from the end, so that list indices stay valid
-        container.pop(name)
-    hint = "remove it, and set it in the environment, e.g. HF_TOKEN"
-    return [Problem("C16", f"{redact(key)} contains a secret", where(key), hint) for _, _, key in secrets]
-
-
-def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
-        key = f"{path}.{name}" if path else str(name)
-        texts = [value] if isinstance(value, str) and value else []
-        in_text = any(pattern.search(text) for text in texts for pattern in (TOKEN, PASSWORD_IN_URL, SECRET_IN_QUERY))
-        if TOKEN.search(str(name)) or in_text or (texts and SECRET_KEY.fullmatch(str(name))):
-            yield node, name, key
-        elif isinstance(value, dict | list):
-            yield from _find_secrets(value, key)
 
 
 @overload

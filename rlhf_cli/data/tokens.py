@@ -17,10 +17,11 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rlhf_cli import terminal
+from rlhf_cli.data import template_trial
 from rlhf_cli.data.sources import cache_folder
-from rlhf_cli.errors import RLHFError, translate_rust_panics
+from rlhf_cli.errors import RLHFError, short_reason, translate_rust_panics
 from rlhf_cli.progress import Progress
-from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
+from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit, format_bytes, memory_limit
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -28,6 +29,7 @@ Answer = str | Message  # text after a text, or the assistant's message after a 
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 BATCH_ROWS = 4096  # rows
 RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
+RENDER_BYTES = 10**9  # a conversation of a million characters takes some MB
 MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
 MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
 CACHE_VERSION = 3  # increase it if `encode_many` returns different tokens
@@ -186,7 +188,7 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool, **variables: Any) -> str:
     """Render a conversation with values of the template's variables.
 
-    Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 on a timeout.
+    Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 beyond its limits.
     """
     if not tokenizer.chat_template:
         text = "the data contains conversations, but the tokenizer has no chat template"
@@ -197,19 +199,36 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
 
 
 def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+    limit = _limit_of(tokenizer.chat_template)
     try:
-        with cpu_time_limit(RENDER_TIMEOUT):
-            options = {"tokenize": False, "add_generation_prompt": generation_prompt}
-            return str(tokenizer.apply_chat_template(conversation, **options, **variables))
-    except CPUTimeExceeded as error:
-        text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
-        raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
-    except (TemplateError, OverflowError, TypeError, ValueError) as error:  # the sandbox limits `range`
-        text = f"the chat template rejects the conversation: {error}"
+        if limit is None:
+            with cpu_time_limit(RENDER_TIMEOUT), memory_limit(RENDER_BYTES):
+                options = {"tokenize": False, "add_generation_prompt": generation_prompt}
+                return str(tokenizer.apply_chat_template(conversation, **options, **variables))
+    except CPUTimeExceeded:
+        limit = template_trial.TIME
+    except MemoryError:
+        limit = template_trial.MEMORY
+    except RecursionError:
+        limit = template_trial.DEPTH
+    except Exception as error:  # a template may do anything; the sandbox limits `range`
+        reason = str(error) if isinstance(error, TemplateError) else short_reason(error)
         hint = None
-        if "system" in str(error).casefold():
+        if "system" in reason.casefold():
             hint = "without a system role in the template, put the text before the first user message's"
-        raise RLHFError("D06", text, hint=hint) from error
+        raise RLHFError("D06", f"the chat template rejects the conversation: {reason}", hint=hint) from error
+    problem = {
+        template_trial.TIME: f"takes more than {RENDER_TIMEOUT:g} s for one conversation",
+        template_trial.MEMORY: f"needs more than {format_bytes(RENDER_BYTES)} for one conversation",
+        template_trial.DEPTH: "calls itself without end, or is nested too deeply",
+    }[limit]
+    hint = "set model.chat_template to another template, or to chatml"
+    raise RLHFError("M01", f"the chat template {problem}", hint=hint)
+
+
+@lru_cache(maxsize=64)
+def _limit_of(template: str) -> str | None:
+    return template_trial.ends_by(template, seconds=RENDER_TIMEOUT, max_bytes=RENDER_BYTES)
 
 
 def _in_parts(message: Message) -> Message:

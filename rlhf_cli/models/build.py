@@ -24,12 +24,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
-from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, sharding
+from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, weight_files
 
 META = torch.device("meta")
-# Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
 
 # Auto class, labels, folder and its files' stats -> the missing head. Several config keys and stages name one model.
@@ -161,12 +159,13 @@ def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict
 def require_fit(
     folder: Path | str, model: Any, report: dict[str, Any], auto_class: Any, config: Any
 ) -> tuple[str, ...]:
-    """Return the weights of a classifier's head that a folder lacks. Raises RLHFError M13 for any other mismatch.
+    """Return the weights of a classifier's head that a folder lacks. Raises RLHFError M13 for other mismatches, M15.
 
     `report` is transformers' loading report, which omits tied weights and names that a model class ignores; `config` is
     the folder's own, possibly of a composite model. Intended mismatches are: heads of other tasks in a classifier's
     folder, the other towers of a composite model of which `model` is the text model, and stored masks and angles.
     """
+    require_float_formats(Path(folder), model)
     missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
     classifies = auto_class is AutoModelForSequenceClassification
     backbone = f"{model.base_model_prefix}."
@@ -276,24 +275,3 @@ def _other_towers(model: Any, config: Any) -> set[str]:
     embeddings = composite.get_input_embeddings()
     children = composite.named_children()
     return {name for name, child in children if all(module is not embeddings for module in child.modules())}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: a single one, or those in the index. Raises RLHFError M01, S03."""
-    single = folder / "model.safetensors"
-    return [single] if single.exists() else [folder / name for name in sorted(shard_files(folder))]
-
-
-def shard_files(folder: Path) -> set[str]:
-    """Return the file names in the index of sharded weights, if any. Raises RLHFError M01, S03 (outside the folder)."""
-    path = folder / "model.safetensors.index.json"
-    if not path.exists():
-        return set()
-    weight_map = (read_json_object(path) or {}).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        text = '"weight_map" must give the file of each weight'
-        hint = "download the file again, or remove it if model.safetensors has all weights"
-        raise RLHFError("M01", text, where=shown(path), hint=hint)
-    if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
-        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
-    return set(weight_map.values())

@@ -24,9 +24,9 @@ LOCAL_FILES = ("state.json",)  # a snapshot's checksum file, useful only in its 
 # Files that from_pretrained() reads. One that an older upload left would be combined with the new files or replace
 # them: a single weights file takes precedence over shards, and an adapter is added to both.
 LOADED_FILES = (
-    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    "adapter_config.json", "adapter_model.*", "config.json", "generation_config.json", "tokenizer*", "vocab.*",
-    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "model*.safetensors", "model*.safetensors.index.json", "shard-*.safetensors", "pytorch_model*.bin",
+    "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.*", "config.json", "generation_config.json",
+    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
 

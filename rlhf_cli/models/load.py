@@ -1,7 +1,7 @@
 """Load models from folders: safetensors only, float32 by default, one-label heads for reward models.
 
 All functions for a folder raise RLHFError: M01 (no readable model), M04 (an adapter's base is missing), M07 (pickled
-weights), M08 (custom code), M13 (weights that do not fit the config).
+weights), M08 (custom code), M13 (weights that do not fit the config), M15 (other or quantized weights would be loaded).
 """
 
 from collections.abc import Collection, Iterator
@@ -21,10 +21,10 @@ from rlhf_cli.errors import RLHFError, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
+from rlhf_cli.models.weight_files import refuse_other_weights, refuse_pickles
 from rlhf_cli.runs.parents import read_adapter
 
 MAX_LAYERS = 10_000  # or experts: more than any model has; building more would take minutes
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own
 
 
@@ -174,7 +174,7 @@ def load_unmerged(folder: Path | str, *, trust_remote_code: bool = False) -> Any
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     """Return the config of a folder's model, for an adapter of the merged one. Raises RLHFError S03, too."""
     refuse_code(folder, trust_remote_code)
-    _refuse_pickles(Path(folder))
+    refuse_pickles(Path(folder))
     path = config_folder(Path(folder))
     _refuse_oversized(path / "config.json")
     try:
@@ -183,11 +183,12 @@ def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
             raise ValueError("text_config is not a config")
         if not all(isinstance(name, str) for name in config.architectures or []):
             raise ValueError("architectures is not a list of names")
-        return config
     except Exception as error:  # each model family validates its config with different exceptions
         if "trust_remote_code" in str(error):
             raise remote_code_error(folder) from error
         raise RLHFError("M01", f"{shown(folder)}: not a model's config.json: {short_reason(error)}") from error
+    refuse_other_weights(Path(folder), config)
+    return config
 
 
 def read_eos_token_ids(folder: Path | str) -> list[int]:
@@ -211,16 +212,6 @@ def _refuse_oversized(path: Path) -> None:
             if is_count and value > MAX_LAYERS:
                 text = f"{name} is {value}, and no model has more than {MAX_LAYERS}"
                 raise RLHFError("M01", text, where=shown(path), hint="copy or download config.json again")
-
-
-def _refuse_pickles(folder: Path) -> None:
-    shards = build.shard_files(folder)
-    pickles = {path.name for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES} - {"training_args.bin"}
-    if pickles & shards or (pickles and not any(folder.glob("*.safetensors"))):
-        name = min(pickles)
-        text = f"{shown(folder)} has its weights only as a pickle ({name}), which can run code when it is read"
-        hint = "if you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors"
-        raise RLHFError("M07", text, hint=hint)
 
 
 def _missing_head(auto_class: Any, folder: Path | str, config: Any, trust_remote_code: bool) -> tuple[str, ...]:

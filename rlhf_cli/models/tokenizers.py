@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError, collect_errors, first_names, short_reason
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import chat_templates
 from rlhf_cli.models.batch import StopTokenId
-from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.parents import Parent, is_model_file
 
 PAD = "[PAD]"
 # Special tokens of common families, for padding or for nothing, that become the pad token of a tokenizer without one.
@@ -52,8 +52,9 @@ SKIPPED_CATEGORIES = ("Cs", "Cn", "Co")  # surrogates, unassigned, private use
 
 
 def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
-    """Load a folder's tokenizer with left padding. Raises RLHFError M01, M08 (custom code)."""
+    """Load a folder's tokenizer with left padding. Raises RLHFError M01, M08 (custom code), M15 (files elsewhere)."""
     refuse_code(folder, trust_remote_code)
+    _refuse_other_files(Path(folder))
     try:
         with translate_rust_panics("M01", f"{shown(folder)} has no readable tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
@@ -71,6 +72,20 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> An
             raise remote_code_error(folder) from error
         raise RLHFError("M01", f"{shown(folder)} has no readable tokenizer: {short_reason(error)}") from error
     return tokenizer
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Raise RLHFError M15 if transformers would read a tokenizer or template that the folder's hash does not cover."""
+    names = (read_json_object(folder / "tokenizer_config.json") or {}).get("fast_tokenizer_files")
+    for name in names if isinstance(names, list) else ():
+        if not is_model_file(str(name)):
+            text = f'fast_tokenizer_files names "{name}", which is not a JSON file of the folder'
+            hint = "remove the key: tokenizer.json is read then"
+            raise RLHFError("M15", text, where=shown(folder / "tokenizer_config.json"), hint=hint)
+    template = folder / "additional_chat_templates/default.jinja"
+    if template.exists():
+        text = "transformers would read it instead of the folder's own chat template"
+        raise RLHFError("M15", text, where=shown(template), hint="move it to chat_template.jinja, or away")
 
 
 def refuse_code(folder: Path | str, trusted: bool) -> None:

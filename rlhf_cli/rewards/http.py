@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.config.secret_values import VARIABLE
 from rlhf_cli.data.texts import joined
 from rlhf_cli.errors import RLHFError, collect_errors, register_secrets
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
@@ -46,7 +47,8 @@ class Endpoint:
     Raises RLHFError R05 if the client's retries are used up, or the answer is not 200 with what `read` accepts.
     """
 
-    url: str
+    url: str  # as in the config, for messages
+    address: str  # with the values of its variables
     client: HTTPClient
     batch_size: int = 64
     concurrency: int = 8
@@ -71,7 +73,7 @@ class Endpoint:
 
     async def _post(self, connections: Any, body: Body) -> bytes:
         try:
-            return await self.client.request(connections, self.url, json.dumps(body).encode())
+            return await self.client.request(connections, self.address, json.dumps(body).encode())
         except RefusalError as error:
             raise self.error(str(error)) from None
         except NoAnswerError as error:
@@ -195,15 +197,24 @@ def _reranked(answer: Any, body: Body) -> list[float]:
 def make(section: RewardSection, context: RewardContext) -> RewardFn:
     """Build the reward of `url:` without contacting it. Raises RLHFError C17 for an invalid port or header."""
     assert section.url is not None
+    in_url = [partial(_check_variable, variable, "url", context) for variable in VARIABLE.findall(section.url)]
     headers = [partial(_check_header, name, variable, context) for name, variable in section.headers.items()]
-    collect_errors(partial(_check_port, section.url, context), *headers)
+    collect_errors(*in_url, partial(_check_port, section.url, context), *headers)
     values = {name: os.environ[variable] for name, variable in section.headers.items()}
     register_secrets(*values.values())
     client = HTTPClient(section.timeout, section.retries, values)
-    endpoint = Endpoint(section.url, client, section.batch_size, section.concurrency)
+    endpoint = Endpoint(section.url, _address(section.url), client, section.batch_size, section.concurrency)
     if section.protocol == "scores":
         return HTTPReward(endpoint)
     return ScoringServer(endpoint, section.protocol, section.output == "probability")
+
+
+def _address(url: str) -> str:
+    """Return the URL with the values of its variables, which are never shown."""
+    values = {variable: os.environ[variable] for variable in VARIABLE.findall(url)}
+    quoted = {variable: quote(value, safe="") for variable, value in values.items()}
+    register_secrets(*values.values(), *quoted.values())
+    return VARIABLE.sub(lambda match: quoted[match[1]], url)
 
 
 def _check_port(url: str, context: RewardContext) -> None:
@@ -214,12 +225,17 @@ def _check_port(url: str, context: RewardContext) -> None:
 
 
 def _check_header(name: str, variable: str, context: RewardContext) -> None:
-    where, value = context.where(f"headers.{name}"), os.environ.get(variable)
     if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
-        raise RLHFError("C17", f"headers: {name!r} is not a header name", where=where, hint="e.g. Authorization")
+        text = f"headers: {name!r} is not a header name"
+        raise RLHFError("C17", text, where=context.where(f"headers.{name}"), hint="e.g. Authorization")
+    _check_variable(variable, f"headers.{name}", context)
+
+
+def _check_variable(variable: str, key: str, context: RewardContext) -> None:
+    where, value = context.where(key), os.environ.get(variable)
     if not value:
-        text = f"headers.{name}: the environment variable {variable} is not set"
+        text = f"{key}: the environment variable {variable} is not set"
         raise RLHFError("C17", text, where=where, hint=f"export {variable}=... in the shell that starts the run")
     if not value.isprintable():
-        text = f"headers.{name}: the environment variable {variable} holds a line break or another control character"
+        text = f"{key}: the environment variable {variable} holds a line break or another control character"
         raise RLHFError("C17", text, where=where, hint="remove it from the value")

@@ -130,7 +130,11 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, *, hashed: bool) -> 
     if f"model/{ADAPTER_CONFIG}" in models:
         base = _base(folder, stage, base_entry(manifest["parents"]), key, hashed=hashed)
     sha256, model = sha256_with_base(models, manifest["parents"]), folder / "model"
-    return Parent(key, folder, stage, model, sha256, manifest, base=base, file_stats=_file_stats(model))
+    file_stats = _file_stats(model)
+    if added := sorted(name for name in file_stats if f"model/{name}" not in models):
+        text = f"{key}: {shown(model / added[0])} was not written by the stage, and would be read with its model"
+        raise RLHFError("M10", text, hint="move it out of the folder; put a changed model into another folder")
+    return Parent(key, folder, stage, model, sha256, manifest, base=base, file_stats=file_stats)
 
 
 def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
@@ -316,11 +320,16 @@ def list_model_files(folder: Path) -> list[Path]:
     Raises RLHFError E08 if it is unreadable, M01 for a pipe or a device, or a file that cannot be so large.
     """
     with translate_read_errors(folder):
-        paths = [path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")]
+        paths = [path for path in folder.iterdir() if is_model_file(path.name)]
         files = sorted(path for path in paths if path_exists(path) and not path.is_dir())
         for path in files:
             _require_plain(path)
         return files
+
+
+def is_model_file(name: str) -> bool:
+    """Return True for the name of a file that the hash of a plain folder covers."""
+    return name == Path(name).name and not name.startswith(".") and Path(name).suffix in MODEL_SUFFIXES
 
 
 def _require_plain(path: Path) -> None:

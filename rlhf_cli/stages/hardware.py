@@ -14,7 +14,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import TRLConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
-from rlhf_cli.models import build, compiled, devices, load
+from rlhf_cli.models import compiled, devices, load, weight_files
 from rlhf_cli.models.memory import Lengths
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.plan_models import (
@@ -184,14 +184,14 @@ def count_parameters(parent: Parent, *, heads: bool = False) -> int:
     """Return the number of parameters in the headers of a model's safetensors files; of an adapter, its base's."""
     if parent.base:
         return count_parameters(parent.base, heads=heads)
-    return sum(_count_in_file(path, () if heads else HEADS) for path in build.weight_files(parent.model))
+    return sum(_count_in_file(path, () if heads else HEADS) for path in weight_files.weight_files(parent.model))
 
 
 def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
     try:
         with safe_open(path, "pt") as file:
             names = [name for name in file.keys() if not name.startswith(uncounted)]  # noqa: SIM118
-            counted = [name for name in names if not name.endswith(build.BUFFERS)]
+            counted = [name for name in names if not name.endswith(weight_files.BUFFERS)]
             return sum(math.prod(file.get_slice(name).get_shape()) for name in counted)
     except (OSError, SafetensorError):
         return 0  # corrupt: loading it reports the error

@@ -5,12 +5,16 @@ import json
 import logging
 import os
 import re
+import resource
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bad_inputs import check, foreign_scorer, rlhf
+from run_cli import python
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 from transformers.utils import logging as transformers_logging
@@ -78,28 +82,79 @@ def test_m01_a_file_that_cannot_be_so_large(folder: Path, name: str) -> None:
     refused_everywhere("M01", f"model/{name}: has 1099.5 GB, which is not the size of a file of a model")
 
 
-def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nested loops, and growing numbers: the first conversation is an error, with any data.on_bad."""
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+GROW = "{%% set n = namespace(x=%s, y=%s) %%}{%% for a in range(99999) %%}%s{%% endfor %%}"
+TOO_LONG = "the chat template takes more than 0.3 s for one conversation"
+TOO_LARGE = "the chat template needs more than 1.0 GB for one conversation"
+TOO_DEEP = "the chat template calls itself without end, or is nested too deeply"
+
+
+@pytest.mark.parametrize(
+    ("template", "code", "says"),
+    [
+        (LOOPS, "M01", TOO_LONG),
+        (GROW % (7, 0, "{% set n.x = n.x * 7 + n.x %}"), "M01", TOO_LONG),
+        # Python handles no signal while it compares nested lists.
+        (
+            GROW.replace("99999", "60") % ("[1]", "[1]", "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}")
+            + "{{ n.x == n.y }}",
+            "M01",
+            TOO_LONG,
+        ),
+        ("{{ 'x' * 10**11 }}", "M01", TOO_LARGE),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "M01", TOO_DEEP),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "M01", TOO_DEEP),
+        ("{{ messages | length // 0 }}", "D06", "rejects the conversation: integer division or modulo by zero"),
+    ],
+    ids=["loops", "number", "comparison", "text", "macro", "brackets", "raises"],
+)
+def test_a_chat_template_that_does_not_end_or_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, code: str, says: str
+) -> None:
+    """The first conversation is an error, with any data.on_bad."""
     monkeypatch.setattr(tokens, "RENDER_TIMEOUT", 0.3)
-    jsonl.write_jsonl(
-        folder / "rows.jsonl",
-        [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}] * 8,
-    )
-    growing = "{% set n = namespace(x=7) %}{% for a in range(99999) %}{% set n.x = n.x * 7 + n.x %}{% endfor %}"
-    for template in (LOOPS, growing):
-        (folder / "model/chat_template.jinja").write_text(template)
-        result = check("sft.yaml", "-s", "data.on_bad=drop")
-        assert "error[M01]: " in result.stderr and "the chat template takes more than 0.3 s" in result.stderr
-        assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
+    (folder / "model/chat_template.jinja").write_text(template)
+    result = check("sft.yaml", "-s", "data.on_bad=drop")
+    assert f"error[{code}]: " in result.stderr and says in result.stderr, result.stderr
+    assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
+
+
+@pytest.mark.parametrize(("bomb", "says"), [(LOOPS, TOO_LONG), ("{{ messages[0].content * 10**10 }}", TOO_LARGE)])
+def test_m01_a_chat_template_that_does_not_end_on_one_row(
+    chat: Any, monkeypatch: pytest.MonkeyPatch, bomb: str, says: str
+) -> None:
+    """What it does depends on the text, so that no trial sees it; the limits are off again afterwards."""
+    monkeypatch.setattr(tokens, "RENDER_TIMEOUT", 0.3)
+    chat.chat_template = f"{{% if 'Hi' in messages[0].content %}}{bomb}{{% endif %}}{tokenizers.CHATML}"
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(errors.RLHFError, match=f"M01.*{says}"):
+        tokens.render(chat, TURNS, generation_prompt=False)
+    assert "Hello" in tokens.render(chat, [{"role": "user", "content": "Hello"}], generation_prompt=False)
+    assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_a_cpu_time_limit_ends_the_work_and_is_removed() -> None:
     with pytest.raises(system.CPUTimeExceeded), system.cpu_time_limit(0.05):
+        with suppress(system.CPUTimeExceeded):  # as Jinja does where it computes constants
+            while True:
+                pass
         while True:
             pass
     with system.cpu_time_limit(0.05):
         pass
     assert sum(range(3_000_000)) > 0  # takes more than 0.05 s
+
+
+def test_a_limit_that_python_never_gets_to_raise_ends_the_process() -> None:
+    program = (
+        "from rlhf_cli.system import cpu_time_limit\n"
+        "x, y = [1], [1]\n"
+        "for _ in range(60): x, y = [x, x], [y, y]\n"
+        "with cpu_time_limit(0.05): x == y\n"
+    )
+    assert python("-c", program).returncode == -signal.SIGPROF
 
 
 def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:

@@ -17,6 +17,7 @@ from fake_config import FakeConfig, make_stage
 from run_cli import must_succeed
 
 from rlhf_cli import errors, jsonl, runs, terminal
+from rlhf_cli.config import loading
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import json_sha256
 from rlhf_cli.models import load, save, tokenizers
@@ -165,6 +166,56 @@ def test_c16_secrets_in_a_config(line: str) -> None:
     errors_found = messages("sft", f"seed: 1\n{line}\n")
     assert any(message.startswith("error[C16]: sft.yaml:2: ") for message in errors_found), errors_found
     assert "PASSWORD" not in "".join(errors_found) and TOKEN not in "".join(errors_found)
+
+
+HOOK = "Zx3Yw8Vu5Ts2Rq7Po6Nm1Lk4"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://PLANTED@host/score",
+        "https://me:PLANTED@host/score",
+        *(
+            f"https://host/score?model=rm&{name}=PLANTED"
+            for name in (
+                "sig", "Signature", "auth", "code", "pwd", "token", "key", "apiKey", "X-Amz-Signature",
+                "x-goog-credential", "X-Amz-Security-Token", "subscription-key", "AWSAccessKeyId", "session_id", "pass",
+                "%74oken", "%2574oken", "s%69g", "a.key",
+            )
+        ),
+        "https://host/score?a=b;sig=PLANTED",
+        "host/score?sig=PLANTED",
+        "https://host/score?sig={SIG}PLANTED",
+        f"https://host/services/T012/B345/{HOOK}",
+        f"https://host/score?id={HOOK}",
+        "https://host/3f2504e04f8911d39a0c0305e82c3301/score",
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_c16_secrets_in_the_url_of_a_reward(url: str) -> None:
+    others = "data: {prompts: x}\nppo: {total_episodes: 64}\n"
+    (found,) = messages("ppo", f"seed: 1\nrewards:\n  far: {{url: '{url}'}}\n{others}")
+    assert found.startswith("error[C16]: ppo.yaml:3: rewards.far.url"), found
+    assert "write {VARIABLE} in its place" in found
+    assert not any(secret in found for secret in ("PLANTED", HOOK, "3f2504e04f89"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8000/score?max_tokens=512&normalize=true&author=me&encoding=utf8&design=2",
+        "https://host/models/Skywork-Reward-V2-Llama-3.1-8B-40M/RewardModelServerV2",
+        "https://api.host.com/v2/3f2504e0-4f89-11d3-9a0c-0305e82c3301/runsync",
+        "https://k3x9f2b7q8w1z5c6v4n0.endpoints.host.com/score?code={FUNCTION_CODE}&sig={SIG}",
+        "https://host/services/{HOOK}",
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_urls_without_a_secret(url: str) -> None:
+    others = "data: {prompts: x}\nppo: {total_episodes: 64}\n"
+    Path("ppo.yaml").write_text(f"rewards:\n  far: {{url: '{url}'}}\n{others}")
+    assert loading.load("ppo", "ppo.yaml").rewards["far"].url == url
 
 
 # 4. YAML

@@ -35,12 +35,14 @@ class Server:
     def __init__(self) -> None:
         self.plan: list[Plan] = [good]
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.paths: set[str] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append((body, dict(self.headers)))
+                outer.paths.add(self.path)
                 code, text = (outer.plan.pop(0) if len(outer.plan) > 1 else outer.plan[0])(body)
                 try:
                     self.send_response(code)
@@ -337,21 +339,37 @@ def test_c17_c16_a_wrong_endpoint_is_rejected_before_the_run(run_folder: Path, m
 def test_the_run_resumes_once_the_endpoint_is_back(
     run_folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is trained in the update that failed: the end is that of an undisturbed run."""
-    far = {"url": server.address, "retries": 0}
-    write(run_folder, "ppo", {**PPO, "rewards": {"far": far}})
-    monkeypatch.setenv("FAR", "secret value")
-    assert ppo(run_folder).exit_code == 0
+    """Nothing is trained in the update that failed: the end is that of an undisturbed run.
+
+    Secrets of the URL and of headers come from the environment, may change on the way, and are written nowhere.
+    """
+    far = {"url": f"{server.address}/hooks/{{HOOK}}?code={{FUNCTION_CODE}}", "retries": 0}
+    tracked = {**PPO, "output": {**PPO["output"], "report_to": ["tensorboard"]}}
+    write(run_folder, "ppo", {**tracked, "rewards": {"far": far}})
+    fails(rlhf("check", run_folder / "ppo.yaml"), "C17", "url: the environment variable HOOK is not set", "export HOOK")
+    secrets = {"FAR": "secret value", "HOOK": "T0AB12/B9/Zx3Yw8Vu5Ts2", "FUNCTION_CODE": "a+planted=code"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    outputs = [ppo(run_folder).output]
     expected = weights(run_folder)
+    assert server.paths == {"/score/hooks/T0AB12%2FB9%2FZx3Yw8Vu5Ts2?code=a%2Bplanted%3Dcode"}
     calls = len(server.requests)
-    server.plan = [good] * (calls // 2) + [says(503, "gone")]
+    server.plan = [good] * (calls // 2) + [says(503, "gone: T0AB12/B9/Zx3Yw8Vu5Ts2 a%2Bplanted%3Dcode")]
     failed = ppo(run_folder, "--fresh")
-    fails(failed, "R05", "error[R05]: reward `far`: http://127", exit_code=1)
+    fails(failed, "R05", f"error[R05]: reward `far`: {far['url']} answered 503", exit_code=1)
     assert steps(run_folder / "ppo/state") and not (run_folder / "ppo/manifest.json").exists()
     assert all(row["objective/score/far"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
     server.plan = [good]
     patient = {**far, "timeout": 30.0, "retries": 1, "headers": {"X-Me": "FAR"}}
-    write(run_folder, "ppo", {**PPO, "rewards": {"far": patient}})
-    must_succeed(ppo(run_folder), "resumes at step")
+    write(run_folder, "ppo", {**tracked, "rewards": {"far": patient}})
+    monkeypatch.setenv("HOOK", "T0AB12/B9/another8Vu5Ts2")
+    outputs += [failed.output, must_succeed(ppo(run_folder), "resumes at step").output]
     assert weights(run_folder) == expected
-    assert not any(b"secret value" in path.read_bytes() for path in (run_folder / "ppo").rglob("*") if path.is_file())
+    outputs.append(must_succeed(rlhf("export", run_folder, "--out", run_folder / "out")).output)
+    must_succeed(rlhf("report", run_folder))
+    written = [path for path in run_folder.rglob("*") if path.is_file()]
+    assert {"report.html", "config.yaml", "model.safetensors"} <= {path.name for path in written}
+    assert any(path.name.startswith("events.out.tfevents") for path in written)
+    planted = ["secret value", "Zx3Yw8Vu5Ts2", "another8Vu5Ts2", "planted"]
+    for content in (*(path.read_bytes() for path in written), "".join(outputs).encode()):
+        assert not any(secret.encode() in content for secret in planted)

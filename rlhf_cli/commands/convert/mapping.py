@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from rlhf_cli.commands.convert.read import Setting, Source
-from rlhf_cli.config import loading, trl_fields, yaml_io
+from rlhf_cli.config import trl_fields, yaml_io
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.fields import key_at, keys_of
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.secret_values import remove_secrets
 from rlhf_cli.config.yaml_io import parse_value, to_yaml
 from rlhf_cli.errors import RLHFError, closest_match, redact
 
@@ -44,7 +45,7 @@ class Conversion:
         self.to_set: dict[str, str] = {}  # keys that the user has to set, with a note
         for setting in source.settings:
             shown = to_yaml(setting.value)
-            if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
+            if remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
                 reason = "secrets are not stored in files; use environment variables such as HF_TOKEN"
                 self.leave(Setting(setting.name, "[secret]"), reason)
             elif setting.problem:

@@ -1,0 +1,85 @@
+"""Secrets in a config, by the names of keys and query parameters and by their form: a run copies its config."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from rlhf_cli.errors import TOKEN, Problem, redact
+
+SECRET_KEY = re.compile(
+    r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
+)
+URL = re.compile(r"(https?)?://([^\s/?#]*)([^\s]*)", re.IGNORECASE)  # scheme, host, and all that follows
+VARIABLE = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)  # in a URL: {NAME} is the value of an environment variable
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+SECRET_WORDS = {
+    "apikey", "auth", "authorization", "bearer", "code", "cookie", "cred", "creds", "credential", "credentials",
+    "hmac", "jwt", "key", "oauth", "otp", "pass", "passphrase", "passwd", "pat", "pin", "pw", "pwd", "session",
+    "sessionid", "sid", "sig", "sign", "ticket",
+}  # fmt: skip
+SECRET_ENDS = ("token", "key", "secret", "password", "signature")
+LONG_WORD = re.compile(r"[A-Za-z0-9]{16,}")
+LETTER_BESIDE_DIGIT = re.compile(r"(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])")
+CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+HINT = "remove it, and set it in the environment, e.g. HF_TOKEN"
+URL_HINT = (
+    "put it in a header from the environment (headers: {Authorization: VARIABLE}); "
+    "or write {VARIABLE} in its place in the URL"
+)
+
+
+def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
+    """Remove each secret from `tree`, so that no message can repeat it; return a problem C16 for each."""
+    secrets = list(_find_secrets(tree, ""))
+    for container, name, _, _ in reversed(secrets):  # from the end, so that list indices stay valid
+        container.pop(name)
+        if name == "url":  # without one, its section would be another problem
+            container[name] = "http://removed"
+    return [Problem("C16", f"{redact(key)} contains a secret", where(key), hint) for _, _, key, hint in secrets]
+
+
+def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str, str]]:
+    for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
+        key = f"{path}.{name}" if path else str(name)
+        text = value if isinstance(value, str) else ""
+        if TOKEN.search(str(name)) or TOKEN.search(text) or (text and SECRET_KEY.fullmatch(str(name))):
+            yield node, name, key, HINT
+        elif any(_has_secret(*url.groups()) for url in URL.finditer(_with_scheme(str(name), text))):
+            yield node, name, key, URL_HINT
+        elif isinstance(value, dict | list):
+            yield from _find_secrets(value, key)
+
+
+def _with_scheme(name: str, text: str) -> str:
+    """Return the value of a key, as a URL if the key is `url`: a message would show one without a scheme."""
+    return f"://{text}" if name == "url" and "://" not in text else text
+
+
+def _has_secret(scheme: str | None, host: str, rest: str) -> bool:
+    """Return True for a URL with a login, a parameter with the name of a secret, or a random part behind the host."""
+    if "@" in host:
+        return True
+    for part in re.split("[/?&;#]", VARIABLE.sub("", rest)):
+        name, equals, value = part.partition("=")
+        if (equals and value and _names_secret(_decoded(name))) or (scheme and _is_random(_decoded(part))):
+            return True
+    return False
+
+
+def _decoded(text: str) -> str:
+    return unquote(unquote(text))  # some encode it twice
+
+
+def _names_secret(name: str) -> bool:
+    """Return True for the name of a secret parameter, such as sig, X-Amz-Signature, accessToken or api_key."""
+    return name.lower().endswith(SECRET_ENDS) or not SECRET_WORDS.isdisjoint(map(str.lower, WORD.findall(name)))
+
+
+def _is_random(text: str) -> bool:
+    """Return True for letters and digits in no order, as in the path of a web hook, but not for names and UUIDs."""
+    for word in LONG_WORD.findall(text):
+        mixed, capitals = len(LETTER_BESIDE_DIGIT.findall(word)), len(CAPITAL.findall(word))
+        if mixed >= 4 or mixed + capitals >= 7:
+            return True
+    return False

@@ -1,0 +1,111 @@
+"""The files of a folder that hold its model's weights: transformers must load no others, since parents are hashed.
+
+All functions raise RLHFError: M01 (no readable index), S03 (files outside), and what they say.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from rlhf_cli.errors import RLHFError, first_names, shown
+from rlhf_cli.files import read_json_object
+from rlhf_cli.runs.parents import ADAPTER_CONFIG, is_model_file, read_adapter
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# of transformers' is_sharded_checkpoint(): shards that it reads instead of model.safetensors
+DISTRIBUTED_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+# Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+FLOAT_FORMATS = {"F64", "F32", "F16", "BF16"}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: a single one, or those in the index."""
+    single = folder / SINGLE
+    return [single] if single.exists() else [folder / name for name in sorted(_shard_names(folder))]
+
+
+def _shard_names(folder: Path) -> set[str]:
+    """Return the file names in the index of sharded weights, if any."""
+    path = folder / INDEX
+    if not path.exists():
+        return set()
+    weight_map = (read_json_object(path) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        text = '"weight_map" must give the file of each weight'
+        hint = "download the file again, or remove it if model.safetensors has all weights"
+        raise RLHFError("M01", text, where=shown(path), hint=hint)
+    if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
+        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
+    return set(weight_map.values())
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise RLHFError M07 if a folder has its weights only as pickles."""
+    shards = _shard_names(folder)
+    pickles = {path.name for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES} - {"training_args.bin"}
+    if pickles & shards or (pickles and not any(folder.glob("*.safetensors"))):
+        name = min(pickles)
+        text = f"{shown(folder)} has its weights only as a pickle ({name}), which can run code when it is read"
+        hint = "if you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors"
+        raise RLHFError("M07", text, hint=hint)
+
+
+def refuse_other_weights(folder: Path, config: Any) -> None:
+    """Raise RLHFError M15 if transformers would load other weights than `weight_files`, or quantized ones.
+
+    `config` is the folder's own. The weights of an adapter's folder belong to its base.
+    """
+    if read_adapter(folder) is not None:
+        return
+    place = shown(folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        text = f"{place} holds an adapter ({ADAPTER_CONFIG}) beside full weights, and transformers would add it to them"
+        hint = "move the adapter's files out of the folder; or merge the two into a new folder"
+        raise RLHFError("M15", text, hint=hint)
+    for path in folder.iterdir():
+        if DISTRIBUTED_SHARD.match(path.name):
+            text = f"{place} holds {path.name} of a distributed checkpoint, which transformers reads before all others"
+            hint = "move these files away; or AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            raise RLHFError("M15", text, hint=hint)
+    usual = SINGLE if (folder / SINGLE).exists() else INDEX
+    for each in (config, config.get_text_config()):
+        named = getattr(each, "transformers_weights", usual)
+        if named not in (None, usual):
+            text = f'config.json has transformers_weights "{named}", a file that transformers loads instead of {usual}'
+            hint = f"remove the key; to train on that file, rename it to {SINGLE}, too"
+            raise RLHFError("M15", f"{place}: {text}", hint=hint)
+        method = getattr(each, "quantization_config", None)
+        if method:
+            name = method.get("quant_method", "quantization_config") if isinstance(method, dict) else method
+            text = f"{place} holds quantized weights ({name} in config.json), which cannot be trained or merged"
+            hint = "name the same model without quantization; adapters: {kind: qlora} stores it in 4 bits"
+            raise RLHFError("M15", text, hint=hint)
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors" or not is_model_file(path.name):
+            text = f'{shown(folder / INDEX)} names "{path.name}", which is not a file NAME.safetensors'
+            raise RLHFError("M15", text, hint="name it so, in the index too; or download the folder again")
+
+
+def require_float_formats(folder: Path, model: Any) -> None:
+    """Raise RLHFError M15 if a weight of `model` is not stored as a plain floating-point number.
+
+    transformers converts any format without a word: 8 bits without their scales, and True to 1. Stored masks and
+    positions are no weights.
+    """
+    kinds = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    formats: dict[str, str] = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in list(file.keys()):
+                dtype = file.get_slice(name).get_dtype()
+                is_weight = name.rpartition(".")[2] in kinds and not name.endswith(BUFFERS)
+                if is_weight and dtype not in FLOAT_FORMATS:
+                    formats[name] = dtype
+    if formats:
+        found = f"{' and '.join(sorted(set(formats.values())))} in {first_names(sorted(formats))}"
+        text = f"{shown(folder)} holds weights that are not floating-point numbers of 16 to 64 bits: {found}"
+        raise RLHFError("M15", text, hint="name the same model in BF16, F16 or F32")
