@@ -183,6 +183,14 @@ def with_standard_roles(messages: list[Any]) -> list[Any]:
     return standard
 
 
+def as_turns(row: Row, form: Form) -> Row:
+    """Make messages of a prompt and its answers that are texts; an empty prompt stays text, which is refused later."""
+    if not row["prompt"].strip():
+        return row
+    answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
+    return {**row, **answers, "prompt": [{"role": "user", "content": row["prompt"]}]}
+
+
 def with_system_message(row: Row, form: Form) -> Row:
     """Put the text of the row's system column before its messages, unless they begin with a system message.
 

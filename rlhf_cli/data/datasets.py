@@ -23,13 +23,18 @@ from rlhf_cli.data.tokens import (
     encode_many,
     has_thought,
     header_of_answers,
+    speaks_in_turns,
     variables_hint,
 )
 from rlhf_cli.errors import RLHFError
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
+PROMPT_FORMS = (
+    *PAIR_FORMS,
+    ("messages",),
+    ("prompt",),
+)  # a row with both, as UltraChat's, is a conversation in SFT, too
 Source = DataSource | Path | str
 UnencodedRow = tuple[RowLocation, str | Conversation | None, Answer | None]  # location, prompt, response
 Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]
@@ -123,7 +128,7 @@ def sft_rows(
         (response,) = responses
         return {"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)}
 
-    reader = DatasetReader(source, SFT_FORMS)
+    reader = DatasetReader(source, SFT_FORMS, in_turns=speaks_in_turns(tokenizer))
     examples = list(_read(reader, texts.parse_sft_row))
     return _tokenised(reader, examples, make_row, tokenizer, max_length, on_long, sample)
 
@@ -148,7 +153,7 @@ def preference_rows(
         row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
         return row if pair.margin is None else {**row, "margin": pair.margin}
 
-    reader = DatasetReader(source, PAIR_FORMS)
+    reader = DatasetReader(source, PAIR_FORMS, in_turns=speaks_in_turns(tokenizer))
     pairs = _read_pairs(reader, on_identical)
     _warn_repeated(reader, pairs)
     return _tokenised(reader, pairs, make_row, tokenizer, max_length, on_long, sample)
@@ -166,7 +171,7 @@ def prompt_rows(
     def make_row(example: Example, prompt: list[int], responses: list[list[int]]) -> Prompt:
         return Prompt(prompt, example.prompt, example.location, example.columns)
 
-    reader = DatasetReader(source, PROMPT_FORMS)
+    reader = DatasetReader(source, PROMPT_FORMS, in_turns=speaks_in_turns(tokenizer))
     rows = _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
     names = dict.fromkeys(name for each in rows for name in each.columns)
     return rows.with_rows(replace(each, columns={name: each.columns.get(name) for name in names}) for each in rows)

@@ -50,12 +50,21 @@ class DatasetReader:
     """Reader of a source's rows; it collects problems and counts dropped rows."""
 
     def __init__(
-        self, source: DataSource | Path | str, forms: tuple[Form, ...], *, reads_system_texts: bool = False
+        self,
+        source: DataSource | Path | str,
+        forms: tuple[Form, ...],
+        *,
+        reads_system_texts: bool = False,
+        in_turns: bool = False,
     ) -> None:
-        """`reads_system_texts`: the caller uses a system column beside prompts that are texts."""
+        """`reads_system_texts`: the caller uses a system column beside prompts that are texts.
+
+        `in_turns`: prompts and answers that are texts become turns of a user and the assistant.
+        """
         self.source, self.forms = DataSource.of(source), forms
         self.columns = self.source.columns
         self.reads_system_texts = reads_system_texts
+        self.in_turns = in_turns and self.source.format != "plain"
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
         # Of the first row, which all others must match: its short location, columns, and types of their values.
@@ -149,10 +158,18 @@ class DatasetReader:
             row = conversions.without_prompt(row, self.repeating)
         if self.transcripts:
             form, row = self._parse_transcripts(form, row)
-        has_messages = self.transcripts or CONVERSATION in self.kinds.values()
+        if self.texts_are_turns:
+            row = conversions.as_turns(row, form)
+        has_messages = self.transcripts or self.texts_are_turns or CONVERSATION in self.kinds.values()
         if has_messages and not self.other_format:
             row = conversions.with_system_message(row, form)
         return form, row
+
+    @property
+    def texts_are_turns(self) -> bool:
+        """Return True if the texts of the rows become turns."""
+        is_text = set(self.kinds.values()) == {TEXT} and "prompt" in self.form
+        return self.in_turns and is_text and not self.transcripts
 
     def _own_form(self, row: dict[str, Any]) -> Form | None:
         return next((form for form in self.forms if all(name in row for name in form)), None)
@@ -251,6 +268,9 @@ class DatasetReader:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
         if self.other_format:
             yield f"{self.other_format}, read as {{{', '.join(self.form)}}}"
+        if self.texts_are_turns:
+            text = "texts become turns of a user and the assistant, on which the model was trained"
+            yield f"{text}; data.format: plain keeps them"
         if self.renamed_roles:
             roles = [f"{role} is {conversions.ROLE_ALIASES[role]}" for role in self.renamed_roles]
             yield f"roles of messages: {', '.join(roles)}"
@@ -299,7 +319,8 @@ class DatasetReader:
     def _columns_beside(self) -> list[str]:
         """Return the columns of the file that are read beside those of the form."""
         beside = ["margin"] if "chosen" in self.form else []
-        if self.transcripts or CONVERSATION in self.kinds.values() or self.reads_system_texts:
+        has_messages = self.transcripts or self.texts_are_turns or CONVERSATION in self.kinds.values()
+        if has_messages or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
         if self.whole_dialogues:
             beside.append("prompt")

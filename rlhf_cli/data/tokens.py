@@ -46,10 +46,22 @@ _THOUGHT_TAG = re.compile(
 )
 WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
 
+SPEAKS_IN_TURNS = "rlhf_speaks_in_turns"  # attribute of a tokenizer
+
 
 def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
     """Return the ids set by `set_ids_without_embedding`, None before it."""
     return getattr(tokenizer, WITHOUT_EMBEDDING, None)
+
+
+def speaks_in_turns(tokenizer: Any) -> bool:
+    """Return True if `set_speaks_in_turns` was called: the model was trained on conversations by its chat template."""
+    return getattr(tokenizer, SPEAKS_IN_TURNS, False)
+
+
+def set_speaks_in_turns(tokenizer: Any) -> None:
+    """Make the texts of a data file turns of a user and the assistant."""
+    setattr(tokenizer, SPEAKS_IN_TURNS, True)
 
 
 def encode(tokenizer: Any, prompt: str | Conversation, response: Answer | None) -> Encoded:

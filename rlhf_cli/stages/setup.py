@@ -104,6 +104,8 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
         tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
     if config.stage in ("ppo", "eval") and is_policy_key(parent.key):
         set_template_variables(config, tokenizer, parent.stage)
+    if tokenizer.chat_template and training_prompt_form(parent) in ("conversation", "transcript"):
+        data.set_speaks_in_turns(tokenizer)
     return tokenizer
 
 
@@ -324,6 +326,8 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
 
 def training_prompt_form(parent: Parent) -> PromptForm | None:
     """Return the form of the prompts a model was trained on, None if its data is not local or not readable."""
+    if parent.stage not in DATA_KEYS:
+        return None
     try:
         source = configs.load(parent.stage, parent.path / "config.yaml").sources()[DATA_KEYS[parent.stage]]
         return data.prompt_form(source) if is_local(source) else None

@@ -1,4 +1,4 @@
-"""A policy with two stop tokens of which one is the pad token, as of Qwen2.5 and Qwen3: each row's score is right."""
+"""A chat model with two stop tokens of which one is the pad token, as Qwen2.5: what it reads, and each row's score."""
 
 import json
 import shutil
@@ -13,10 +13,12 @@ from report_run import draws_nothing
 from run_cli import must_succeed, rlhf
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli import jsonl
+from rlhf_cli import data, jsonl, runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import reward
+from rlhf_cli.stages import reward, setup
 
 pytestmark = pytest.mark.training
 
@@ -198,3 +200,35 @@ def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
     assert any(ended) and not all(ended)
     rendered = [[*row[:-1], stop, *newline] if end else row for (row, _), end in zip(scored, ended, strict=True)]
     assert [score for _, score in scored] == pytest.approx(by_transformers(foreign, rendered), abs=1e-4)
+
+
+USER = {"role": "user", "content": "What is a sun?"}
+ROWS = {
+    "a text": ({"prompt": "What is a sun?"}, [USER]),
+    "a system column": (
+        {"prompt": "What is a sun?", "system": "Be brief."}, [{"role": "system", "content": "Be brief."}, USER],
+    ),
+    "UltraChat": (
+        {"prompt": "What is a sun?", "prompt_id": "7", "messages": [USER, {"role": "assistant", "content": "A star."}]},
+        [USER],
+    ),
+    "a pair": ({"prompt": "What is a sun?", "chosen": "It shines.", "rejected": "No."}, [USER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_model_trained_on_conversations_reads_texts_as_turns(stages: Path, tmp_path: Path, name: str) -> None:
+    """SFT read messages, PPO the text beside them, and passed it without the template."""
+    row, conversation = ROWS[name]
+    jsonl.write_jsonl(tmp_path / "prompts.jsonl", [row] * 8)
+    write(stages, "ppo", PPO)
+    config = load("ppo", stages / "ppo.yaml", overrides=[f"data.prompts={tmp_path / 'prompts.jsonl'}"])
+    parent = runs.open_parent(str(stages / "sft"), expect=("sft",), key="models.sft", where="")
+    tokenizer = setup.load_tokenizer(config, Options(), parent)
+    prompts = setup.read_prompts(config, "data.prompts", tokenizer, None, 8)
+    rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert prompts and all(prompt.ids == rendered for prompt in prompts)
+    if "chosen" in row:
+        (pair, *_) = data.preference_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
+        answered = [*conversation, {"role": "assistant", "content": "It shines."}]
+        assert tokenizer.decode(pair["chosen_ids"]) + "\n" == tokenizer.apply_chat_template(answered, tokenize=False)
