@@ -191,6 +191,8 @@ class PPOConfig(TrainingConfig):
                 raise invalid(text, "remove it", f"ppo.{key}")
         if self.models.engine not in ("auto", "hf") and self.ppo.fsdp:
             raise invalid("only engine: hf can sample from sharded weights", "set hf", "models.engine")
+        if self.models.compile is True and self.ppo.fsdp:
+            raise invalid("compile cannot be combined with ppo.fsdp", "set auto", "models.compile")
         if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:
             text = "sync: lora sends adapters, and all weights are trained"
             raise invalid(text, "set disk, or models.adapters", "models.engine.vllm.sync")
@@ -212,10 +214,17 @@ class PPOConfig(TrainingConfig):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return the keys that can change the result; a run can resume with a server at another address."""
+        """Return the keys that can change the result; a run can resume with a server at another address.
+
+        `auto` is what a run has that began before there was a choice: the same numbers up to rounding.
+        """
         tree = super().identity()
         if self.models.server:
             tree["models"]["engine"] = {"vllm": {"sync": self.models.server_sync}}
+        elif self.models.engine == "auto":
+            tree["models"]["engine"] = "hf"
+        if self.models.compile == "auto":
+            del tree["models"]["compile"]
         return tree
 
     @property

@@ -348,6 +348,16 @@ def test_a_wrong_engine_is_one_problem(engine: str, message: str, here: Path) ->
     assert problem.startswith(message)
 
 
+def test_shards_are_neither_compiled_nor_sampled_by_the_graph_engine(here: Path) -> None:
+    config = loaded(here, "ppo", MINIMAL["ppo"], "ppo.fsdp=true")
+    assert config.engine_name(gpu=True) == "hf" == loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=False)
+    assert loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=True) == "graph"
+    plain = loaded(here, "ppo", MINIMAL["ppo"]).identity()["models"]
+    assert plain["engine"] == "hf" and "compile" not in plain, "what a run has that began before these keys"
+    (problem,) = messages("ppo", f"models: {{compile: true}}\n{MINIMAL['ppo']}", "ppo.fsdp=true")
+    assert "compile cannot be combined with ppo.fsdp" in problem
+
+
 def test_a_path_to_the_value_model_counts_but_not_which_and_a_template_by_its_text(here: Path) -> None:
     one, other = (loaded(here, "ppo", "", f"models.value=./{name}").identity() for name in "xy")
     assert one == other
