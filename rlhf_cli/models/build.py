@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -212,8 +213,8 @@ def backbone(model: Any) -> Any:
 
 def decoder(model: Any) -> Any:
     """Return a causal LM's text decoder, which its forward() calls."""
-    found = model.get_decoder()
-    return backbone(model) if found is model else found
+    found = model.get_decoder()  # ModernBERT's is its output head
+    return backbone(model) if found is model or isinstance(found, nn.Linear) else found
 
 
 def can_load_bf16(folder: Path, config: Any) -> bool:

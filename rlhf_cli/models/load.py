@@ -23,7 +23,7 @@ from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
 from rlhf_cli.runs.parents import read_adapter
 
-MAX_LAYERS = 10_000  # or experts: more than any model has; building more would take minutes
+MAX_COUNTS = {"layer": 10_000, "expert": 2**16}  # more than any model has; building more would take minutes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own
 
@@ -93,11 +93,15 @@ def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False
     if config.num_labels != 1:
         text = f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one"
         raise RLHFError("M03", text, hint="train a reward model with `rlhf reward`, or name one with num_labels 1")
+    _require_score(folder, config, "use it as rewards: {NAME: {pipeline: FOLDER, input: both}} of ppo.yaml")
+    return config
+
+
+def _require_score(folder: Path | str, config: Any, hint: str) -> None:
     has_code = getattr(config, "auto_map", None)
     if not (has_code or isinstance(getattr(build.reward_model_from_config(config), "score", None), torch.nn.Linear)):
-        text = f"{shown(folder)} ({config.model_type}) does not score the last token by one matrix"
-        raise RLHFError("M10", text, hint="use it as rewards: {NAME: {pipeline: FOLDER, input: both}} of ppo.yaml")
-    return config
+        text = f"{shown(folder)}: a {config.model_type} classifier does not score the last token by one matrix"
+        raise RLHFError("M10", text, hint=hint)
 
 
 def load_classifier(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
@@ -128,6 +132,8 @@ def read_init_config(folder: Path | str, trust_remote_code: bool = False) -> Any
     if build.is_classifier(config):
         return read_reward_model_config(folder, trust_remote_code)
     _missing_head(AutoModelForSequenceClassification, folder, build.one_label(config), trust_remote_code)
+    hint = "use a reward model of another family, and models.value: policy_head in ppo.yaml"
+    _require_score(folder, config, hint)
     return config
 
 
@@ -207,9 +213,9 @@ def _refuse_oversized(path: Path) -> None:
     settings = read_json_object(path) or {}
     for section in (settings, *(value for value in settings.values() if isinstance(value, dict))):
         for name, value in section.items():
-            is_count = name.removesuffix("s").endswith(("layer", "expert")) and isinstance(value, int)
-            if is_count and value > MAX_LAYERS:
-                text = f"{name} is {value}, and no model has more than {MAX_LAYERS}"
+            limit = next((n for kind, n in MAX_COUNTS.items() if name.removesuffix("s").endswith(kind)), None)
+            if limit is not None and isinstance(value, int) and value > limit:
+                text = f"{name} is {value}, and no model has more than {limit}"
                 raise RLHFError("M01", text, where=shown(path), hint="copy or download config.json again")
 
 
