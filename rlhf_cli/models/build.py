@@ -250,6 +250,13 @@ def has_classifier(config: Any) -> bool:
     return own_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
+def scores_by_one_matrix(config: Any) -> bool:
+    """Return True if the sequence classifier of a config's family has a linear `score`, or is custom code."""
+    if getattr(config, "auto_map", None):
+        return True
+    return has_classifier(config) and isinstance(getattr(reward_model_from_config(config), "score", None), nn.Linear)
+
+
 def require_classifier(config: Any) -> None:
     """Raise RLHFError M10 if transformers has no sequence classifier of a config's family."""
     if not has_classifier(config):

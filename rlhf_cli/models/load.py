@@ -98,8 +98,7 @@ def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False
 
 
 def _require_score(folder: Path | str, config: Any, hint: str) -> None:
-    has_code = getattr(config, "auto_map", None)
-    if not (has_code or isinstance(getattr(build.reward_model_from_config(config), "score", None), torch.nn.Linear)):
+    if not build.scores_by_one_matrix(config):
         text = f"{shown(folder)}: a {config.model_type} classifier does not score the last token by one matrix"
         raise RLHFError("M10", text, hint=hint)
 

@@ -24,7 +24,7 @@ from rlhf_cli.models import build, forward, load, packing
 from rlhf_cli.models.batch import left_pad, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 
-LONG_ROW, PADDING, ANSWER = 12, 6, 3  # tokens of the longer row, of padding beside the short one, and of an answer
+LONG_ROW, PADDING, ANSWER = 12, 6, 3  # tokens of the longer row, of padding beside the short one, of an answer
 TOLERANCE, TOLERANCE_ROUNDED = 0.01, 0.75  # with float32 weights, and with rounded ones
 FLOAT32_ATTENTION = ("eager", "sdpa", "flex_attention", packing.ATTN_IMPLEMENTATION)
 
@@ -39,9 +39,14 @@ def require_rows_alone(model: Any, where: str | None = None, loading: ProcessGro
     """
     problem = loading.run_on_main(lambda: padding_problem(model))
     if problem:
-        text = f"a {model.config.model_type} model cannot be trained in batches: {problem}"
-        hint = "take a model of another family, or try a newer transformers"
-        raise RLHFError("M16", text, where=where, hint=hint)
+        raise refusal(model, problem, where)
+
+
+def refusal(model: Any, problem: str, where: str | None = None) -> RLHFError:
+    """Return the error M16 for a model whose rows are not right in any form."""
+    text = f"{model.config.model_type} models cannot be used in batches: {problem}"
+    hint = "take a model of another family, or try a newer transformers"
+    return RLHFError("M16", text, where=where, hint=hint)
 
 
 @torch.no_grad()
@@ -80,17 +85,16 @@ def generation_problem(model: Any, open_decoder: OpenDecoder) -> str | None:
             steps.append(decoder.logits)
         return torch.stack(steps)[:, 0]
 
-    problem = _problem(model, rows[0], len(prompts[0]) - 1, logits)
-    return problem and f"padded on the left and with a cache, {problem}"
+    return _problem(model, rows[0], len(prompts[0]) - 1, logits)
 
 
 def probe_rows(model: Any) -> tuple[list[list[int]], int]:
     """Return a short and a long row of ids, and one for the padding; none of them special.
 
-    Rows are longer than the number of tokens that a sparse indexer selects: it reads all of a shorter one.
+    Rows have twice as many tokens as a sparse indexer selects: it reads all of a short one.
     """
     config = model.config.get_text_config()
-    length = LONG_ROW + (getattr(config, "index_topk", None) or 0)
+    length = LONG_ROW + 2 * (getattr(config, "index_topk", None) or 0)
     length = min(length, load.context_length(model.config) or length)
     named = {**model.config.to_dict(), **config.to_dict()}
     special = {str(value) for name, value in named.items() if name.endswith(("token_id", "token_index"))}

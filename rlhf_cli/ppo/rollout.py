@@ -146,23 +146,33 @@ def accepts_position_ids(model: Any) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def cache_problem(model: Any) -> str | None:
-    """Return how rows that are decoded with a cache fail or differ from rows alone, None if they agree."""
-    return row_trial.generation_problem(model, lambda ids, mask: _CachedDecoder(model, ids, mask, nullcontext))
-
-
 _cache_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
 def uses_cache(model: Any) -> bool:
-    """Return True if rows of a model are decoded right with a cache; each model is tried once. Warns M17."""
+    """Return True if rows of a model are decoded right with a cache; each model is tried once.
+
+    Warns M17 if they are right without one only, raises RLHFError M16 if they are not.
+    """
     if model not in _cache_problems:
-        _cache_problems[model] = cache_problem(model)
+        _cache_problems[model] = _cache_problem(model)
     problem = _cache_problems[model]
     if problem:
-        text = f"a {model.config.model_type} model is sampled from without a cache: {problem}"
-        terminal.warn("M17", text, hint="the results are right; generation takes longer, the more so for long responses")
+        text = f"{model.config.model_type} models are sampled from without a cache: with one, {problem}"
+        terminal.warn(
+            "M17", text, hint="the results are right; generation takes longer, the more so for long responses"
+        )
     return problem is None
+
+
+def _cache_problem(model: Any) -> str | None:
+    cached, whole = (
+        row_trial.generation_problem(model, lambda ids, mask, kind=kind: kind(model, ids, mask, nullcontext))
+        for kind in (_CachedDecoder, _WholeRowDecoder)
+    )
+    if cached and whole:
+        raise row_trial.refusal(model, f"token by token, {whole}")
+    return cached
 
 
 class AutocastMixin:
@@ -239,9 +249,7 @@ class _WholeRowDecoder:
     def _forward(self) -> None:
         rows = torch.arange(len(self.ids), device=self.ids.device)
         with self.autocast():
-            hidden = packing.hidden_states_at(
-                build.decoder(self.model), self.ids, self.lengths, rows, self.lengths - 1
-            )
+            hidden = packing.hidden_states_at(build.decoder(self.model), self.ids, self.lengths, rows, self.lengths - 1)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
 
 
