@@ -122,7 +122,8 @@ def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], T
     if difference.norm() <= (TOLERANCE if exact else TOLERANCE_ROUNDED) * own.norm():
         return None
     if _is_scorer(model):
-        return f"a row's scores differ by {_farthest(model.score(outputs), model.score(expected)):.2g} from the row's alone"
+        apart = _farthest(model.score(outputs), model.score(expected))
+        return f"a row's scores differ by {apart:.2g} from the row's alone"
     targets = torch.tensor(row[start + 1 : start + 1 + len(outputs)], device=model.device)[:, None]
     logprobs = [logits[: len(targets)].log_softmax(-1).gather(1, targets) for logits in (outputs, expected)]
     return f"a row's log-probs differ by {_farthest(*logprobs):.2g} nats from the row's alone"

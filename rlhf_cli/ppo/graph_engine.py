@@ -21,6 +21,7 @@ from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
 from rlhf_cli.ppo.rollout import (
     AutocastMixin,
     HFEngine,
+    _CachedDecoder,
     accepts_position_ids,
     row_keys,
     sample,
@@ -103,6 +104,7 @@ class GraphEngine(HFEngine):
         responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
         logprobs = torch.zeros_like(responses, dtype=torch.float32)
         decoder = self._prefill(prompts)
+        assert isinstance(decoder, _CachedDecoder), "see `reason_against`"
         rows = torch.arange(len(prompts), device=device)  # of `prompts`, in the order of the step's first rows
         width = decoder.mask.shape[1] + length
         step = self._step(len(rows), width)

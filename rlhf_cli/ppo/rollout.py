@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -159,20 +160,18 @@ def uses_cache(model: Any) -> bool:
     problem = _cache_problems[model]
     if problem:
         text = f"{model.config.model_type} models are sampled from without a cache: with one, {problem}"
-        terminal.warn(
-            "M17", text, hint="the results are right; generation takes longer, the more so for long responses"
-        )
+        terminal.warn("M17", text, hint="the results are right, but long responses take longer")
     return problem is None
 
 
 def _cache_problem(model: Any) -> str | None:
-    cached, whole = (
-        row_trial.generation_problem(model, lambda ids, mask, kind=kind: kind(model, ids, mask, nullcontext))
-        for kind in (_CachedDecoder, _WholeRowDecoder)
-    )
-    if cached and whole:
-        raise row_trial.refusal(model, f"token by token, {whole}")
-    return cached
+    """Return how rows fail or differ with a cache, None if they are right. Raises M16 if they do without one, too."""
+    problem = row_trial.generation_problem(model, partial(_CachedDecoder, model, autocast=nullcontext))
+    if problem is None:
+        return None
+    if worse := row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext)):
+        raise row_trial.refusal(model, f"token by token, {worse}")
+    return problem
 
 
 class AutocastMixin:

@@ -207,9 +207,8 @@ class PPOTrainer:
         advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), settings)
         tensors: dict[str, Any] = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
         experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
-        monitor.check_engine(
-            experience, settings.max_logprob_gap, self.updates + 1, partial(self._gap_cause, experience)
-        )
+        find_cause = partial(self._gap_cause, experience)
+        monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1, find_cause)
         return experience.corrected(settings.rollout_correction)
 
     def _gap_cause(self, experience: Experience) -> tuple[str, str]:
@@ -236,9 +235,7 @@ class PPOTrainer:
                 again = engine.generate(prompt).to(one.ids.device)
             assert again.logprobs is not None
             if alone_gap(again, again.logprobs) <= self.settings.max_logprob_gap:
-                cause = (
-                    f"padding beside a row or its cache changes what the engine draws; row {row} drawn alone is right"
-                )
+                cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
                 return cause, "set ppo.local_rollout_forward_batch_size: 1"
         return "it draws from other weights", "check that the engine gets the last weights"
 

@@ -1,6 +1,5 @@
 """The models of a stage without content, for the memory plan: `rlhf plan`, the check before a run, `rlhf init`."""
 
-import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping

@@ -34,11 +34,12 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "is_decoder": True,
 }
-MULTI_HEAD_LATENT = (
-    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 youtu"
-)
+LATENT_ATTENTION = [
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
+    "minicpm3", "youtu",
+]  # fmt: skip
 OWN_SIZES: dict[str, dict[str, Any]] = {
-    **{name: {"num_key_value_heads": 4} for name in MULTI_HEAD_LATENT.split()},
+    **{name: {"num_key_value_heads": 4} for name in LATENT_ATTENTION},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {

@@ -22,9 +22,9 @@ from rlhf_cli.ppo.rollout import HFEngine
 
 pytestmark = pytest.mark.training
 
-CACHED = "mamba mamba2 falcon_mamba granitemoehybrid doge mllama modernbert-decoder".split()
-UNCACHED = "recurrent_gemma rwkv deepseek_v4 minimax openai-gpt xlm roberta".split()
-REFUSED = "deepseek_v32 glm_moe_dsa axk2".split()
+CACHED = ["mamba", "mamba2", "falcon_mamba", "granitemoehybrid", "doge", "mllama", "modernbert-decoder"]
+UNCACHED = ["recurrent_gemma", "rwkv", "deepseek_v4", "minimax", "openai-gpt", "xlm", "roberta"]
+REFUSED = ["deepseek_v32", "glm_moe_dsa", "axk2"]
 PAD = 0
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [12, 13], [14, 15, 16, 17]]
 
@@ -127,7 +127,7 @@ def test_as_many_experts_as_doge_has_are_no_mistake(tmp_path: Path) -> None:
     every_family.config("doge", num_experts=16384).save_pretrained(tmp_path)
     assert load.read_config(tmp_path).num_experts == 16384
     every_family.config("doge", num_experts=10**6).save_pretrained(tmp_path)
-    with pytest.raises(RLHFError, match="M01.*num_experts is 1000000"):
+    with pytest.raises(RLHFError, match=r"M01.*num_experts is 1000000"):
         load.read_config(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_r19_says_that_padding_enters_a_row_and_not_that_weights_are_old(monkeyp
         model, tiny.settings(max_logprob_gap=1e-3),
         ref=every_family.causal("recurrent_gemma", vocab_size=tiny.VOCABULARY),
     )  # fmt: skip
-    with pytest.raises(RLHFError, match=r"R19.*: padding beside a row or its cache changes .* drawn alone is right"):
+    with pytest.raises(RLHFError, match=r"R19.*depends on the padding beside a row; row \d+ drawn alone is right"):
         trainer.step(tiny.prompts(4))
 
 
