@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import system
+from rlhf_cli import system, terminal
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, sharding
@@ -167,13 +167,16 @@ def require_fit(
     `report` is transformers' loading report, which omits tied weights and names that a model class ignores; `config` is
     the folder's own, possibly of a composite model. Intended mismatches are: heads of other tasks in a classifier's
     folder, the other towers of a composite model of which `model` is the text model, and stored masks and angles.
+    Warns M18 of such towers.
     """
     missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
     classifies = auto_class is AutoModelForSequenceClassification
     backbone = f"{model.base_model_prefix}."
     missing_head = tuple(name for name in missing if classifies and not name.startswith(backbone))
+    if towers := _other_towers(model, config):
+        text = f"{shown(folder)}: only the text model is read, {' and '.join(sorted(towers))} are left out"
+        terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
     if unexpected:
-        towers = _other_towers(model, config)
         backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
         other_heads = _other_heads(model, unexpected) if classifies and backbone_complete else set()
         unexpected = {

@@ -99,7 +99,7 @@ def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False
 
 def _require_score(folder: Path | str, config: Any, hint: str) -> None:
     if not build.scores_by_one_matrix(config):
-        text = f"{shown(folder)}: a {config.model_type} classifier does not score the last token by one matrix"
+        text = f"{shown(folder)} ({config.model_type}) does not score the last token by one matrix"
         raise RLHFError("M10", text, hint=hint)
 
 
@@ -126,7 +126,10 @@ def init_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any
 
 
 def read_init_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """Return the config of the model that a reward model is trained from: a causal LM or a one-label classifier."""
+    """Return the config of the model that a reward model is trained from: a causal LM or a one-label classifier.
+
+    Raises RLHFError M10 if the family's classifier has no linear `score`.
+    """
     config = read_config(folder, trust_remote_code)
     if build.is_classifier(config):
         return read_reward_model_config(folder, trust_remote_code)
@@ -139,14 +142,13 @@ def read_init_config(folder: Path | str, trust_remote_code: bool = False) -> Any
 def init_reward_model_on(causal_lm: Any, folder: Path | str, trust_remote_code: bool = False) -> Any:
     """Return the model of `init_reward_model` on the backbone (shared, not copied) of the folder's causal LM.
 
-    None if the family's classifier is custom code, has another backbone, or has no linear `score`.
+    None if the family's classifier is custom code or has another backbone.
     """
     config = read_init_config(folder, trust_remote_code)
     if getattr(config, "auto_map", None):
         return None
     model = build.reward_model_from_config(config)
-    is_same = type(getattr(model, model.base_model_prefix)) is type(causal_lm.base_model)
-    if not is_same or not isinstance(getattr(model, "score", None), torch.nn.Linear):
+    if type(getattr(model, model.base_model_prefix)) is not type(causal_lm.base_model):
         return None
     head = model.score.to_empty(device="cpu").to(causal_lm.dtype)
     model._init_weights(head)

@@ -11,7 +11,7 @@ import tiny
 import torch
 from conftest import SHARED
 from ppo_folder import fails, must_succeed, rlhf, write
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from rlhf_cli import jsonl, terminal
 from rlhf_cli.errors import RLHFError
@@ -114,8 +114,16 @@ def test_m16_a_reward_model_that_reads_padding_is_refused(family_folder: Any) ->
 def test_m10_a_classifier_without_a_linear_score_is_refused_before_it_is_trained(family_folder: Any) -> None:
     folder = family_folder("modernbert-decoder")
     result = rlhf("reward", "-c", folder / "reward.yaml")
-    fails(result, "M10", "modernbert-decoder classifier does not score the last token", "policy_head")
+    fails(result, "M10", "(modernbert-decoder) does not score the last token", "policy_head")
     assert not (folder / "reward/state").exists()
+
+
+def test_m18_towers_that_no_stage_keeps_are_named(family_folder: Any) -> None:
+    folder = family_folder("gpt2")
+    config = every_family.config("qwen3_5", vocab_size=300)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "sft_model")
+    result = rlhf("check", folder / "sft.yaml")
+    assert "warning[M18]: " in result.stderr and "only the text model is read" in result.stderr, result.stderr
 
 
 def test_c17_trl_has_no_balancing_loss_for_a_familys_experts(family_folder: Any) -> None:
