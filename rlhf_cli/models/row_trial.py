@@ -5,9 +5,8 @@ as an encoder reads what follows a token, a cache is of another kind than the on
 short row alone, and again beside a longer one: as training does, and as generation does.
 
 The difference of the outputs is a share of the row's own, which does not depend on the scale of untrained weights. Over
-the families of transformers 5.23 with float32 weights, those that agree differ by 9e-5 at most, and the others by 0.04
-or more (tests/training/test_families.py). In bfloat16 and 4 bits, rounding sends tokens to other experts, and families
-that agree differ by up to 0.6.
+the families of transformers 5.23 with float32 weights, those that agree differ by 5e-4 at most, and the others by 0.027
+or more. In bfloat16 and 4 bits, rounding sends tokens to other experts, and families that agree differ by up to 0.6.
 """
 
 from collections.abc import Callable, Iterator, Sequence
