@@ -16,7 +16,8 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
-from rlhf_cli.models import build, load, lora, tokenizers
+from rlhf_cli.models import build, load, lora, row_trial, tokenizers
+from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.runs.parents import Parent
@@ -102,7 +103,8 @@ class StageValidator:
             assert config.model.new
             tokenizer = training_setup.prepare_tokenizer(config, training_setup.train_tokenizer(config))
             with at_location(config.where("model.new")):
-                build.new_causal_lm(config.model.new.config_fields(), tokenizer)
+                model = build.new_causal_lm(config.model.new.config_fields(), tokenizer)
+                row_trial.require_rows_alone(model)
             return tokenizer
         return None
 
@@ -292,6 +294,11 @@ class StageValidator:
                 model = setup.load_model(loader, config, options, parent, setup.load_tokenizer(config, options, parent))
                 if parent.manifest.get("probes") and loader is load.load_reward_model:
                     setup.check_probes(model, parent, where=config.where(key))
+                if loader is not load.load_classifier:  # a pipeline passes masks
+                    row_trial.require_rows_alone(model, config.where(key))
+                if is_policy_key(key) and config.stage in ("ppo", "eval"):
+                    with at_location(config.where(key)):
+                        uses_cache(model)
                 self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
     def _add_pending_output(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -22,7 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import system
+from rlhf_cli import system, terminal
 from rlhf_cli.errors import RLHFError, did_you_mean, first_names, short_reason, shown
 from rlhf_cli.models import devices, sharding
 from rlhf_cli.models.weight_files import BUFFERS, require_float_formats, weight_files
@@ -164,14 +165,17 @@ def require_fit(
     `report` is transformers' loading report, which omits tied weights and names that a model class ignores; `config` is
     the folder's own, possibly of a composite model. Intended mismatches are: heads of other tasks in a classifier's
     folder, the other towers of a composite model of which `model` is the text model, and stored masks and angles.
+    Warns M18 of such towers.
     """
     require_float_formats(Path(folder), model)
     missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
     classifies = auto_class is AutoModelForSequenceClassification
     backbone = f"{model.base_model_prefix}."
     missing_head = tuple(name for name in missing if classifies and not name.startswith(backbone))
+    if towers := _other_towers(model, config):
+        text = f"{shown(folder)}: only the text model is read, {' and '.join(sorted(towers))} are left out"
+        terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
     if unexpected:
-        towers = _other_towers(model, config)
         backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
         other_heads = _other_heads(model, unexpected) if classifies and backbone_complete else set()
         unexpected = {
@@ -211,8 +215,8 @@ def backbone(model: Any) -> Any:
 
 def decoder(model: Any) -> Any:
     """Return a causal LM's text decoder, which its forward() calls."""
-    found = model.get_decoder()
-    return backbone(model) if found is model else found
+    found = model.get_decoder()  # ModernBERT's is its output head
+    return backbone(model) if found is model or isinstance(found, nn.Linear) else found
 
 
 def can_load_bf16(folder: Path, config: Any) -> bool:
@@ -246,6 +250,13 @@ def has_classifier(config: Any) -> bool:
     """Return True if transformers has a sequence classifier of a config's family, or its folder has one as code."""
     own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     return own_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+
+def scores_by_one_matrix(config: Any) -> bool:
+    """Return True if the sequence classifier of a config's family has a linear `score`, or is custom code."""
+    if getattr(config, "auto_map", None):
+        return True
+    return has_classifier(config) and isinstance(getattr(reward_model_from_config(config), "score", None), nn.Linear)
 
 
 def require_classifier(config: Any) -> None:

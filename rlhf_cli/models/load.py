@@ -24,7 +24,7 @@ from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
 from rlhf_cli.models.weight_files import refuse_other_weights, refuse_pickles
 from rlhf_cli.runs.parents import read_adapter
 
-MAX_LAYERS = 10_000  # or experts: more than any model has; building more would take minutes
+MAX_COUNTS = {"layer": 10_000, "expert": 2**16}  # more than any model has; building more would take minutes
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own
 
 
@@ -93,11 +93,14 @@ def read_reward_model_config(folder: Path | str, trust_remote_code: bool = False
     if config.num_labels != 1:
         text = f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one"
         raise RLHFError("M03", text, hint="train a reward model with `rlhf reward`, or name one with num_labels 1")
-    has_code = getattr(config, "auto_map", None)
-    if not (has_code or isinstance(getattr(build.reward_model_from_config(config), "score", None), torch.nn.Linear)):
-        text = f"{shown(folder)} ({config.model_type}) does not score the last token by one matrix"
-        raise RLHFError("M10", text, hint="use it as rewards: {NAME: {pipeline: FOLDER, input: both}} of ppo.yaml")
+    _require_score(folder, config, "use it as rewards: {NAME: {pipeline: FOLDER, input: both}} of ppo.yaml")
     return config
+
+
+def _require_score(folder: Path | str, config: Any, hint: str) -> None:
+    if not build.scores_by_one_matrix(config):
+        text = f"{shown(folder)} ({config.model_type}) does not score the last token by one matrix"
+        raise RLHFError("M10", text, hint=hint)
 
 
 def load_classifier(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
@@ -123,25 +126,29 @@ def init_reward_model(folder: Path | str, **options: Unpack[LoadOptions]) -> Any
 
 
 def read_init_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """Return the config of the model that a reward model is trained from: a causal LM or a one-label classifier."""
+    """Return the config of the model that a reward model is trained from: a causal LM or a one-label classifier.
+
+    Raises RLHFError M10 if the family's classifier has no linear `score`.
+    """
     config = read_config(folder, trust_remote_code)
     if build.is_classifier(config):
         return read_reward_model_config(folder, trust_remote_code)
     _missing_head(AutoModelForSequenceClassification, folder, build.one_label(config), trust_remote_code)
+    hint = "use a reward model of another family, and models.value: policy_head in ppo.yaml"
+    _require_score(folder, config, hint)
     return config
 
 
 def init_reward_model_on(causal_lm: Any, folder: Path | str, trust_remote_code: bool = False) -> Any:
     """Return the model of `init_reward_model` on the backbone (shared, not copied) of the folder's causal LM.
 
-    None if the family's classifier is custom code, has another backbone, or has no linear `score`.
+    None if the family's classifier is custom code or has another backbone.
     """
     config = read_init_config(folder, trust_remote_code)
     if getattr(config, "auto_map", None):
         return None
     model = build.reward_model_from_config(config)
-    is_same = type(getattr(model, model.base_model_prefix)) is type(causal_lm.base_model)
-    if not is_same or not isinstance(getattr(model, "score", None), torch.nn.Linear):
+    if type(getattr(model, model.base_model_prefix)) is not type(causal_lm.base_model):
         return None
     head = model.score.to_empty(device="cpu").to(causal_lm.dtype)
     model._init_weights(head)
@@ -208,9 +215,9 @@ def _refuse_oversized(path: Path) -> None:
     settings = read_json_object(path) or {}
     for section in (settings, *(value for value in settings.values() if isinstance(value, dict))):
         for name, value in section.items():
-            is_count = name.removesuffix("s").endswith(("layer", "expert")) and isinstance(value, int)
-            if is_count and value > MAX_LAYERS:
-                text = f"{name} is {value}, and no model has more than {MAX_LAYERS}"
+            limit = next((n for kind, n in MAX_COUNTS.items() if name.removesuffix("s").endswith(kind)), None)
+            if limit is not None and isinstance(value, int) and value > limit:
+                text = f"{name} is {value}, and no model has more than {limit}"
                 raise RLHFError("M01", text, where=shown(path), hint="copy or download config.json again")
 
 

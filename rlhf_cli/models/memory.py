@@ -164,7 +164,7 @@ def _kept_bytes(
     kind: Any, fields: str, length: int, dtype: str, attention: str | None, bf16: bool, options: str | None
 ) -> Kept:
     adapters = None if options is None else LoRA.model_validate_json(options)
-    config = kind.from_dict(json.loads(fields))
+    config = config_from_json(kind, fields)
     text = config.get_text_config()
     layers = text.num_hidden_layers
 
@@ -189,6 +189,12 @@ def _kept_bytes(
     return Kept(row, one - row, row / layers, layers * size)
 
 
+def config_from_json(kind: Any, fields: str) -> Any:
+    """Return the config of a JSON text by transformers, which writes infinity as {"__float__": "Infinity"}."""
+    decoded = json.loads(fields, object_hook=lambda each: float(each["__float__"]) if "__float__" in each else each)
+    return kind.from_dict(decoded)
+
+
 def with_layers(config: Any, count: int) -> Any:
     """Return a copy of a config with its first `count` layers, lists with an item per layer included."""
     config = copy.deepcopy(config)
@@ -203,7 +209,7 @@ def with_layers(config: Any, count: int) -> Any:
 @cache
 def has_equal_layers(kind: Any, fields: str) -> bool:
     """Return True if all decoder layers of a config's model have weights of the same shapes."""
-    model = build.causal_lm_from_config(kind.from_dict(json.loads(fields)))
+    model = build.causal_lm_from_config(config_from_json(kind, fields))
     return len({str([weight.shape for weight in layer.parameters()]) for layer in sharding.decoder_layers(model)}) == 1
 
 

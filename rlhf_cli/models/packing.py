@@ -210,7 +210,7 @@ def _enable_after_trial(models: Sequence[Any]) -> bool:
     for model in unpacked:
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
     pairs = zip(unpacked, expected, strict=True)
-    if all(is_enabled(model) and _is_close(model, _trial(model), states) for model, states in pairs):
+    if all(is_enabled(model) and _packs_right(model, states) for model, states in pairs):
         return True
     for model in filter(is_enabled, unpacked):
         model.set_attn_implementation("sdpa")
@@ -235,8 +235,12 @@ def _trial(model: Any) -> Tensor:
         return hidden_states_at(build.backbone(model), ids, lengths, row, column)
 
 
-def _is_close(model: Any, states: Tensor, expected: Tensor) -> bool:
+def _packs_right(model: Any, expected: Tensor) -> bool:
     """Return True if states differ by rounding only. A token that attends to another row would differ far more."""
+    try:
+        states = _trial(model)
+    except (AttributeError, TypeError):  # attention that computes with its mask, such as Doge's
+        return False
     exact = all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())  # none of 4 bits
     tolerance = TOLERANCE if exact else TOLERANCE_BF16
     return bool((states - expected).float().norm() <= tolerance * expected.float().norm())

@@ -6,7 +6,7 @@ step of a small batch takes as long as it takes to start its kernels: about ten 
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,9 +15,19 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from rlhf_cli.models import forward
+from rlhf_cli import system
+from rlhf_cli.errors import short_reason
+from rlhf_cli.models import forward, row_trial
 from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
-from rlhf_cli.ppo.rollout import AutocastMixin, HFEngine, accepts_position_ids, row_keys, token_counters
+from rlhf_cli.ppo.rollout import (
+    AutocastMixin,
+    HFEngine,
+    _CachedDecoder,
+    accepts_position_ids,
+    row_keys,
+    token_counters,
+    uses_cache,
+)
 
 READ_INTERVAL = 16  # steps between two reads of which rows have ended: a read waits for the device
 WIDTH_MULTIPLE = 64  # a cache's width: one captured step serves prompts and responses of several lengths
@@ -39,6 +49,21 @@ def reason_against(model: Any) -> str | None:
         return f"transformers has no static cache for it ({error})"
     if any(type(layer) is not StaticLayer for layer in layers):
         return "it has layers with another cache than full attention's, such as sliding windows"
+    if not uses_cache(model):
+        return "it is sampled from without a cache"
+    return _step_problem(model)
+
+
+def _step_problem(model: Any) -> str | None:
+    """Return how a first token step fails, None if it does not: positions by ALiBi need a mask of another shape."""
+    rows, pad = row_trial.probe_rows(model)
+    prompts = replace(Prompts.from_lists(rows, pad), seeds=(0, 1), response_length=2)
+    try:
+        GraphEngine(model, None, pad, bf16=model.dtype == torch.bfloat16).generate(prompts)
+    except Exception as error:  # each family fails in its own way
+        if system.is_out_of_memory(error):
+            raise
+        return f"its token step raises {type(error).__name__} ({short_reason(error)})"
     return None
 
 
@@ -79,6 +104,7 @@ class GraphEngine(HFEngine):
         responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
         logprobs = torch.zeros_like(responses, dtype=torch.float32)
         decoder = self._prefill(prompts)
+        assert isinstance(decoder, _CachedDecoder), "see `reason_against`"
         rows = torch.arange(len(prompts), device=device)  # of `prompts`, in the order of the step's first rows
         width = decoder.mask.shape[1] + length
         step = self._step(len(rows), width)

@@ -63,13 +63,17 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     return NonFiniteError(step, "loss", int(micro_batch.rows[micro_batch.row_index[bad.nonzero()[0, 0]]]))
 
 
-def check_engine(experience: Experience, limit: float, step: int) -> None:
-    """Raise RLHFError R19 if the engine's log-probs differ from the trainer's by more than `limit` nats on average."""
+def check_engine(experience: Experience, limit: float, step: int, find_cause: Callable[[], tuple[str, str]]) -> None:
+    """Raise RLHFError R19 if the engine's log-probs differ from the trainer's by more than `limit` nats on average.
+
+    `find_cause` returns the cause and a hint.
+    """
     gap = experience.logprob_gap
     if len(gap) and float(gap.mean()) > limit:
+        cause, hint = find_cause()
         text = f"step {step}: the engine's log-probs differ from the policy's by {float(gap.mean()):.3g} nats a token, "
-        text += f"more than ppo.max_logprob_gap {limit:g}: it draws from other weights; nothing was trained on them"
-        raise RLHFError("R19", text, hint="the same command resumes; check that the engine gets the last weights")
+        text += f"more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
+        raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
 
 
 class StopTraining(RLHFError):

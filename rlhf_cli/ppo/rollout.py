@@ -2,14 +2,18 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rlhf_cli.models import devices, forward
+from rlhf_cli import terminal
+from rlhf_cli.models import build, devices, forward, packing, row_trial
 from rlhf_cli.models.batch import Prompts, Rollout, StopTokenId, is_stop
 from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
@@ -44,6 +48,8 @@ class HFEngine:
 
     `compact_batch`: a prompt repeated in adjacent rows is prefilled once, and finished rows are dropped from the batch.
     `compiles`: the arithmetic of sampling is compiled, which takes seconds once.
+    A model whose cache does not give the log-probs of each row alone (models/row_trial.py) is sampled from without one:
+    each token is computed from the whole row. Warns M17.
     """
 
     model: Any
@@ -131,14 +137,15 @@ class HFEngine:
         draw = compiled(sample) if self.compiles else sample
         return draw(logits, self.temperature, keys, step, counters)
 
-    def _prefill(self, prompts: Prompts) -> "_CachedDecoder":
+    def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":
+        open_decoder = _CachedDecoder if uses_cache(self.model) else _WholeRowDecoder
         start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
         ids, mask = (tensor[:, start:].to(self.model.device) for tensor in (prompts.ids, prompts.mask))
         if not self.compact_batch:
-            return _CachedDecoder(self.model, ids, mask, self._autocast)
+            return open_decoder(self.model, ids, mask, self._autocast)
         is_new = torch.ones_like(mask[:, 0])
         is_new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
-        decoder = _CachedDecoder(self.model, ids[is_new], mask[is_new], self._autocast)
+        decoder = open_decoder(self.model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
             decoder.select_rows(is_new.cumsum(0) - 1)
         return decoder
@@ -147,6 +154,33 @@ class HFEngine:
 def accepts_position_ids(model: Any) -> bool:
     """Return True if a model takes positions; others number the tokens that a mask shows."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+_cache_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def uses_cache(model: Any) -> bool:
+    """Return True if rows of a model are decoded right with a cache; each model is tried once.
+
+    Warns M17 if they are right without one only, raises RLHFError M16 if they are not.
+    """
+    if model not in _cache_problems:
+        _cache_problems[model] = _cache_problem(model)
+    problem = _cache_problems[model]
+    if problem:
+        text = f"{model.config.model_type} models are sampled from without a cache: with one, {problem}"
+        terminal.warn("M17", text, hint="the results are right, but long responses take longer")
+    return problem is None
+
+
+def _cache_problem(model: Any) -> str | None:
+    """Return how rows fail or differ with a cache, None if they are right. Raises M16 if they do without one, too."""
+    problem = row_trial.generation_problem(model, partial(_CachedDecoder, model, autocast=nullcontext))
+    if problem is None:
+        return None
+    if worse := row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext)):
+        raise row_trial.refusal(model, f"token by token, {worse}")
+    return problem
 
 
 class AutocastMixin:
@@ -165,13 +199,15 @@ class _AutocastCache(AutocastMixin, DynamicCache):
 
 
 class _CachedDecoder:
-    """Next-token logits (b, V) float32 of a batch, with a key-value cache."""
+    """Next-token logits (b, V) float32 of a batch, with a cache."""
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], torch.autocast]):
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
         self.model, self.mask, self.autocast = model, mask.long(), autocast
         self.cache = _AutocastCache(config=model.config)
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.accepts_position_ids = accepts_position_ids(model)
         self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
 
@@ -187,10 +223,42 @@ class _CachedDecoder:
         self.mask = self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
-        extra = {"position_ids": positions} if self.accepts_position_ids else {}
-        cached = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        inputs: dict[str, Any] = {self.cache_name: self.cache, "use_cache": True}
+        if self.accepts_position_ids:
+            inputs["position_ids"] = positions
+        if self.cache_name == "past_key_values" or ids.shape == self.mask.shape:  # Mamba masks the tokens of this call
+            inputs["attention_mask"] = self.mask
         with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
-            self.logits = self.model(input_ids=ids, logits_to_keep=1, **cached, **extra).logits[:, -1].float()
+            self.logits = self.model(input_ids=ids, logits_to_keep=1, **inputs).logits[:, -1].float()
+
+
+class _WholeRowDecoder:
+    """Next-token logits (b, V) float32 of a batch, each computed from the whole rows, as training computes them."""
+
+    logits: Tensor
+
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
+        self.model, self.autocast, self.lengths = model, autocast, mask.sum(1)
+        columns = torch.arange(ids.shape[1], device=ids.device) + (ids.shape[1] - self.lengths)[:, None]
+        self.ids = ids.gather(1, columns % ids.shape[1])  # padded on the right
+        self._forward()
+
+    def append(self, tokens: Tensor) -> None:
+        """Add one token (b,) to each row."""
+        self.ids = torch.cat([self.ids, torch.zeros_like(self.ids[:, :1])], 1)
+        self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+        self._forward()
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replace the batch by these of its rows (n,), which may repeat."""
+        self.logits, self.ids, self.lengths = self.logits[rows], self.ids[rows], self.lengths[rows]
+
+    def _forward(self) -> None:
+        rows = torch.arange(len(self.ids), device=self.ids.device)
+        with self.autocast():
+            hidden = packing.hidden_states_at(build.decoder(self.model), self.ids, self.lengths, rows, self.lengths - 1)
+            self.logits = forward.lm_head_logits(self.model, hidden).float()
 
 
 def sample(

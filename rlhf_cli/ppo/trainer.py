@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -41,7 +42,7 @@ from rlhf_cli.ppo.forward_backward import (
     sum_metrics,
 )
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
-from rlhf_cli.ppo.rollout import RolloutEngine
+from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
 from rlhf_cli.rewards.function import RewardSource
 
@@ -206,8 +207,37 @@ class PPOTrainer:
         advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), settings)
         tensors: dict[str, Any] = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
         experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
-        monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1)
+        find_cause = partial(self._gap_cause, experience)
+        monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1, find_cause)
         return experience.corrected(settings.rollout_correction)
+
+    def _gap_cause(self, experience: Experience) -> tuple[str, str]:
+        """Return why the engine's log-probs differ from the policy's, and a hint: by a row that both compute alone."""
+        rollout, engine = experience.rollout, self.engine
+        drawn = rollout.logprobs
+        assert drawn is not None
+        row = int(torch.where(rollout.response_mask, experience.logprobs - drawn, 0).abs().sum(1).argmax())
+        one = rollout.rows(slice(row, row + 1))
+
+        def alone_gap(row_alone: Rollout, logprobs: Tensor) -> float:
+            mask = row_alone.response_mask
+            with self.ref_on_device():
+                outputs = self._forward(row_alone, ((torch.zeros(1, dtype=torch.int64, device=mask.device),),))
+            return float((outputs["logprobs"] - logprobs)[mask].abs().mean())
+
+        if (gap := alone_gap(one, experience.logprobs[row : row + 1])) > self.settings.max_logprob_gap:
+            cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
+            return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
+        if isinstance(engine, HFEngine):
+            seeds = (derive_seed(self.seed, "sample", self.updates, row),)
+            prompt = Prompts(one.ids[:, : one.prompt_width], one.mask[:, : one.prompt_width], seeds, drawn.shape[1])
+            with self.parallel.gathered_model(engine.model):
+                again = engine.generate(prompt).to(one.ids.device)
+            assert again.logprobs is not None
+            if alone_gap(again, again.logprobs) <= self.settings.max_logprob_gap:
+                cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
+                return cause, "set ppo.local_rollout_forward_batch_size: 1"
+        return "it draws from other weights", "check that the engine gets the last weights"
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""

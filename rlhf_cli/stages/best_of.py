@@ -18,7 +18,7 @@ from rlhf_cli.config.training import BestOf, SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_text
-from rlhf_cli.models import devices, load
+from rlhf_cli.models import devices, load, row_trial
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
@@ -98,7 +98,9 @@ def load_sampler(
     assert config.best_of
     options, parent, scorer = stage.options, stage.parents["model.path"], stage.parents["best_of.reward"]
     rows, bf16 = config.best_of.per_device_batch_size, devices.use_bf16(config.sft.bf16)
-    policy = setup.place_frozen(training_setup.load_sft_model(config, options, parent, tokenizer), bf16=bf16)
+    policy = training_setup.load_sft_model(config, options, parent, tokenizer)
+    row_trial.require_rows_alone(policy, config.where(parent.key))
+    setup.place_frozen(policy, bf16=bf16)
     stop_id = setup.stop_token_id(tokenizer, parent, policy.get_input_embeddings().weight.shape[0])
     own_tokenizer = setup.load_own_tokenizer(config, options, parent, scorer)
     base = SharedBaseModels(config, options, parent, policy)

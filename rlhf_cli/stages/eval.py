@@ -23,7 +23,7 @@ from rlhf_cli.evaluation.summary import (
     sample_rows,
     select_best_of_n,
 )
-from rlhf_cli.models import devices, forward, interpolation, load, lora
+from rlhf_cli.models import devices, forward, interpolation, load, lora, row_trial
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
@@ -198,6 +198,7 @@ class EvaluatedModels:
     def _load(self, parent: Parent, tokenizer: Any) -> Any:
         options, bf16 = (self.config, self.stage.options), self.bf16
         model = setup.load_model(load.load_causal_lm, *options, parent, tokenizer, bf16_matrices=bf16)
+        row_trial.require_rows_alone(model, self.config.where(parent.key))
         return setup.place_frozen(model, bf16=self.bf16)
 
 

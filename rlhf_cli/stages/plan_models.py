@@ -1,6 +1,5 @@
 """The models of a stage without content, for the memory plan: `rlhf plan`, the check before a run, `rlhf init`."""
 
-import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping
@@ -161,7 +160,7 @@ def _make_stage_model(
     kind: Any, fields: str, dtype: str, attention: str | None, scorer: bool, adapters: str | None, **options: Any
 ) -> StageModel:
     make = build.reward_model_from_config if scorer else build.causal_lm_from_config
-    model = make(kind.from_dict(json.loads(fields)), dtype=dtype, attn_implementation=attention)
+    model = make(memory.config_from_json(kind, fields), dtype=dtype, attn_implementation=attention)
     packed = None if adapters is None else LoRA.model_validate_json(adapters)
     return StageModel(model, dtype, attention, adapters=packed, **options)
 

@@ -83,9 +83,10 @@ class StageModel:
         if self.bf16 and not self.four_bits:
             self.weights -= memory.bytes_saved_by_bf16(self.model)
         text = self.model.config.get_text_config()
-        heads, self.layers, self.vocabulary = text.num_attention_heads, text.num_hidden_layers, text.vocab_size
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-        self.hidden, self.heads_width = text.hidden_size, heads * head_size
+        heads = getattr(text, "num_attention_heads", 0)  # a recurrent model's state does not grow with the tokens
+        self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+        self.heads_width = heads * head_size
         key_values = (getattr(text, "num_key_value_heads", None) or heads) * head_size
         self.softcaps = getattr(text, "final_logit_softcapping", None) is not None  # one more copy of the logits
         self.cache = 2 * self.layers * key_values * (2 if self.bf16 else self.model.dtype.itemsize)  # bytes of a token

@@ -242,8 +242,9 @@ def save_models(config: PPOConfig, components: ppo_setup.PPOComponents, step: in
     if value is None or step != components.trainer.updates:  # snapshots have no value model
         return
     if isinstance(value, forward.ValueHead):  # saved on the trained policy: it has learned from its hidden states
-        if not build.has_classifier(lora.unwrap(policy).config):
-            terminal.say("ppo      value/ is not written: transformers has no classifier of the policy's family")
+        if not build.scores_by_one_matrix(lora.unwrap(policy).config):
+            reason = "transformers has no classifier of the policy's family that scores by one matrix"
+            terminal.say(f"ppo      value/ is not written: {reason}")
             return
         head, base = value.score, components.base
         value = base.value_from_head(policy, head) if base else load.reward_model_from_backbone(policy, head)

@@ -23,7 +23,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import build, devices, forward, load, lora, sharding, tokenizers
+from rlhf_cli.models import build, devices, forward, load, lora, row_trial, sharding, tokenizers
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.rewards.function import FunctionReward, RewardContext, RewardSource, make_reward_fn
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
@@ -69,6 +69,7 @@ class SharedBaseModels:
             return self.load_scorer(parent).get_base_model().requires_grad_(False).eval()
         options = self.config, self.options, parent, tokenizer
         model = setup.load_model(load.load_reward_model, *options, bf16_matrices=bf16)
+        row_trial.require_rows_alone(model, self.config.where(parent.key))
         if self.config.stage == "ppo":
             size = system.format_bytes(sum(weight.nbytes for weight in model.parameters()))
             hint = "an adapter of models.sft (reward.yaml: model.adapters) would need next to nothing"
@@ -150,7 +151,9 @@ class RewardModelCache:
         if self.base:
             return self.base.load_frozen_scorer(self.parents[key], tokenizer, bf16=False)
         parent = self.parents[key]
-        return setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer, loading)
+        model = setup.load_model(load.load_reward_model, self.config, self.options, parent, tokenizer, loading)
+        row_trial.require_rows_alone(model, self.config.where(key), loading)
+        return model
 
     def _load_frozen(self, key: str) -> tuple[Any, Any]:
         """Return a frozen model and its own tokenizer, None if it reads the policy's tokens."""

@@ -17,7 +17,7 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors, shown
 from rlhf_cli.files import files_sha256, json_sha256
 from rlhf_cli.http_client import HTTPClient
-from rlhf_cli.models import compiled, devices, hub, load, lora, save, sharding
+from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, save, sharding
 from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo import graph_engine
@@ -65,6 +65,7 @@ def load_components(
     saved_policy = base.add_adapters(start, sft, "policy") if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
+    row_trial.require_rows_alone(policy, config.where("models.sft"), loading)
     stop_id = stop_token_id(config, tokenizer, sft, policy.get_input_embeddings().weight.shape[0])
     read_prompts = partial(setup.read_prompts, response_length=settings.max_response_length)
     prompts, eval_prompts = read_prompts(config, "data.prompts", tokenizer, policy.config), None
@@ -83,7 +84,7 @@ def load_components(
         weights = ServerWeights(config, saved_policy, ref, tokenizer)
         engine = server_engine(config, weights, [prompt.ids for prompt in prompts], stop_id, bool(settings.bf16))
     else:
-        engine = engine_class(config, policy)(policy, *sampling)
+        engine = loading.run_on_main(lambda: engine_class(config, policy))(policy, *sampling)
     num_updates = settings.num_updates(len(prompts))
     saved_value = cache.value_model(policy)
     trainer = PPOTrainer(

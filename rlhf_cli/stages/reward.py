@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
-from rlhf_cli.models import build, devices, load, lora, save, tokenizers
+from rlhf_cli.models import build, devices, load, lora, row_trial, save, tokenizers
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -131,6 +131,7 @@ def load_tokenizer_and_models(
             sft_model = None
             kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=bf16_base)
             model = load.init_reward_model(parent.model, **kwargs)
+    row_trial.require_rows_alone(model, config.where(parent.key))
     trained = lora.prepare_for_training(config, parent, model, tokenizer)
     trained.config.reward_at_stop_token = True  # where its scores are read, also of a copy without the stage's manifest
     return tokenizer, trained, sft_model

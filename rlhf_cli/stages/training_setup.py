@@ -15,7 +15,7 @@ from rlhf_cli import data, distributed, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import DPOConfig, RewardConfig, SFTConfig, TrainerSettings, TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, collect_errors
-from rlhf_cli.models import build, devices, load, lora, tokenizers
+from rlhf_cli.models import build, devices, load, lora, row_trial, tokenizers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
 
@@ -99,6 +99,7 @@ def load_tokenizer_and_model(
         model = setup.load_model(load.load_causal_lm, config, options, parent, tokenizer, bf16_matrices=bf16_base)
         tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
         set_seed(config.seed)
+    row_trial.require_rows_alone(model, config.where("model.path" if parent else "model.new"))
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 

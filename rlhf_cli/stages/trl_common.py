@@ -142,6 +142,10 @@ def build_trainer(
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
         raise RLHFError("E04", text, hint="start them with --nproc N, or with torchrun")
+    text_config = trainer.model.config.get_text_config()
+    if getattr(trainer, "aux_loss_enabled", False) and not hasattr(text_config, "num_experts"):
+        text = f"TRL has no balancing loss for the experts of {text_config.model_type} models"
+        raise RLHFError("C17", text, where=config.where("trainer"), hint="set trainer: {router_aux_loss_coef: 0}")
     trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,10 @@ def causal(world: World, tmp_path: Path) -> Path:
 def test_a_classifier_of_another_form_is_not_built_on_a_causal_lm(
     causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a linear `score`; with another backbone; custom code."""
+    """M10 without a linear `score`; None with another backbone or custom code."""
     other = tiny.causal("modernbert-decoder", cls_token_id=1, sep_token_id=1)
     other.save_pretrained(tmp_path / "other")
-    assert init_reward_model_on(other, tmp_path / "other") is None
+    assert "error[M10]" in refusal(partial(init_reward_model_on, other), tmp_path / "other")
     assert init_reward_model_on(other, causal) is None
     config = loading.read_init_config(causal)
     config.auto_map = {"AutoModelForSequenceClassification": "own.Classifier"}

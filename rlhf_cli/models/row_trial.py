@@ -1,0 +1,160 @@
+"""Trial of a model's batches: the rows of a batch must get the outputs that each row gets alone.
+
+Some families break this. A recurrent state or a sparse indexer reads the padding beside a row, a model that was built
+as an encoder reads what follows a token, a cache is of another kind than the one passed to it. The trial computes a
+short row alone, and again beside a longer one: as training does, and as generation does.
+
+The difference of the outputs is a share of the row's own, which does not depend on the scale of untrained weights. Over
+the families of transformers 5.23 with float32 weights, those that agree differ by 5e-4 at most, and the others by 0.027
+or more. In bfloat16 and 4 bits, rounding sends tokens to other experts, and families that agree differ by up to 0.6.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli import system
+from rlhf_cli.errors import RLHFError, short_reason
+from rlhf_cli.models import build, forward, load, packing
+from rlhf_cli.models.batch import left_pad, right_pad
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+
+LONG_ROW, PADDING, ANSWER = 12, 6, 3  # tokens of the longer row, of padding beside the short one, of an answer
+TOLERANCE, TOLERANCE_ROUNDED = 0.01, 0.75  # with float32 weights, and with rounded ones
+FLOAT32_ATTENTION = ("eager", "sdpa", "flex_attention", packing.ATTN_IMPLEMENTATION)
+
+OpenDecoder = Callable[[Tensor, Tensor], Any]  # prompt ids (B, P) and mask -> `.logits` (B, V), `.append(tokens (B,))`
+
+
+def require_rows_alone(model: Any, where: str | None = None, loading: ProcessGroup = SINGLE_PROCESS) -> None:
+    """Raise RLHFError M16 if a model's outputs for a right-padded row are not those for the row alone.
+
+    `model`: a causal LM, or a classifier with a linear `score`. Of the processes `loading` only the main one tries: the
+    others' models may be empty.
+    """
+    problem = loading.run_on_main(lambda: padding_problem(model))
+    if problem:
+        raise refusal(model, problem, where)
+
+
+def refusal(model: Any, problem: str, where: str | None = None) -> RLHFError:
+    """Return the error M16 for a model whose rows are not right in any form."""
+    text = f"{model.config.model_type} models cannot be used in batches: {problem}"
+    hint = "take a model of another family, or try a newer transformers"
+    return RLHFError("M16", text, where=where, hint=hint)
+
+
+@torch.no_grad()
+def padding_problem(model: Any) -> str | None:
+    """Return how a right-padded row fails or differs from the row alone, None if they agree."""
+    rows, pad = probe_rows(model)
+    ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
+    column = torch.arange(len(rows[0]), device=model.device)
+    body = model.base_model if _is_scorer(model) else build.decoder(model)
+
+    def masked() -> Tensor:  # as TRL's trainers
+        return body(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state[0, column]
+
+    def unmasked() -> Tensor:  # as the other passes
+        return packing.hidden_states_at(body, ids, mask.sum(1), torch.zeros_like(column), column)
+
+    for form, states in (("with a mask", masked), ("without a mask", unmasked)):
+        problem = _problem(model, rows[0], 0, partial(_outputs, model, states))
+        if problem:
+            return f"padded on the right {form}, {problem}"
+    return None
+
+
+@torch.no_grad()
+def generation_problem(model: Any, open_decoder: OpenDecoder) -> str | None:
+    """Return how generation after a left-padded prompt fails or differs from the row alone, None if they agree."""
+    rows, pad = probe_rows(model)
+    prompts = [row[:-ANSWER] for row in rows]
+    answers = torch.tensor([row[-ANSWER:] for row in rows], device=model.device)
+
+    def logits() -> Tensor:
+        decoder = open_decoder(*(tensor.to(model.device) for tensor in left_pad(prompts, pad)))
+        steps = [decoder.logits]
+        for tokens in answers[:, :-1].unbind(1):
+            decoder.append(tokens)
+            steps.append(decoder.logits)
+        return torch.stack(steps)[:, 0]
+
+    return _problem(model, rows[0], len(prompts[0]) - 1, logits)
+
+
+def probe_rows(model: Any) -> tuple[list[list[int]], int]:
+    """Return a short and a long row of ids, and one for the padding; none of them special.
+
+    Rows have twice as many tokens as a sparse indexer selects: it reads all of a short one.
+    """
+    config = model.config.get_text_config()
+    length = LONG_ROW + 2 * (getattr(config, "index_topk", None) or 0)
+    length = min(length, load.context_length(model.config) or length)
+    named = {**model.config.to_dict(), **config.to_dict()}
+    special = {str(value) for name, value in named.items() if name.endswith(("token_id", "token_index"))}
+    size = config.vocab_size
+    ids = [number for number in range(size) if str(number) not in special] or list(range(size))
+    chosen = [ids[(7 * number) % len(ids)] for number in range(2 * length + 1)]
+    short = max(length - PADDING, ANSWER + 1)
+    return [chosen[:short], chosen[length:-1]], chosen[-1]
+
+
+def _problem(model: Any, row: Sequence[int], start: int, compute: Callable[[], Tensor]) -> str | None:
+    """Return how `compute()`, the outputs (N, D) from a row's token `start` on, fails or differs from the row alone."""
+    weights = {weight.dtype for weight in model.parameters()}
+    exact = weights <= {torch.float32, torch.float64} and model.config._attn_implementation in FLOAT32_ATTENTION
+    try:
+        with _evaluation(model), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=not exact):
+            outputs = compute().float()
+            expected = _alone(model, row)[start : start + len(outputs)].float()
+    except Exception as error:  # each family fails in its own way
+        if system.is_out_of_memory(error):
+            raise
+        return f"a row raises {type(error).__name__}: {short_reason(error)}"
+    own = expected - expected.mean(-1, keepdim=True)  # a softmax reads differences only
+    difference = outputs - outputs.mean(-1, keepdim=True) - own
+    if difference.norm() <= (TOLERANCE if exact else TOLERANCE_ROUNDED) * own.norm():
+        return None
+    if _is_scorer(model):
+        apart = _farthest(model.score(outputs), model.score(expected))
+        return f"a row's scores differ by {apart:.2g} from the row's alone"
+    targets = torch.tensor(row[start + 1 : start + 1 + len(outputs)], device=model.device)[:, None]
+    logprobs = [logits[: len(targets)].log_softmax(-1).gather(1, targets) for logits in (outputs, expected)]
+    return f"a row's log-probs differ by {_farthest(*logprobs):.2g} nats from the row's alone"
+
+
+def _alone(model: Any, row: Sequence[int]) -> Tensor:
+    """Return the outputs of a row alone: a scorer's hidden states (L, H), a language model's logits (L, V)."""
+    ids = torch.tensor([row], device=model.device)
+    if _is_scorer(model):
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return model(input_ids=ids, use_cache=False).logits[0]
+
+
+def _outputs(model: Any, hidden_states: Callable[[], Tensor]) -> Tensor:
+    """Return the outputs of hidden states (L, H): themselves, or a language model's logits (L, V)."""
+    return hidden_states() if _is_scorer(model) else forward.lm_head_logits(model, hidden_states())
+
+
+def _is_scorer(model: Any) -> bool:
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def _farthest(values: Tensor, expected: Tensor) -> float:
+    return float((values - expected).abs().max())
+
+
+@contextmanager
+def _evaluation(model: Any) -> Iterator[None]:
+    """Context manager without dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
