@@ -130,7 +130,7 @@ def _start_bar(progress: Progress) -> Any:
 @contextmanager
 def says_if_slow(what: str) -> Iterator[None]:
     """Context manager that prints a line once if the code of others in it takes longer than SLOW_S: it may hang."""
-    timer = threading.Timer(SLOW_S, lambda: terminal.say(f"{what} takes more than {SLOW_S:g} s"))
+    timer = threading.Timer(SLOW_S, lambda: terminal.log_once(f"{what} takes more than {SLOW_S:g} s"))
     timer.daemon = True
     timer.start()
     try:

@@ -96,13 +96,14 @@ class GracefulStop:
 
 
 def _restore_default_signals() -> None:
-    """End on a signal in a forked child, such as a worker of a reward function's multiprocessing.Pool.
+    """End on SIGTERM and SIGHUP in a forked child, such as a worker of a reward function's multiprocessing.Pool.
 
-    A pool ends its workers by SIGTERM and waits for them: with our handlers they would go on.
+    A pool ends its workers by SIGTERM and waits for them: with our handlers they would go on. Ctrl-C reaches workers,
+    too, and is left to the run, which finishes its step with their results.
     """
     for number in GracefulStop.SIGNALS:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), GracefulStop):
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_restore_default_signals)

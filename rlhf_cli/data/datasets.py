@@ -100,9 +100,12 @@ def is_plain_text(source: Source) -> bool:
     return _first_row(DatasetReader(source, SFT_FORMS))[0] == ("text",)
 
 
-def prompt_form(source: Source) -> Literal["text", "conversation", "transcript"]:
-    """Return the format of the prompt in the first row of any stage's data. Raises RLHFError D01-D06, D12."""
-    reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS))
+def prompt_form(source: Source, *, in_turns: bool = False) -> Literal["text", "conversation", "transcript"]:
+    """Return the format of the prompt in the first row of any stage's data, as it is read.
+
+    `in_turns`: texts become turns, for a model that `speaks_in_turns`. Raises RLHFError D01-D06, D12.
+    """
+    reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS), in_turns=in_turns)
     form, row = _first_row(reader)
     return "transcript" if reader.transcripts else "text" if isinstance(row[form[0]], str) else "conversation"
 

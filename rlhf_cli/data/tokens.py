@@ -126,19 +126,22 @@ def _tokenize_behind_a_prompt(tokenizer: Any, texts: list[str]) -> list[list[int
 
     Between a prompt and its answer there is none. Each text is tokenised behind a line break, whose tokens are cut off.
     """
-    alone = tokenize(tokenizer, texts)
     if not _puts_space_before_texts(tokenizer):
-        return alone
+        return tokenize(tokenizer, texts)
     line_break = tokenize(tokenizer, ["\n"])[0]
-    rows = zip(alone, tokenize(tokenizer, [f"\n{text}" for text in texts]), strict=True)
-    size = len(line_break)  # another beginning: the line break merged with the text
-    return [ids if behind[:size] != line_break else behind[size:] for ids, behind in rows]
+    size = len(line_break)
+    rows = tokenize(tokenizer, [f"\n{text}" for text in texts])
+    merged = [number for number, ids in enumerate(rows) if ids[:size] != line_break]
+    behind = [ids[size:] for ids in rows]
+    for number, ids in zip(merged, tokenize(tokenizer, [texts[number] for number in merged]), strict=True):
+        behind[number] = ids
+    return behind
 
 
 @lru_cache(maxsize=8)
 def _puts_space_before_texts(tokenizer: Any) -> bool:
-    (first, *_) = tokenizer.convert_ids_to_tokens(tokenize(tokenizer, ["a"])[0])
-    return bool(first.startswith("\u2581"))
+    tokens = tokenizer.convert_ids_to_tokens(tokenize(tokenizer, ["a"])[0])
+    return bool(tokens) and tokens[0].startswith("\u2581")
 
 
 def _without_space_after(stop: str, text: str) -> str:

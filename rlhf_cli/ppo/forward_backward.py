@@ -3,7 +3,8 @@
 Shapes: N response tokens of a micro-batch, V vocabulary, H hidden size.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,9 +182,8 @@ class ModelRunner:
         """Return logprobs, ref_logprobs, kl and any values of the response tokens, (N,) each."""
         values = {}
         with self._autocast():
-            with torch.set_grad_enabled(
-                self.compiled
-            ):  # the function that the update runs, so that ratios are exactly 1
+            # Compiled, only the function that the update runs, with gradients, gives ratios of exactly 1.
+            with torch.set_grad_enabled(self.compiled):
                 hidden = forward.response_hidden_states(self.policy, micro_batch).detach()
             if self.value is not None:
                 values["values"] = forward.response_values(self.value, micro_batch, hidden)
@@ -222,7 +222,7 @@ class ModelRunner:
         metrics: TokenMetrics = {}
         if self.has_value_model:  # before the policy's activations take their memory
             value_loss, metrics = self._backward_value(tokens, micro_batch, None, scale)
-        with torch.set_grad_enabled(train_policy), self._autocast():
+        with torch.set_grad_enabled(train_policy or self.compiled), self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
         leaf = hidden.detach().requires_grad_(train_policy)
         with torch.no_grad(), self._autocast():
@@ -279,6 +279,13 @@ class ModelRunner:
         vocab_size, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+    @contextmanager
+    def scoring_context(self) -> Iterator[None]:
+        """Context manager of `forward`: compiled layers, and checkpoints where the policy runs as in training."""
+        models = self.trained_backbones if self.compiled else []
+        with self.compiled_layers(), forward.gradient_checkpointing(*models):
+            yield
 
     def compiled_layers(self) -> AbstractContextManager[None]:
         """Context manager in which the layers of the models that `models.compiled` was enabled for run compiled."""

@@ -44,7 +44,7 @@ from rlhf_cli.ppo.forward_backward import (
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
-from rlhf_cli.rewards.function import RewardSource
+from rlhf_cli.rewards.function import FunctionReward, RewardSource
 
 LEARNING_RATES = {"policy": "lr", "value": "value/lr"}  # metric of each trained model
 CPU = torch.device("cpu")
@@ -256,8 +256,10 @@ class PPOTrainer:
         return ScoreResult(raw, ensembles, summed, moments, final)
 
     def _call_source(self, name: str, rollout: Rollout) -> Any:
-        with says_if_slow(f"ppo      reward `{name}`"):
-            return call_source(self.rewards[name], rollout, self.process_group)
+        source = self.rewards[name]
+        watched = says_if_slow(f"ppo      reward `{name}`") if isinstance(source, FunctionReward) else nullcontext()
+        with watched:
+            return call_source(source, rollout, self.process_group)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
@@ -283,7 +285,7 @@ class PPOTrainer:
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in self.model_runner.outputs}
         with (
             self.parallel.minibatch_context(),
-            self.model_runner.compiled_layers(),
+            self.model_runner.scoring_context(),
             forward.float32_logits(self.policy, self.ref),
         ):
             assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))

@@ -109,7 +109,8 @@ class RetokenizingReward(ModelReward):
             tokens, ended = known[row], responses[row][-1] in stop_ids(self.stop_token_id)
             new_prompts.append(prompt if tokens is None else tokens)
             new_responses.append(response if ended or len(response) == 1 else response[:-1])
-            length, name = len(new_prompts[-1]) + len(new_responses[-1]), f"row {row_offset + row}"
+            length = len(new_prompts[-1]) + len(new_responses[-1]) + len(self.closing_ids)
+            name = f"row {row_offset + row}"
             if not new_prompts[-1]:
                 text = f"reward `{self.name}`: its tokenizer encodes the prompt of {name} to nothing"
                 raise RLHFError("R05", text, hint="remove such prompts from data.prompts")

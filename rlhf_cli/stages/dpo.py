@@ -20,7 +20,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import build, devices, forward, load, lora, tokenizers
+from rlhf_cli.models import build, devices, forward, load, lora
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
@@ -86,7 +86,7 @@ def _train(config: DPOConfig, stage: setup.StageRun) -> None:
             metrics = evaluate_saved_model(config, stage, tokenizer, base, eval_rows)
             logged = {"loss": metrics["loss"], "rewards/margins": metrics["margin"]}
             trl_common.log_final_evaluation(log, steps, {**logged, "rewards/accuracies": metrics["accuracy"]})
-    stage.complete({**tokenizers.manifest_fields(tokenizer, stop_id), "metrics": metrics, "step": steps})
+    stage.complete({**setup.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
     if metrics:
         accuracy = with_interval(metrics["accuracy"], metrics["accuracy_ci95"])
         terminal.say(f"dpo      {metrics['n']} held-out pairs: accuracy {accuracy}, margin {metrics['margin']:.4g}")

@@ -106,9 +106,14 @@ def compiles(config: PPOConfig, policy: Any) -> bool:
     """Return True if PPO's models run compiled (`models.compile`). `auto`: not with shards or a 4-bit base."""
     if config.models.compile != "auto":
         return config.models.compile
-    if config.ppo.fsdp or adapter_kind(config) == "qlora" or not compiled.is_supported(devices.device()):
+    device = devices.device()
+    if config.ppo.fsdp or adapter_kind(config) == "qlora" or not compiled.is_supported(device):
         return False
-    return sum(weight.numel() for weight in policy.parameters()) >= MIN_COMPILED_PARAMETERS
+    if sum(weight.numel() for weight in policy.parameters()) < MIN_COMPILED_PARAMETERS:
+        return False
+    if problem := compiled.compiler_problem(device):
+        terminal.say(f"ppo      layers run as they are, not compiled: {problem}")
+    return not problem
 
 
 def _on_cpu() -> bool:

@@ -13,7 +13,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
-from rlhf_cli.models import build, forward, load, lora, save, tokenizers
+from rlhf_cli.models import build, forward, load, lora, save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience, Stats
 from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, Watchdog
@@ -58,7 +58,7 @@ def _train(config: PPOConfig, stage: setup.StageRun) -> None:
         metrics = headline_metrics(config, components)
     stage.complete(
         {
-            **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
+            **setup.manifest_fields(config, components.tokenizer, components.stop_token_id),
             "metrics": metrics,
             "engine": getattr(components.trainer.engine, "name", None),
             **outcome,

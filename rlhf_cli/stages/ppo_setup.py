@@ -102,8 +102,9 @@ def load_components(
         process_group=process_group,
     )
     if hardware.compiles(config, policy):
-        terminal.say("ppo      layers, log-probs and sampling are compiled in the first update: up to a minute")
-        engine.compiles = True
+        terminal.say("ppo      layers and log-probs are compiled in the first update: up to a minute")
+        if isinstance(engine, HFEngine):
+            engine.compiles = True
         scorers = [model for model, _ in cache.loaded.values()]
         for model in (*trainer.model_runner.trained_backbones, trainer.ref, *scorers):
             compiled.enable(model)

@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
-from rlhf_cli.models import build, devices, load, lora, row_trial, save, tokenizers
+from rlhf_cli.models import build, devices, load, lora, row_trial, save
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -93,7 +93,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
     stage.complete(
         {
-            **tokenizers.manifest_fields(tokenizer, stop_id),
+            **setup.manifest_fields(config, tokenizer, stop_id),
             "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
             **({"card": report_card} if report_card else {}),
             "probes": reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config)),

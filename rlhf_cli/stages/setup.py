@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -221,8 +221,15 @@ def closing_ids(parent: Parent, model: Any, tokenizer: Any) -> tuple[int, ...]:
 
     Others were trained on the whole rendering of their chat template, as by TRL's RewardTrainer.
     """
-    trained_here = parent.stage != "foreign" or hasattr(model.config, "reward_at_stop_token")
-    return () if trained_here or not end_token_ids(tokenizer) else data.closing_ids(tokenizer)
+    fields = ("reward_at_stop_token", "reward_mean")
+    trained_here = parent.stage != "foreign" or any(hasattr(model.config, field) for field in fields)
+    if trained_here or not end_token_ids(tokenizer):
+        return ()
+    closing = data.closing_ids(tokenizer)
+    if closing:
+        text = f"its score is read behind {tokenizer.decode(closing)!r}, which its chat template writes after an answer"
+        terminal.log_once(f"{parent.key}: {text}")
+    return closing
 
 
 def build_model_reward(
@@ -273,7 +280,15 @@ def retokenize_prompts(
     """
     texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
     with at_location(config.where(key)):
-        encoded = data.encode_many(tokenizer, list(texts.values()), [None] * len(texts))
+        try:
+            encoded = data.encode_many(tokenizer, list(texts.values()), [None] * len(texts))
+        except RLHFError as error:
+            problem = error.problems[0]
+            if problem.code != "D14":
+                raise
+            text = f"{key}: the prompts are conversations, and this model has no chat template"
+            hint = "name a reward model with one, or set data.format: plain if the file's prompts are texts"
+            raise RLHFError("D14", text, hint=hint) from error
         longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(model_config)
         if context is not None and longest >= context:
             text = f"{key}: a prompt has {longest} tokens in this model's tokenizer, and its context is {context}"
@@ -324,10 +339,23 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
 # Prompt format
 
 
+def manifest_fields(config: Config, tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
+    """Return the manifest's fields about the tokenizer and the form of the prompts that the stage trained on."""
+    source = config.sources()[DATA_KEYS[config.stage]]
+    form = data.prompt_form(source, in_turns=data.speaks_in_turns(tokenizer))
+    return {**tokenizers.manifest_fields(tokenizer, stop_token_id), "prompt_form": form}
+
+
 def training_prompt_form(parent: Parent) -> PromptForm | None:
-    """Return the form of the prompts a model was trained on, None if its data is not local or not readable."""
+    """Return the form of the prompts a model was trained on.
+
+    Of a stage whose manifest does not have it, that of its data; None if that is not local or not readable.
+    """
     if parent.stage not in DATA_KEYS:
         return None
+    form = parent.manifest.get("prompt_form")
+    if form in ("text", "conversation", "transcript"):
+        return cast(PromptForm, form)
     try:
         source = configs.load(parent.stage, parent.path / "config.yaml").sources()[DATA_KEYS[parent.stage]]
         return data.prompt_form(source) if is_local(source) else None

@@ -14,7 +14,7 @@ from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import build, devices, forward, load, tokenizers
+from rlhf_cli.models import build, devices, forward, load
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
@@ -91,7 +91,7 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
             logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
             logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
             trl_common.log_final_evaluation(log, steps, logged)
-    stage.complete({**tokenizers.manifest_fields(tokenizer, stop_id), "metrics": metrics, "step": steps})
+    stage.complete({**setup.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
 
 
 def make_trainer(

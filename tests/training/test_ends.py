@@ -107,7 +107,8 @@ def by_transformers(folder: Path, rows: list[list[int]]) -> list[float]:
     rows = [[*row[:-1], stop] if row[-1] == pad else row for row in rows]
     with torch.no_grad():
         logits = [float(model(input_ids=torch.tensor([row])).logits[0, 0]) for row in rows]
-    return [(logit - model.config.reward_mean) / model.config.reward_std for logit in logits]
+    mean, deviation = getattr(model.config, "reward_mean", 0), getattr(model.config, "reward_std", 1)
+    return [(logit - mean) / deviation for logit in logits]
 
 
 def check(folder: Path, scored: list[tuple[list[int], float]]) -> None:
@@ -166,7 +167,8 @@ def foreign(stages: Path) -> Path:
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     shutil.copytree(stages / "reward/model", stages / "foreign")
     config = json.loads((stages / "foreign/config.json").read_text())
-    assert config.pop("reward_at_stop_token")
+    for field in ("reward_at_stop_token", "reward_mean", "reward_std"):
+        assert config.pop(field)
     (stages / "foreign/config.json").write_text(json.dumps(config))
     return stages / "foreign"
 
@@ -200,6 +202,8 @@ def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
     assert any(ended) and not all(ended)
     rendered = [[*row[:-1], stop, *newline] if end else row for (row, _), end in zip(scored, ended, strict=True)]
     assert [score for _, score in scored] == pytest.approx(by_transformers(foreign, rendered), abs=1e-4)
+    if stage == "ppo":
+        must_succeed(rlhf("verify", folder))
 
 
 USER = {"role": "user", "content": "What is a sun?"}
@@ -228,6 +232,8 @@ def test_a_model_trained_on_conversations_reads_texts_as_turns(stages: Path, tmp
     prompts = setup.read_prompts(config, "data.prompts", tokenizer, None, 8)
     rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     assert prompts and all(prompt.ids == rendered for prompt in prompts)
+    assert parent.manifest["prompt_form"] == "conversation", "also when its data is gone"
+    assert setup.manifest_fields(config, tokenizer, 1)["prompt_form"] == "conversation", "what the next stage reads"
     if "chosen" in row:
         (pair, *_) = data.preference_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
         answered = [*conversation, {"role": "assistant", "content": "It shines."}]

@@ -402,8 +402,10 @@ def test_a_compact_batch_engine_reads_a_prompt_once_and_drops_finished_rows(comp
         sizes.append(len(input_ids))
         return plain(model, input_ids=input_ids, **others)
 
+    subject = engine(compact_batch=compact)
+    subject.generate(prompts([[5, 6]], length=1))  # tries its cache
     monkeypatch.setattr(body, "forward", spy)
-    engine(compact_batch=compact).generate(prompts([[5, 6]] * 16 + [[7, 8]] * 16, length=20))
+    subject.generate(prompts([[5, 6]] * 16 + [[7, 8]] * 16, length=20))
     assert sizes[0] == (2 if compact else 32) and sizes[1] == 32 and (sizes[-1] < 32) is compact
 
 

@@ -484,26 +484,37 @@ def test_d02_c17_a_column_of_groups_that_is_missing_or_has_too_many_values(grpo_
             fails(rlhf(*command, "-s", f"eval.by={by}", *sampling), code, *says)
 
 
-POOL = """import time
+POOL = """import os, signal, time
 from multiprocessing import get_context
 
+calls = 0
+
 def length(text):
+    time.sleep(0.05)
     return float(len(text))
 
 def pooled(prompts, responses):
-    time.sleep(0.3)
+    global calls
+    calls += 1
     with get_context("fork").Pool(2) as pool:  # its end sends SIGTERM to the workers
-        return pool.map(length, responses)
+        scores = pool.map_async(length, responses)
+        if calls == 2:
+            os.killpg(0, signal.SIGINT)  # Ctrl-C, which workers get too
+        return scores.get()
 """
 
 
 def test_a_function_may_fork_workers_and_a_slow_one_is_said(run_folder):
-    """Workers that had the run's handlers went on after the pool's SIGTERM, and the run hung."""
+    """Workers that had the run's handlers went on after the pool's SIGTERM, and the run hung.
+
+    Workers that ended on Ctrl-C left the pool without their results.
+    """
     (run_folder / "pool.py").write_text(POOL)
     config = {**PPO, "rewards": {"pooled": {"function": "pool:pooled"}}, "models": {"sft": "sft_model"}}
     write(run_folder, "ppo", config)
     code = "from rlhf_cli import progress; progress.SLOW_S = 0.1; from rlhf_cli.cli import app; app()"
     command = [sys.executable, "-c", code, "ppo", "-c", run_folder / "ppo.yaml", "-s", "ppo.total_episodes=32"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert "reward `pooled` takes more than 0.1 s" in ended.stderr and "second signal" not in ended.stderr
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert ended.returncode == 130 and ended.stderr.count("a second signal") == 1, ended.stderr
+    assert ended.stderr.count("reward `pooled` takes more than 0.1 s") == 1, "once, of two calls"
+    assert [line["step"] for line in lines(run_folder / "ppo/metrics.jsonl")] == [1, 2]

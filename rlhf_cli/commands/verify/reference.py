@@ -178,10 +178,15 @@ def of_tokens(logp: Tensor, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def model_scores(
-    model: Any, end_token_ids: Sequence[int], prompts: list[list[int]], responses: list[list[int]]
+    model: Any,
+    end_token_ids: Sequence[int],
+    closing_ids: Sequence[int],
+    prompts: list[list[int]],
+    responses: list[list[int]],
 ) -> list[float]:
     """Return a reward model's score of each row, at its last token, as if it ended with the first end token.
 
+    After a conversation, whose turns end with it too, `closing_ids` follow it.
     A model whose padding is this token, or that has none, is read at the last token that is not its padding.
     """
     end, others = next(iter(end_token_ids), None), end_token_ids[1:]
@@ -191,6 +196,8 @@ def model_scores(
         row = prompt + response
         if end is not None and row[-1] in others:
             row[-1] = end
+        if row[-1] == end and end in prompt:
+            row += closing_ids
         last = len(row) - 1
         if end is None or end == pad:
             last = max((i for i, token in enumerate(row) if token != pad), default=0)

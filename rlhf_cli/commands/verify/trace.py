@@ -207,7 +207,7 @@ def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], r
                 return call_reward_fn(scorer.function, rows)
 
             return partial(reference.function_scores, score, scorer.tokenizer)
-        model_scores = partial(reference.model_scores, scorer.model, scorer.end_token_ids)
+        model_scores = partial(reference.model_scores, scorer.model, scorer.end_token_ids, scorer.closing_ids)
         if isinstance(scorer, RetokenizingReward):
             return lambda *rows: model_scores(*scorer.retokenize(*rows))
         return model_scores
