@@ -10,10 +10,12 @@ import select
 import subprocess
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Lock
 from typing import IO, Any
 
 from rlhf_cli.rewards import sandboxed
@@ -22,6 +24,7 @@ from rlhf_cli.rewards.sandboxed import PASSED, SandboxError
 
 START_SECONDS = 60.0  # for Python to start and to set the limits, on a busy machine
 WAIT_SECONDS = 5.0  # by the clock, beside twice the CPU time
+SPLITTING = Lock()  # catch_warnings is for one thread at a time
 LINE_BYTES, OTHER_BYTES = 128, 2**20  # the process may write a line for each test and value, and this much more
 
 
@@ -58,7 +61,8 @@ def on_all_cpus(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]
 
 @lru_cache(maxsize=64)  # rows, each of which has several responses
 def _split(tests: tuple[str, ...]) -> tuple[UnitTest, ...]:
-    return tuple(map(without_expected_values, tests))
+    with SPLITTING, warnings.catch_warnings(action="ignore"):
+        return tuple(map(without_expected_values, tests))
 
 
 def _holds(check: Check, texts: list[str]) -> bool:
