@@ -42,7 +42,7 @@ def passed_tests(code: str, tests: list[str], *, seconds: float, megabytes: int)
             case [about, text]:
                 said[about].append(text)
     return [
-        PASSED in said[f"{index}"]
+        PASSED in said[str(index)]
         and all(_holds(check, said[f"{index}.{number}"]) for number, check in enumerate(test.checks))
         for index, test in enumerate(split)
     ]
@@ -86,10 +86,9 @@ def _run(code: str, tests: tuple[UnitTest, ...], seconds: float, megabytes: int)
         )  # fmt: skip
     with process:
         assert process.stdout is not None
+        size = LINE_BYTES * sum(1 + len(test.checks) for test in tests)
         try:
-            output = _read(
-                process.stdout, f"{token} limited ", seconds, LINE_BYTES * sum(1 + len(test.checks) for test in tests)
-            )
+            output = _read(process.stdout, f"{token} limited ", seconds, size)
         finally:
             process.kill()
     mark = f"{token} "

@@ -46,7 +46,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 
 # Landlock, of linux/landlock.h: numbers of system calls, the same on all machines, and rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 ALL_RIGHTS, READ_FILE, READ_FOLDER, PATH_BENEATH = 2**13 - 1, 2**2, 2**3, 1
-READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom", *sys.path)
+READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
 
 
 class SandboxError(Exception):
@@ -120,8 +120,7 @@ def _limit_this_process(parent: int, seconds: float, size: int) -> bool:
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     hidden = _hide_files()
     limits = {
-        "CPU": math.ceil(seconds), "STACK": 64 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0,
-        "AS": size,
+        "CPU": math.ceil(seconds), "STACK": 64 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0, "AS": size,
     }  # fmt: skip
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -143,13 +142,14 @@ def _prctl(*arguments: int) -> None:
 
 
 def _hide_files() -> bool:
-    """Give up opening files but READABLE, and what Linux shows of other processes. False: Linux cannot, before 5.13."""
+    """Give up opening files but READABLE and Python's, and what Linux shows of other processes. False: it cannot."""
     rights = struct.pack("Q", ALL_RIGHTS)
     rules = _landlock(CREATE_RULESET, rights, len(rights), 0)
     if rules < 0:
         return False
     library = os.path.dirname(os.path.dirname(os.__file__))  # with the C libraries that its modules load
-    for path in (*READABLE, library, *os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+    libraries = (library, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    for path in filter(os.path.isabs, (*READABLE, *libraries)):
         with suppress(OSError):
             file = os.open(path, os.O_PATH)
             allowed = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE

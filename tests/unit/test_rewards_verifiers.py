@@ -307,26 +307,18 @@ def test_what_the_caller_set_for_python_and_its_secrets_do_not_reach_the_code(
         (tmp_path / f"{module}.py").write_text("import os; os._exit(3)")
     (tmp_path / "secret").write_text("planted")
     paths = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPLATLIBDIR")
-    values = {
-        "PYTHONSTARTUP": str(tmp_path / "mine.py"),
-        "PYTHONOPTIMIZE": "1",
-        "PYTHONINSPECT": "1",
-        "MY_KEY": "planted",
-    }
-    for name, value in {**dict.fromkeys(paths, str(tmp_path)), **values}.items():
+    values = {"PYTHONSTARTUP": "mine.py", "PYTHONOPTIMIZE": "1", "PYTHONINSPECT": "1", "MY_KEY": "planted"}
+    for name, value in {**dict.fromkeys(paths, str(tmp_path)), **values, "LD_LIBRARY_PATH": ".:"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     code = f"""
 import json, os, sys
-def read(path):
+seen = [text for text in [*os.environ, *os.environ.values(), *sys.path] if "PY" in text or "planted" in text]
+for path in {str(tmp_path / "secret")!r}, "/etc/passwd", f"/proc/{{os.getppid()}}/environ", "/proc/self/cmdline":
     try:
-        return open(path).read()
+        seen.append(open(path).read())
     except OSError:
-        return ""
-ours = f"/proc/{{os.getppid()}}"
-files = [ours + "/environ", ours + "/cmdline", {str(tmp_path / "secret")!r}]
-texts = [*os.environ, *os.environ.values(), *sys.path, *map(read, files)]
-seen = [text for text in texts if "planted" in text or "PYTHON" in text or {str(tmp_path)!r} in text]
+        pass
 """
     assert scores("unit_tests", [(code, ["assert seen == []", "assert json.loads('[]') == []"])]) == [1]
 
