@@ -1,84 +1,56 @@
-"""Runs Python code that a model wrote, with its tests, in a process that can only compute. Linux on x86-64 or Arm.
+"""Runs Python code that a model wrote, with its tests: starts a process of sandboxed.py, and judges what it says.
 
-`passed_tests` starts this file as a script, with the standard library alone. The process sets its limits, gives up all
-system calls but those listed in ALLOWED (seccomp, man 2 seccomp), and only then runs the code: no process or thread can
-be started, no file opened for writing, no network used, no signal sent. docs/reliability.md says what this does not
-promise.
+What the process writes once its limits are set is the code's doing: wrong answers, at worst.
 """
 
-import ctypes
-import json
-import math
+import marshal
 import os
-import platform
-import resource
 import secrets
-import signal
-import struct
+import select
 import subprocess
 import sys
-import tempfile
-import types
-from collections.abc import Callable, Iterable
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import lru_cache
+from threading import Lock
 from typing import IO, Any
 
-# Name of each allowed system call: its number on x86-64 and on Arm; None where there is none.
-ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    "read": (0, 63), "readv": (19, 65), "pread64": (17, 67), "write": (1, 64), "writev": (20, 66), "close": (3, 57),
-    "lseek": (8, 62), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79),
-    "statx": (332, 291), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
-    "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17), "poll": (7, None), "ppoll": (271, 73),
-    "select": (23, None), "pselect6": (270, 72), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215),
-    "mremap": (25, 216), "brk": (12, 214), "madvise": (28, 233), "futex": (202, 98), "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "getrandom": (318, 278),
-    "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101),
-    "gettimeofday": (96, 169), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179),
-    "getrusage": (98, 165), "times": (100, 153), "sched_yield": (24, 124),
-    "rseq": (334, 293), "exit": (60, 93), "exit_group": (231, 94),
-}  # fmt: skip
-OPEN = {"open": (2, None, 1), "openat": (257, 56, 2)}  # numbers, and which argument has the flags
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-RETURN, LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_IF_SET = 0x06, 0x20, 0x15, 0x35, 0x45  # of linux/bpf_common.h
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # of linux/seccomp.h; REFUSE: the call fails with EPERM
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
-MAX_RESULT_BYTES = 2**20  # that the process may write, to the file of its result: about 20 a test
+from rlhf_cli.rewards import sandboxed
+from rlhf_cli.rewards.expected import Check, UnitTest, without_expected_values
+from rlhf_cli.rewards.sandboxed import PASSED, SandboxError
 
-
-class SandboxError(Exception):
-    """The limits cannot be set on this machine."""
+START_SECONDS = 60.0  # for Python to start and to set the limits, on a busy machine
+WAIT_SECONDS = 5.0  # by the clock, beside twice the CPU time
+SPLITTING = Lock()  # catch_warnings is for one thread at a time
+LINE_BYTES, OTHER_BYTES = 128, 2**20  # the process may write a line for each test and value, and this much more
 
 
 def passed_tests(code: str, tests: list[str], *, seconds: float, megabytes: int) -> list[bool]:
-    """Return for each test whether it ran after the code without an exception.
+    """Return for each test whether it ran after the code without an exception, and had the values that it expects.
 
     A test is Python text that sees the code's names. All tests share one process, which has `seconds` of CPU time,
-    twice as long and 5 s by the clock, and `megabytes` of address space. Those after a test that ends it have not
-    passed. Raises SandboxError if the process could not limit itself.
+    twice as long and 5 s by the clock, and `megabytes` of address space beside the tests. Those after a test that ends
+    it have not passed. Raises SandboxError if the process could not limit itself.
     """
-    if sys.platform != "linux":
-        raise SandboxError(f"it needs Linux, this is {sys.platform}")
-    token = secrets.token_hex(8)
-    job = {"code": code, "tests": tests, "seconds": seconds, "megabytes": megabytes, "token": token}
-    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", __file__], stdin=subprocess.PIPE, stdout=result, stderr=errors,
-            cwd="/", env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(json.dumps(job).encode(), timeout=2 * seconds + 5)
-        finally:
-            process.kill()
-            process.wait()
-        limited, *lines = _text(result).split("\n")
-        if limited != "limited":
-            raise SandboxError(_text(errors).strip().rpartition("\n")[2] or "the process could not start")
-    return [f"{token} {index}" in lines for index in range(len(tests))]
+    split = _split(tuple(tests))
+    said: dict[str, list[str]] = defaultdict(list)  # of a test, or of a value in it
+    for line in _run(code, split, seconds, megabytes)[1]:
+        match line.split(" "):
+            case [about, text]:
+                said[about].append(text)
+    return [
+        PASSED in said[str(index)]
+        and all(_holds(check, said[f"{index}.{number}"]) for number, check in enumerate(test.checks))
+        for index, test in enumerate(split)
+    ]
+
+
+def hides_files(*, seconds: float, megabytes: int) -> bool:
+    """Try the limits. Return False if code can read other files than Python's. Raises SandboxError."""
+    return _run("", (), seconds, megabytes)[0]
 
 
 def on_all_cpus(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]:
@@ -87,78 +59,69 @@ def on_all_cpus(function: Callable[..., Any], *rows: Iterable[Any]) -> list[Any]
         return list(pool.map(function, *rows))
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(MAX_RESULT_BYTES).decode(errors="replace")
+@lru_cache(maxsize=64)  # rows, each of which has several responses
+def _split(tests: tuple[str, ...]) -> tuple[UnitTest, ...]:
+    with SPLITTING, warnings.catch_warnings(action="ignore"):
+        return tuple(map(without_expected_values, tests))
 
 
-def _filter(machine: str) -> bytes:
-    """Return the seccomp program, 8 bytes an instruction: (code, jumps if true and if false, constant)."""
-    if machine not in AUDIT_ARCH:
-        raise SandboxError(f"no list of system calls for {machine}")
-    arm = machine == "aarch64"
-    program = [
-        (LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0),
-        (JUMP_GREATER_EQUAL, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE),  # x32's numbers
-    ]  # fmt: skip
-    for numbers in ALLOWED.values():
-        number = numbers[arm]
-        if number is not None:
-            program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    for *both, argument in OPEN.values():
-        number = both[arm]
-        if number is not None:
-            flags = (LOAD, 0, 0, 16 + 8 * argument)
-            allow_reading = [flags, (JUMP_IF_SET, 1, 0, WRITING), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
-            program += [(JUMP_EQUAL, 0, len(allow_reading), number), *allow_reading]
-    program.append((RETURN, 0, 0, REFUSE))
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+def _holds(check: Check, texts: list[str]) -> bool:
+    return bool(texts) and all(map(check, texts))
 
 
-def _limit_this_process(seconds: float, megabytes: int) -> None:
-    """Set the limits for good. Raises SandboxError."""
-    limits = {
-        "CPU": math.ceil(seconds), "AS": megabytes * 2**20, "STACK": 64 * 2**20, "FSIZE": MAX_RESULT_BYTES,
-        "NOFILE": 32, "NPROC": 0, "CORE": 0,
-    }  # fmt: skip
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
-    program = _filter(platform.machine())
-    text = ctypes.create_string_buffer(program, len(program))
-    header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(text)))
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a sleeping process does not outlive the run
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
-    for name, attempt in (("started", os.fork), ("written", lambda: os.open("/tmp", os.O_WRONLY | os.O_TMPFILE))):
-        with suppress(PermissionError):
-            attempt()
-            raise SandboxError(f"a process or file could still be {name}")
+def _run(code: str, tests: tuple[UnitTest, ...], seconds: float, megabytes: int) -> tuple[bool, list[str]]:
+    """Return whether files are hidden from the process, and the lines that it wrote with its token, without that."""
+    if sys.platform != "linux":
+        raise SandboxError(f"it needs Linux, this is {sys.platform}")
+    token = secrets.token_hex(8)
+    job = marshal.dumps((token, code, [test.code for test in tests], seconds, megabytes))
+    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    with open(os.memfd_create("job"), "w+b") as memory:
+        memory.write(job)
+        memory.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", sandboxed.__file__, str(os.getpid())],
+            stdin=memory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd="/", env=environment, start_new_session=True,
+        )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        size = LINE_BYTES * sum(1 + len(test.checks) for test in tests)
+        try:
+            output = _read(process.stdout, f"{token} limited ", seconds, size)
+        finally:
+            process.kill()
+    mark = f"{token} "
+    limited, *lines = [line.removeprefix(mark) for line in output.split("\n") if line.startswith(mark)]
+    return limited == "limited 1", lines
 
 
-def _prctl(*arguments: int) -> None:
-    values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:5]]
-    if ctypes.CDLL(None, use_errno=True).prctl(*values):
-        raise SandboxError(f"prctl: {os.strerror(ctypes.get_errno())}")
+def _read(pipe: IO[bytes], first: str, seconds: float, size: int) -> str:
+    """Return what the process writes until it ends, its time is over or it has written too much."""
+    chunks = [b""]
+    for chunk in _chunks(pipe, START_SECONDS):
+        chunks[0] += chunk
+        if first.encode() in chunks[0]:
+            break
+    else:
+        problem = chunks[0].decode(errors="replace").strip().rpartition("\n")[2]
+        raise SandboxError(problem or "the process could not start")
+    for chunk in _chunks(pipe, 2 * seconds + WAIT_SECONDS):
+        chunks.append(chunk)
+        size -= len(chunk)
+        if size < -OTHER_BYTES:
+            break
+    return b"".join(chunks).decode(errors="replace")
 
 
-def _run_job() -> None:
-    """Read a job from stdin, and write a line to stdout when the limits are set and after each test that passed."""
-    job: dict[str, Any] = json.load(sys.stdin)
-    result = os.dup(1)
-    sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115  open to the end
-    _limit_this_process(job["seconds"], job["megabytes"])
-    os.write(result, b"limited\n")
-    module = sys.modules["response"] = types.ModuleType("response")  # pickle and dataclasses look for it
-    names, run, build, write = module.__dict__, exec, compile, os.write  # the code may replace those of the modules
-    run(build(job["code"], "response", "exec"), names)
-    for index, test in enumerate(job["tests"]):
-        with suppress(Exception):
-            run(build(test, f"test {index}", "exec"), names)
-            write(result, f"{job['token']} {index}\n".encode())
-
-
-if __name__ == "__main__":
-    _run_job()
+def _chunks(pipe: IO[bytes], seconds: float) -> Iterator[bytes]:
+    """Yield what is in the pipe until it is closed, for as long as `seconds`."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
+            chunk = os.read(pipe.fileno(), 2**16)
+            if not chunk:
+                return
+            yield chunk

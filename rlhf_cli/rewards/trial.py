@@ -24,7 +24,7 @@ from rlhf_cli.system import die_with_parent
 
 ROWS = 2
 RESPONSE = "This answer is made up."
-SECONDS = 60.0  # for the first function that has not answered yet
+SECONDS = 60.0  # in which one more function must answer
 Outcome = list[Any] | RLHFError  # scores, or why there are none
 
 
@@ -63,29 +63,31 @@ def try_functions(trial: Trial) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     while left := {name: spec for name, spec in trial.functions.items() if name not in outcomes}:
         found, end = _run(replace(trial, functions=left))
-        if not found:
-            stopped_by = next(iter(left))
-            found = {stopped_by: RLHFError("R05", f"reward `{stopped_by}` {end}")}
+        stopped_by = next((name for name in left if name not in found), None)
+        if stopped_by is not None:
+            found[stopped_by] = RLHFError("R05", f"reward `{stopped_by}` {end}")
         outcomes |= found
     return outcomes
 
 
 def _run(trial: Trial) -> tuple[dict[str, Outcome], str]:
     """Return the outcomes of a process that calls the functions in turn, and how it ended."""
-    with tempfile.TemporaryFile() as results:
+    with tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as job:
+        pickle.dump(trial, job)
+        job.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-B", "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
+            stdin=job,
             stdout=results,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
+        end, size = f"did not return within {SECONDS:.0f} s", -1
         try:
-            process.communicate(pickle.dumps(trial), timeout=SECONDS)
-            end = f"ended its process with status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            end = f"did not return within {SECONDS:.0f} s"
+            while process.returncode is None and size < (size := os.fstat(results.fileno()).st_size):
+                with suppress(subprocess.TimeoutExpired):
+                    end = f"ended its process with status {process.wait(SECONDS)}"
         finally:
             with suppress(ProcessLookupError):  # what the functions started ends, too
                 os.killpg(process.pid, signal.SIGKILL)

@@ -69,6 +69,7 @@ class StageModel:
     parameters: int = field(init=False)
     full_weights: int = field(init=False)  # bytes of its parameters without adapters, in no 4 bits, frozen
     weights: int = field(init=False)  # bytes in memory
+    _kept: dict[int, Kept] = field(init=False, default_factory=dict)  # by length
 
     def __post_init__(self) -> None:
         self.parameters, self.full_weights = self.model.num_parameters(), memory.size_bytes(self.model.parameters())
@@ -98,12 +99,14 @@ class StageModel:
 
     def kept(self, length: int) -> Kept:
         """Return what a forward pass of rows keeps for the backward pass."""
-        kept = memory.kept_bytes(
-            self.model.config, length, dtype=self.dtype, attn_implementation=self.attn_implementation,
-            bf16=self.bf16, adapters=self.adapters,
-        )  # fmt: skip
-        stored = self.four_bits or self.adapters or self.frozen  # in bfloat16, or dequantized again
-        return kept._replace(copies=0) if stored else kept
+        if length not in self._kept:
+            kept = memory.kept_bytes(
+                self.model.config, length, dtype=self.dtype, attn_implementation=self.attn_implementation,
+                bf16=self.bf16, adapters=self.adapters,
+            )  # fmt: skip
+            stored = self.four_bits or self.adapters or self.frozen  # in bfloat16, or dequantized again
+            self._kept[length] = kept._replace(copies=0) if stored else kept
+        return self._kept[length]
 
     def working(self, rows: int, length: int) -> float:
         """Return the bytes of a pass that keeps nothing."""

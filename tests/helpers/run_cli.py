@@ -57,18 +57,19 @@ def forked(
 
 def run_here(*arguments: object) -> Result:
     """`rlhf run` whose checks and stages run in this process, each like in a new one. Its output has theirs."""
-
-    def child(command: Sequence[str]) -> int:
-        terminal.reset()
-        result = rlhf(*command[4:])
-        runs.release()
-        sys.stdout.write(result.stdout)
-        sys.stderr.write(result.stderr)
-        return result.exit_code
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_run_child", child)
+        patch.setattr(pipeline, "_run_child", child_here)
         return rlhf("run", *arguments)
+
+
+def child_here(command: Sequence[str]) -> int:
+    """In place of `_run_child` of `rlhf run`."""
+    terminal.reset()
+    result = rlhf(*command[4:])
+    runs.release()
+    sys.stdout.write(result.stdout)
+    sys.stderr.write(result.stderr)
+    return result.exit_code
 
 
 def must_succeed(result: Any, *says: str) -> Any:

@@ -1,8 +1,10 @@
 """The chain of the preset ci through the real command: its output, and no secret in any file."""
 
 import json
+import os
 import re
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks
 from run_cli import must_succeed
 
+from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands.report import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
@@ -33,7 +36,13 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     must_succeed(canaries.rlhf(folder / "home", "init", "ci", str(folder / "run")))
     replace(str(folder / "run/sft.yaml"), "max_steps: 200", "max_steps: 40")
     replace(str(folder / "run/sft.yaml"), "save_steps: 100", "save_steps: 20")
-    return folder, canaries.run(folder / "home", "-m", "rlhf_cli", "run", "run")
+
+    def like_a_new_process() -> None:
+        os.chdir(folder)
+        tempfile.tempdir = None  # read TMPDIR again
+        pipeline._run_child = run_cli.child_here
+
+    return folder, canaries.rlhf(folder / "home", "run", "run", before=like_a_new_process)
 
 
 @pytest.fixture(scope="module")

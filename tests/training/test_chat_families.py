@@ -12,6 +12,7 @@ from run_cli import must_succeed, rlhf
 from transformers import AutoTokenizer
 
 from rlhf_cli import config, data, jsonl
+from rlhf_cli.commands.init import sizes
 
 THINGS = ["river", "sun", "moon", "tree", "bird", "stone", "cloud", "fish", "wind", "rain"]
 PAIRS = [
@@ -34,8 +35,9 @@ pytestmark = pytest.mark.training
 
 
 @pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_figures_and_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     draws_nothing(monkeypatch)
+    monkeypatch.setattr(sizes, "measure_speed", lambda folder: sizes.Speed(training=20_000.0, generation=4_000.0))
 
 
 def run_stages(run: Path, stages: list[str], changes: dict[str, list[str]]) -> None:

@@ -101,7 +101,7 @@ def texts(value: Any) -> list[str]:
 
 def last_code_block(text: str, language: str) -> str:
     """Return the content of the last fenced block in a language, else of the last without one, else the whole text."""
-    block = r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)^[ \t]*```"
+    block = r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)^[ \t]*+```"  # possessive: linear in whatever the response is
     found = re.findall(block, text, re.DOTALL | re.MULTILINE)
     named = [body for name, body in found if re.fullmatch(language, name, re.IGNORECASE)]
     blocks = named or [body for name, body in found if not name]

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_cli.rewards.sandbox import SandboxError, on_all_cpus, passed_tests
+from rlhf_cli import terminal
+from rlhf_cli.rewards.sandbox import SandboxError, hides_files, on_all_cpus, passed_tests
 from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.rewards.verifiers import Column, by_column, last_code_block, texts
 
@@ -21,10 +22,13 @@ def unit_tests(
     """Return 1 if the response's code passes all tests in the column, a text or a list of them; else 0.
 
     With `partial`, the share of the list that passes. The code is the response's `last_code_block`. It runs in a
-    separate process, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it.
+    separate process, as `sandbox.passed_tests` says. Raises ValueError if this machine cannot limit it, and warns
+    E01 if it cannot hide files from it.
     """
     try:
-        passed_tests("", [""], seconds=seconds, megabytes=megabytes)
+        if not hides_files(seconds=seconds, megabytes=megabytes):
+            text = "Linux before 5.13, or without Landlock, cannot hide files from the code of a response"
+            terminal.warn("E01", f"builtin unit_tests: {text}: it can read all that you can")
     except SandboxError as error:
         raise ValueError(f"this machine cannot limit what the code does: {error}") from None
 
