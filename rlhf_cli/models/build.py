@@ -173,7 +173,7 @@ def require_fit(
     backbone = f"{model.base_model_prefix}."
     missing_head = tuple(name for name in missing if classifies and not name.startswith(backbone))
     if towers := _other_towers(model, config):
-        text = f"{shown(folder)}: only the text model is read, {' and '.join(sorted(towers))} are left out"
+        text = f"{shown(folder)}: only the text model is read, not {' and '.join(sorted(towers))}"
         terminal.warn("M18", text, hint="no model that is made from it reads images or sound")
     if unexpected:
         backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
