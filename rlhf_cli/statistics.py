@@ -1,6 +1,7 @@
 """Statistics of the evaluation: confidence intervals, win rates and selection bias. Takes and returns plain numbers."""
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ CAUCHY = 2.5  # scale of the prior, Gelman et al. 2008: few effects change the l
 RESAMPLES = 2000
 FOLDS, SPLITS = 5, 20  # of the prompts, for the selection of one of several policies
 FEWEST_SIDE = 0.1  # share of rows on each side of equal lengths: with fewer a controlled rate is an extrapolation
+FEWEST_DIFFERENT = 5  # rows that differ from the most frequent value: of fewer no variance can be estimated
 FEWEST = 8  # values of a series: fewer do not separate noise from a trend
 MAX_ITERATIONS, TOLERANCE = 200, 1e-8  # of the fit; the tolerance is on the rate
 
@@ -117,19 +119,18 @@ def mean_intervals(values: Any, clusters: Clusters) -> tuple[Any, Any]:
 
 
 def mean_interval(values: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of rows; None if they are all equal or of one of the `groups`.
+    """Return the 95 % interval of the mean of rows; None if it cannot be known.
 
-    Two values are shares of one another: the interval is that of `share_interval` between them.
+    That is if all but FEWEST_DIFFERENT of the `groups` (else rows) have the same value, or if there are fewer groups.
     """
     import numpy as np
 
-    clusters, distinct = Clusters.of(len(values), groups), sorted(set(values))
-    if len(distinct) == 1 or len(clusters.sizes) == 1:
+    groups = range(len(values)) if groups is None else groups
+    usual, _ = Counter(values).most_common(1)[0]
+    others = {group for group, value in zip(groups, values, strict=True) if value != usual}
+    if len(others) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
         return None
-    if len(distinct) == 2:
-        first, gap = distinct[0], distinct[1] - distinct[0]
-        low, high = share_interval([(value - first) / gap for value in values], groups)
-        return first + gap * low, first + gap * high
+    clusters = Clusters.of(len(values), groups)
     low, high = mean_intervals(np.asarray(values, dtype=np.float64), clusters)
     return float(low), float(high)
 
@@ -147,8 +148,7 @@ def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = 
     """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
 
     It is Wilson's, of as many independent rows without ties as give the mean the same variance. Rows of one of the
-    `groups`, such as pairs of one prompt, depend on one another; then it is of as many rows as there are at most, with
-    Student's t quantile of the number of groups.
+    `groups`, such as pairs of one prompt, depend on one another; then the quantile is Student's.
     """
     import numpy as np
 
@@ -160,18 +160,20 @@ def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = 
 
 
 def effective_rows(points: Any, clusters: Clusters) -> float:
-    """Return the number of independent rows without ties whose mean has the variance of that of points in 0 to 1."""
-    n, mean = len(points), float(points.mean())
-    if len(clusters.sizes) == n:
-        variance = float(((points - mean) ** 2).sum()) / n**2
-    elif len(clusters.sizes) == 1:
+    """Return the number of independent rows without ties whose mean has the variance of that of points in 0 to 1.
+
+    Clusters tell at most as much as independent rows.
+    """
+    n, count, mean = len(points), len(clusters.sizes), float(points.mean())
+    if count == 1 < n:
         return 1.0
-    else:
-        variance = float((clusters.deviations(points - mean) ** 2).sum())
-    if variance > 1e-18:
-        rows = mean * (1 - mean) / variance
-        return rows if len(clusters.sizes) == n else min(max(rows, 1.0), n)
-    return n if 0 < mean < 1 else clusters.effective
+    spread = mean * (1 - mean)
+    variance = float(((points - mean) ** 2).sum()) / n**2
+    if variance < 1e-18:
+        return n if 0 < mean < 1 and count == n else clusters.effective
+    if count < n:
+        variance = min(max(variance, float((clusters.deviations(points - mean) ** 2).sum())), spread)
+    return spread / variance
 
 
 def win_points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:

@@ -18,7 +18,8 @@ from rlhf_cli.evaluation.summary import EvalResponses, Section
 from rlhf_cli.statistics import Clusters
 
 MIN_EFFECTIVE = 10.0  # mean effective sample size at the end of the curve, which may end before (`holding`)
-MAX_BIAS = 0.1  # change of the score by a third order of the correction, as a share of half its interval
+MAX_BIAS = 0.05  # of the next order of the correction of a score, as a share of half its interval
+REST = 3.0  # times the next order is what the correction leaves, at most; intervals are so much wider above
 POINTS, STEPS = 16, 8  # points in the report after SFT's, and values of 1 / beta from one to the next
 END = POINTS * STEPS  # index of the last point
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
@@ -45,8 +46,10 @@ def thinned(scores: Any, inverse_beta: float, parts: int) -> Any:
     return sum(subset.shape[1] * tilt(subset, inverse_beta) for subset in subsets) / scores.shape[1]
 
 
-def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any]:
-    """Return values of 1 / beta (M,) from 0 in equal steps, and KL, score and size, (3, P, M), of SFT tilted by each.
+def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+    """Return values of 1 / beta (M,) from 0 in equal steps, KL, score and size, (3, P, M), by each, and a rest (M,).
+
+    The rest is by how much the mean score at a KL may be too low.
 
     KL and score are without the first order of their bias. The last one is where the curve ends: the highest with a
     mean effective sample size of `min_effective`, or nearly with the highest KL, if the curve holds there.
@@ -59,15 +62,15 @@ def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any]:
         kl, _, size = tilt(scores, middle).mean(axis=1)
         low, high = (middle, high) if size >= min_effective(scores.shape[1]) and kl <= most else (low, middle)
     inverse_betas = low / END * np.arange(END + 1)
-    table, holds = _corrected(scores, inverse_betas, clusters)
+    table, rest, holds = _corrected(scores, inverse_betas, clusters)
     if not holds.all():
         inverse_betas = inverse_betas[np.argmin(holds) - 1] / END * np.arange(END + 1)
-        table, _ = _corrected(scores, inverse_betas, clusters)
-    return inverse_betas, table
+        table, rest, _ = _corrected(scores, inverse_betas, clusters)
+    return inverse_betas, table, rest
 
 
-def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any, Any]:
-    """Return KL, score and size by each 1 / beta, (3, P, M), of which KL and score are corrected, and which hold (M,).
+def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+    """Return KL and score, both corrected, and size by each 1 / beta, (3, P, M), the rest, and what holds, (M,).
 
     The bias is one half as large with twice the samples, to first order, so it is the difference to the mean over both
     halves of the samples (Quenouille 1956, Biometrika 43). Where prompts differ in spread, the weights of some are on
@@ -79,9 +82,10 @@ def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any
     change = 2 * levels[0] - 3 * levels[1] + levels[2]
     low, high = statistics.mean_intervals(_scores_at(table[0].mean(axis=0), table, inverse_betas), clusters)
     shift = np.abs(_scores_at(0.0, change, inverse_betas).mean(axis=0))
-    holds = np.maximum.accumulate(shift) <= MAX_BIAS * (high - low) / 2
+    shift = np.maximum.accumulate(shift)
+    holds = shift <= MAX_BIAS * (high - low) / 2
     holds[0] = True
-    return table, holds
+    return table, REST * shift, holds
 
 
 def min_effective(samples: int) -> float:
@@ -98,17 +102,18 @@ def expected_best_of_n(scores: Any, n: int) -> Any:
     return np.sort(scores, axis=1) @ [math.comb(i, n - 1) / math.comb(size, n) for i in range(size)]
 
 
-def needed_kl(kl: Any, paths: Any, own: Any, clusters: Clusters) -> tuple[float, tuple[float, float]]:
+def needed_kl(kl: Any, paths: Any, own: Any, clusters: Clusters, rest: Any = 0.0) -> tuple[float, tuple[float, float]]:
     """Return the KL at which a path has the mean of `own`, and its 95 % interval; 0 at its start, inf beyond its end.
 
-    `paths`: the score of each prompt at each KL, (P, M); `own`: that of the policy, (P,). The square root of the KL,
+    `paths`: the score of each prompt at each KL, (P, M), whose mean may be too low by `rest` (M,); `own`: that of the
+    policy, (P,). The square root of the KL,
     which is nearly linear in the score, is interpolated. The interval has each KL at which the interval of the mean
     difference includes 0.
     """
     gaps = paths - np.asarray(own)[:, None]
     low, high = statistics.mean_intervals(gaps, clusters)
     root = np.sqrt(kl)
-    return _crossing(root, gaps.mean(axis=0)), (_crossing(root, high), _crossing(root, low))
+    return _crossing(root, gaps.mean(axis=0)), (_crossing(root, high + rest), _crossing(root, low))
 
 
 def _crossing(root: Any, gaps: Any) -> float:
@@ -169,7 +174,7 @@ def limit_section(
     prompt there are no intervals, and so no overheads.
     """
     clusters = Clusters.of(len(scores), groups)
-    inverse_betas, table = limit_curve(scores, clusters)
+    inverse_betas, table, rest = limit_curve(scores, clusters)
     kl, score, size = table.mean(axis=1)
     kl = np.maximum.accumulate(np.maximum(kl, 0.0))
     paths = _scores_at(table[0].mean(axis=0), table, inverse_betas)
@@ -177,7 +182,8 @@ def limit_section(
     for m in range(0, END + 1 if inverse_betas[END] > 0 else 1, STEPS):
         point: Section = {"beta": 1 / float(inverse_betas[m])} if m else {}
         point |= {"kl": float(kl[m]), "kl_ci95": _interval(table[0, :, m], clusters)}
-        point |= {"score": float(score[m]), "score_ci95": _interval(paths[:, m], clusters)}
+        low, high = _interval(paths[:, m], clusters)
+        point |= {"score": float(score[m]), "score_ci95": [low, high + float(rest[m])]}
         points.append({**point, "effective_samples": float(size[m])})
     chosen = {n: expected_best_of_n(scores, n) for n in selections}
     bounds = {n: statistics.best_of_n_kl(n) for n in selections}
@@ -186,7 +192,7 @@ def limit_section(
     found = {}
     for name, (own_scores, own_kl) in policies.items():
         row = _mean("kl", own_kl, clusters) | _mean("score", own_scores, clusters)
-        needed = needed_kl(kl, paths, own_scores, clusters)
+        needed = needed_kl(kl, paths, own_scores, clusters, rest)
         found[name] = row | _overhead(row, *needed, needed_kl(*mixtures, own_scores, clusters)[1][1])
     return {
         "min_effective_samples": min_effective(scores.shape[1]),

@@ -247,11 +247,20 @@ def win_rates(policy: EvalResponses, baseline: EvalResponses) -> Section:
         if controlled := statistics.length_controlled(scores, other, extra_lengths, prompts):
             value, interval = controlled
             rates[judge] |= {"length_controlled": value, "length_controlled_ci95": list(interval)}
+        else:
+            rates[judge]["no_length_controlled"] = _one_sided(extra_lengths)
         rates[judge] |= statistics.paired_difference(scores, other, prompts)
         if judge != "reward" and "reward" in policy.scores:
             own = policy.scores["reward"], baseline.scores["reward"]
             rates[judge] |= agreement((scores, other), own, prompts)
     return rates
+
+
+def _one_sided(extra_lengths: Sequence[int]) -> str:
+    """Return on how many prompts one side's answers are longer, as text."""
+    longer, shorter = (sum(side * extra > 0 for extra in extra_lengths) for side in (1, -1))
+    word = "longer" if longer > shorter else "shorter"
+    return f"the answers are {word} on {max(longer, shorter) / len(extra_lengths):.0%} of the prompts"
 
 
 # The frontier: KL and judge scores of PPO's snapshots, and the selection of one of them

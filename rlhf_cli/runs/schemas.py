@@ -35,6 +35,7 @@ class WinRate(StrictModel):
     ties: int = 0
     length_controlled: float | None = None
     length_controlled_ci95: Interval = None
+    no_length_controlled: str = ""
     difference: float | None = None
     difference_ci95: Interval = None
     agrees_with_reward: Share | None = None
