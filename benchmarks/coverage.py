@@ -25,7 +25,7 @@ from rlhf_cli.evaluation.summary import EvalResponses
 
 Rng = np.random.Generator
 Covered = Iterator[tuple[str, bool | None]]  # interval and whether it covers; None: it was not printed
-MANY = 100_000  # prompts of which a truth is the mean
+MANY = 40_000  # prompts of which a truth is the mean
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,10 @@ class Clusters:
         """Return the sum over each cluster, (clusters, ...), of values (rows, ...)."""
         import numpy as np
 
-        totals = np.zeros((len(self.sizes), *values.shape[1:]))
-        np.add.at(totals, self.index, values)
-        return totals
+        if len(self.sizes) == len(self.index):
+            return values
+        starts = np.cumsum(self.sizes) - self.sizes
+        return np.add.reduceat(values[np.argsort(self.index, kind="stable")], starts, axis=0)
 
     def deviations(self, influence: Any) -> Any:
         """Return by how much each cluster moves a mean, (clusters, ...); the sum of their squares is its variance.
@@ -277,8 +278,8 @@ def selection_weights(scores: Mapping[Any, Sequence[float]], groups: Sequence[Ha
         parts = np.zeros((FOLDS, table.shape[1]))
         np.add.at(parts, fold, sums)
         best = (parts.sum(axis=0) - parts).argmax(axis=1)
-        weights[rows, best[fold]] += 1 / SPLITS
-    return weights[clusters.index]
+        weights[rows, best[fold]] += 1
+    return weights[clusters.index] / SPLITS
 
 
 def without_bias(value: float, bounds: Sequence[float] | None, bias: float) -> tuple[float, list[float] | None]:

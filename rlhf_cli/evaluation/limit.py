@@ -18,9 +18,10 @@ from rlhf_cli.evaluation.summary import EvalResponses, Section
 from rlhf_cli.statistics import Clusters
 
 MIN_EFFECTIVE = 10.0  # mean effective sample size at the end of the curve, which may end before (`holding`)
-MAX_BIAS = 0.05  # of the next order of the correction of a score, as a share of half its interval
+MAX_BIAS = 0.1  # of the next order of the correction of a score, as a share of half its interval
 REST = 3.0  # times the next order is what the correction leaves, at most; intervals are so much wider above
-POINTS, STEPS = 16, 8  # points in the report after SFT's, and values of 1 / beta from one to the next
+UNEVEN = 0.5  # deviation over prompts of the log of the scores' deviation: above it overheads are only bounded
+POINTS, STEPS = 16, 4  # points in the report after SFT's, and values of 1 / beta from one to the next
 END = POINTS * STEPS  # index of the last point
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
 Policies = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> score and KL of each prompt
@@ -189,11 +190,12 @@ def limit_section(
     bounds = {n: statistics.best_of_n_kl(n) for n in selections}
     best_of = [{"n": n, "kl": bounds[n], **_mean("score", rows, clusters)} for n, rows in chosen.items()]
     mixtures = _mixtures([0.0, *bounds.values()], np.stack([table[1, :, 0], *chosen.values()], axis=1))
-    found = {}
+    found, uneven = {}, _is_uneven(scores)
     for name, (own_scores, own_kl) in policies.items():
         row = _mean("kl", own_kl, clusters) | _mean("score", own_scores, clusters)
         needed = needed_kl(kl, paths, own_scores, clusters, rest)
-        found[name] = row | _overhead(row, *needed, needed_kl(*mixtures, own_scores, clusters)[1][1])
+        at_most = needed_kl(*mixtures, own_scores, clusters)[1][1]
+        found[name] = row | _overhead(row, *needed, float(kl[-1]), at_most, uneven=uneven)
     return {
         "min_effective_samples": min_effective(scores.shape[1]),
         "points": points,
@@ -208,28 +210,47 @@ def _mixtures(kl: Sequence[float], scores: Any) -> tuple[Any, Any]:
     return grid, np.stack([np.interp(grid, kl, row) for row in scores])
 
 
-def _overhead(row: Section, needed: float, bounds: tuple[float, float], at_most: float) -> Section:
+def _overhead(
+    row: Section, needed: float, bounds: tuple[float, float], end: float, at_most: float, *, uneven: bool
+) -> Section:
     """Return the needed KL and the overhead of a policy, or bounds of them, or the reason why there is no overhead.
 
-    `at_most`: the KL with which a mixture of SFT's best of n has the score, beyond noise; it bounds them where the
-    curve has ended.
+    `end`: the KL of the end of the curve. `at_most`: the KL with which a mixture of SFT's best of n has the score,
+    beyond noise; it bounds them where the curve has ended. `uneven`: prompts differ so much in the deviation of their
+    scores that the curve is too low.
     """
     if math.isfinite(needed):
         section = {"needed_kl": needed, "needed_kl_ci95": [bound if math.isfinite(bound) else None for bound in bounds]}
         if bounds[0] == 0:
             return section | {"no_overhead": "its score is not above SFT's by more than noise"}
+        if uneven:
+            bound = min(bounds[1], at_most)
+            section |= {"no_overhead": "the deviation of SFT's scores differs too much between prompts"}
+            return section | _bounded(row, bound)
         return section | {"overhead": row["kl"] / needed}
-    section = {"no_overhead": "its score is above the end of the curve"}
-    if math.isfinite(bounds[0]):
-        section["needed_kl_at_least"] = bounds[0]
+    section = {"no_overhead": "its score is above the end of the curve", "needed_kl_at_least": min(bounds[0], end)}
+    return section | _bounded(row, at_most)
+
+
+def _bounded(row: Section, at_most: float) -> Section:
+    """Return the bounds of the needed KL and of the overhead, if there are any."""
     if not math.isfinite(at_most):
-        return section
-    return section | {"needed_kl_at_most": at_most, "overhead_at_least": row["kl"] / at_most}
+        return {}
+    return {"needed_kl_at_most": at_most, "overhead_at_least": row["kl"] / at_most}
+
+
+def _is_uneven(scores: Any) -> bool:
+    """Return whether the prompts' deviations of the scores (P, N) differ too much; equal scores have none."""
+    deviations = scores.std(axis=1)
+    positive = deviations[deviations > 0]
+    return len(positive) > 0 and float(np.log(positive).std()) > UNEVEN
 
 
 def _mean(name: str, rows: Any, clusters: Clusters) -> Section:
     """Return the mean over prompts (P,) and its interval."""
-    return {name: float(np.mean(rows)), f"{name}_ci95": _interval(np.asarray(rows, dtype=np.float64), clusters)}
+    first = rows[0]
+    gains = np.asarray(rows, dtype=np.float64) - first  # exactly 0 if all rows are equal
+    return {name: float(first + gains.mean()), f"{name}_ci95": [first + end for end in _interval(gains, clusters)]}
 
 
 def _interval(rows: Any, clusters: Clusters) -> list[float]:

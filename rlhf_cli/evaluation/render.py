@@ -275,7 +275,11 @@ def _overhead(row: Row) -> tuple[str, str]:
     if "needed_kl_at_most" in row and "overhead_at_least" in row:
         return f"at most {row['needed_kl_at_most']:.2f}", f"at least {row['overhead_at_least']:.1f}"
     overhead = f"{row['overhead']:.1f}" if "overhead" in row else f"none, {row.get('no_overhead')}"
-    return f"{row['needed_kl']:.2f}" if "needed_kl" in row else "unknown", overhead
+    if "needed_kl" not in row:
+        return "unknown", overhead
+    low, high = row.get("needed_kl_ci95") or (None, None)
+    interval = "" if low is None else f" [{low:.2f}, {'?' if high is None else f'{high:.2f}'}]"
+    return f"{row['needed_kl']:.2f}{interval}", overhead
 
 
 def limit_lines(report: Row) -> Iterator[str]:

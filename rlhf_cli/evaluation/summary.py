@@ -342,7 +342,8 @@ def _without_selection_bias(
             rate = _less(rate, name, interval, rate_bias, share=True)
         point["win_rate"][judge] = rate
     if "reward" in point["judges"]:
-        point |= _renamed(point["judges"]["reward"], mean="reward", ci95="reward_ci95")
+        own = point["judges"]["reward"]
+        point |= {"reward": own["mean"]} | ({"reward_ci95": own["ci95"]} if "ci95" in own else {})
     return point, biases
 
 

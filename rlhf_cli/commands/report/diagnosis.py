@@ -18,7 +18,6 @@ from rlhf_cli.evaluation.render import (
     reward_name,
     significance,
     summary_sentence,
-    without_selection_bias,
     worth_sentences,
 )
 from rlhf_cli.evaluation.reward_model import mean_confidence
@@ -319,8 +318,6 @@ def sentences(run: Run) -> Iterator[str]:
             compared = f"beyond the bound on the KL with {number(kl)} nats"
         end = "the last one" if step == last else f"the last one, {last}, is {compared}"
         yield f"Selected policy: update {step} at {number(point['kl'])} nats, by {chosen['rule']}; {end}."
-        bias = without_selection_bias(chosen)
-        yield f"{bias[0].upper()}{bias[1:]}."
     elif chosen:
         yield f"No policy was selected: {chosen.get('rule')}."
     elif reason := report.get("no_frontier"):
