@@ -23,28 +23,36 @@ REST = 3.0  # times the next order is what the correction leaves, at most; inter
 UNEVEN = 0.5  # deviation over prompts of the log of the scores' deviation: above it overheads are only bounded
 POINTS, STEPS = 16, 4  # points in the report after SFT's, and values of 1 / beta from one to the next
 END = POINTS * STEPS  # index of the last point
+MOST_WEIGHTS = 4_000_000  # in memory at a time
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
 Policies = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> score and KL of each prompt
 
 
-def tilt(scores: Any, inverse_beta: float) -> Any:
-    """Return KL, score and effective sample size, (3, P), of SFT tilted by exp(score / beta), for scores (P, N).
+def tilt(scores: Any, inverse_betas: Any) -> Any:
+    """Return KL, score and effective sample size, (3, P, ...), of SFT tilted by exp(score / beta), for scores (P, N).
 
     With w = softmax(s / beta) over the samples: sum w log(N w), at most log N; sum w s; and 1 / sum w^2 (Kish 1965,
     Survey sampling). Exact if the samples are all responses, each as often as SFT gives it.
     """
-    logits = inverse_beta * (scores - scores.max(axis=1, keepdims=True))
+    inverse_betas = np.asarray(inverse_betas)
+    logits = np.multiply.outer(scores - scores.max(axis=1, keepdims=True), inverse_betas)
     weights = np.exp(logits)
     log_mean = np.log(weights.mean(axis=1))  # exactly 0 for an infinite beta
     weights /= weights.sum(axis=1, keepdims=True)
     kl = np.maximum((weights * logits).sum(axis=1) - log_mean, 0.0)
-    return np.stack([kl, (weights * scores).sum(axis=1), 1 / (weights**2).sum(axis=1)])
+    columns = scores.reshape(*scores.shape, *[1] * inverse_betas.ndim)
+    return np.stack([kl, (weights * columns).sum(axis=1), 1 / (weights**2).sum(axis=1)])
 
 
-def thinned(scores: Any, inverse_beta: float, parts: int) -> Any:
-    """Return the mean of `tilt` over as many parts of the samples, (3, P)."""
-    subsets = [scores[:, part::parts] for part in range(parts)]
-    return sum(subset.shape[1] * tilt(subset, inverse_beta) for subset in subsets) / scores.shape[1]
+def thinned(scores: Any, inverse_betas: Any, parts: int) -> Any:
+    """Return the mean of `tilt` over as many parts of the samples, (3, P, M); some prompts at a time."""
+    (prompts, samples), chunk = scores.shape, max(1, MOST_WEIGHTS // (scores.shape[1] * len(inverse_betas)))
+    chunks = [scores[start : start + chunk] for start in range(0, prompts, chunk)]
+    total = 0.0
+    for part in range(parts):
+        tilted = np.concatenate([tilt(each[:, part::parts], inverse_betas) for each in chunks], axis=1)
+        total += len(range(part, samples, parts)) / samples * tilted
+    return total
 
 
 def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
@@ -78,13 +86,13 @@ def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any
     few answers, and the correction is too small. The next order, from quarters, shows where: it must change the score
     at a KL by less than MAX_BIAS of half the interval.
     """
-    levels = [np.stack([thinned(scores, each, parts) for each in inverse_betas], axis=2) for parts in (1, 2, 4)]
+    levels = [thinned(scores, inverse_betas, parts) for parts in (1, 2, 4)]
     table = np.concatenate([(2 * levels[0] - levels[1])[:2], levels[0][2:]])
     change = 2 * levels[0] - 3 * levels[1] + levels[2]
     low, high = statistics.mean_intervals(_scores_at(table[0].mean(axis=0), table, inverse_betas), clusters)
     shift = np.abs(_scores_at(0.0, change, inverse_betas).mean(axis=0))
     shift = np.maximum.accumulate(shift)
-    holds = shift <= MAX_BIAS * (high - low) / 2
+    holds = shift <= MAX_BIAS * (high - low) / 2 + 1e-9 * scores.std()  # equal prompts have intervals without width
     holds[0] = True
     return table, REST * shift, holds
 

@@ -233,7 +233,8 @@ def test_lengths_control_the_win_rate() -> None:
     policies = []
     for lengths in (longer, baseline):
         scores = {"long": [float(length) for length in lengths]}
-        policies.append(EvalResponses("m", "sampled", [*map(str, range(100))], ["r"] * 100, [True] * 100, lengths, scores, None))
+        prompts, ended = [*map(str, range(100))], [True] * 100
+        policies.append(EvalResponses("m", "sampled", prompts, ["r"] * 100, ended, lengths, scores, None))
     rate = win_rates(*policies)["long"]
     assert rate["value"] == 0.9 and abs(rate["length_controlled"] - 0.5) < 0.25
     low, high = rate["length_controlled_ci95"]
