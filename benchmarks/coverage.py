@@ -68,7 +68,8 @@ def drawn(rng: Rng, prompts: int, rows: int, kind: str) -> dict[str, Any]:
     """Draw scores of two policies, their KL, and a result that depends on the length, (prompts, rows) each."""
     size, hard = (prompts, rows), rng.normal(size=(prompts, 1))
     alike = 0.6 * rng.normal(size=(prompts, 1)) + 0.8 * rng.normal(size=size)  # of one prompt, in part
-    theirs, ours = (0.6 * hard + 0.8 * rng.normal(size=size) + shift for shift in (0.0, 0.3))
+    theirs = 0.6 * hard + 0.8 * rng.normal(size=size)
+    ours = 0.6 * hard + 0.3 + 0.5 * rng.normal(size=(prompts, 1)) + 0.6 * rng.normal(size=size)
     reward = [0.5 * score + rng.normal(size=size) for score in (theirs, ours)]
     longer = np.round(5 + 10 * rng.normal(size=size))
     won = ndtr(alike) < expit(0.2 + 0.8 * np.tanh(longer / 10))
@@ -122,10 +123,10 @@ def policies(rng: Rng, *, prompts: int, rows: int, kind: str) -> Covered:
         yield "length-controlled", includes(rates["length"].get("length_controlled_ci95"), true["length-controlled"])
 
 
-def one_sided(rng: Rng, *, prompts: int, shift: float) -> Covered:
-    """Answers that are nearly always longer: `shift` is by how much, in standard deviations; the effect is linear."""
+def one_sided(rng: Rng, *, prompts: int, shift: float, jump: bool = False) -> Covered:
+    """Answers that are longer by `shift` standard deviations; the effect of the length is linear, or a `jump` at 0."""
     longer = np.round(10 * (shift + rng.normal(size=(prompts, 1))))
-    won = rng.random(longer.shape) < expit(0.2 + 1.5 * longer / 10)
+    won = rng.random(longer.shape) < expit(0.2 + 1.5 * (np.sign(longer) if jump else longer / 10))
     zeros = np.zeros_like(longer)
     policy, other = evaluated({"judge": won}, longer, zeros), evaluated({"judge": zeros + 0.5}, zeros, zeros)
     rate = summary.win_rates(policy, other)["judge"]
@@ -208,6 +209,17 @@ def card(rng: Rng, *, prompts: int, answers: int, unequal: bool = False) -> Cove
     yield "longer answer", includes(found["longer_answer"]["ci95"], true["longer answer"])
 
 
+def lopsided(rng: Rng, *, prompts: int) -> Covered:
+    """A card in which a few prompts have most of the pairs, and all pairs of one of 20 prompts are wrong."""
+    counts, wrong = rng.choice([1, 1, 2, 3, 6, 15, 36], size=prompts), rng.random(prompts) < 0.05
+    pairs = [
+        ScoredPair(1.0 - 2.0 * wrong[prompt], 0.0, 2, 1, prompt)
+        for prompt in range(prompts)
+        for _ in range(counts[prompt])
+    ]
+    yield "accuracy", includes(reward_model.evaluate_pairs(pairs)["accuracy_ci95"], 0.95)
+
+
 def probed(rng: Rng, *, prompts: int) -> Covered:
     """Probes of rows of which three have the same prompt."""
     rows = [{"prompt_ids": [prompt]} for prompt in range(prompts) for _ in range(3)]
@@ -275,6 +287,7 @@ WORLDS = [
         for prompts in (100, 512)
         for share, shift in (("69 %", 0.5), ("90 %", 1.28), ("99 %", 2.33))
     ),
+    World("the effect of length jumps, 512 prompts", one_sided, {"prompts": 512, "shift": 0.5, "jump": True}),
     *(
         World(
             f"best of {count} policies, {worth}, {answers_of(prompts, rows)}",
@@ -290,6 +303,7 @@ WORLDS = [
         for prompts, answers in ((30, 2), (200, 2), (15, 9), (60, 9))
     ),
     World("2 to 9 answers to each of 60 prompts", card, {"prompts": 60, "answers": 9, "unequal": True}),
+    World("1 to 36 pairs of each of 100 prompts, rarely wrong", lopsided, {"prompts": 100}),
     *(World(f"probes of {prompts} prompts, 3 pairs each", probed, {"prompts": prompts}) for prompts in (30, 128)),
     *(
         World(
@@ -298,7 +312,7 @@ WORLDS = [
             {"prompts": prompts, "samples": 64, **options},
             runs,
         )
-        for prompts, runs in ((64, 400), (256, 100))
+        for prompts, runs in ((64, 300), (256, 100))
         for shape, options in (
             ("normal scores", {"spread": 0.0}),
             ("skewed scores", {"spread": 0.0, "skewed": True}),
@@ -311,7 +325,7 @@ WORLDS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, help="of each world; by default 1000, and 400 or 100 of the limit")
+    parser.add_argument("--runs", type=int, help="of each world; by default 1000, and 300 or 100 of the limit")
     parser.add_argument("--only", default="", help="part of the names or kinds of the worlds")
     arguments = parser.parse_args()
     reward_model.NUM_RESAMPLES = 20  # of the calibration error, which is not an interval
