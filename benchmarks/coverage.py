@@ -69,7 +69,7 @@ def drawn(rng: Rng, prompts: int, rows: int, kind: str) -> dict[str, Any]:
     size, hard = (prompts, rows), rng.normal(size=(prompts, 1))
     alike = 0.6 * rng.normal(size=(prompts, 1)) + 0.8 * rng.normal(size=size)  # of one prompt, in part
     theirs = 0.6 * hard + 0.8 * rng.normal(size=size)
-    ours = 0.6 * hard + 0.3 + 0.5 * rng.normal(size=(prompts, 1)) + 0.6 * rng.normal(size=size)
+    ours = 0.6 * hard + 0.3 + 0.9 * rng.normal(size=(prompts, 1)) + 0.4 * rng.normal(size=size)
     reward = [0.5 * score + rng.normal(size=size) for score in (theirs, ours)]
     longer = np.round(5 + 10 * rng.normal(size=size))
     won = ndtr(alike) < expit(0.2 + 0.8 * np.tanh(longer / 10))

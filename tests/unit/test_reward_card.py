@@ -232,7 +232,7 @@ def test_the_documentation_has_the_limits_of_the_code() -> None:
         f"R12 above {reward_model.MAX_ECE},",
         f"half way there, {reward_model.FIXED_LIMITS['swapped_prompt']}.",
         f"at least {reward_model.MIN_PROBE_LIMIT}.",
-        f"up to {reward_model.MAX_PROBED} pairs",
+        f"up to {reward_model.MAX_PROBED} prompts",
     ):
         assert text in page, text
     assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_model.OVER_LONG_REPEATS == 3
