@@ -177,6 +177,19 @@ def test_a_snapshot_has_its_own_numbers(run: Path, tokenizer: Any) -> None:
     assert selected + "by about 0.010, which the numbers below do not have. Within" in card(run, tokenizer, step=10)
 
 
+def test_the_selected_snapshot_has_its_numbers_without_the_selection_bias(run: Path, tokenizer: Any) -> None:
+    report = json.loads((run / "eval/report.json").read_text())
+    point = next(point for point in report["frontier"] if point["step"] == 10)
+    plain = f"| PPO over SFT | gold | {point['win_rate']['gold']['value']:.3f} ["
+    assert plain in card(run, tokenizer, step=10)
+    rates = {**point["win_rate"], "gold": {**point["win_rate"]["gold"], "value": 0.711}}
+    selected = {**report["selected"], "judges": point["judges"], "win_rate": rates}
+    change(run / "eval/report.json", selected=selected)
+    text = card(run, tokenizer, step=10)
+    assert "| PPO over SFT | gold | 0.711 [" in text and plain not in text
+    assert plain in card(run, tokenizer, step=5), "another step"
+
+
 def test_a_stopped_run_has_its_reason(run: Path, tokenizer: Any) -> None:
     best = {"step": 10, "metric": "objective/score/gold", "value": 0.8}
     change(run / "ppo/manifest.json", step=10, model_is="the best step", stopped="update 20: KL is <b>9</b>", best=best)
