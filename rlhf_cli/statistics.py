@@ -1,8 +1,9 @@
 """Statistics of the evaluation: confidence intervals, win rates and selection bias. Takes and returns plain numbers."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
 CAUCHY = 2.5  # scale of the prior, Gelman et al. 2008: few effects change the log-odds by more
 RESAMPLES = 2000
+FOLDS, SPLITS = 5, 20  # of the prompts, for the selection of one of several policies
+FEWEST_SIDE = 0.1  # share of rows on each side of equal lengths: with fewer a controlled rate is an extrapolation
+FEWEST_DIFFERENT = 5  # rows that differ from the most frequent value: of fewer no variance can be estimated
 FEWEST = 8  # values of a series: fewer do not separate noise from a trend
 MAX_ITERATIONS, TOLERANCE = 200, 1e-8  # of the fit; the tolerance is on the rate
 
@@ -31,7 +35,7 @@ def wilson(wins: float, n: float, z: float = Z95) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def wilson_difference(first: tuple[float, int], second: tuple[float, int], z: float = Z95) -> tuple[float, float]:
+def wilson_difference(first: tuple[float, float], second: tuple[float, float], z: float = Z95) -> tuple[float, float]:
     """Return the 95 % interval of the difference of two independent proportions, each (share, n).
 
     Newcombe 1998 (Statistics in Medicine 17, 873-890), method 10. Too wide for correlated rows.
@@ -41,153 +45,271 @@ def wilson_difference(first: tuple[float, int], second: tuple[float, int], z: fl
     return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)
 
 
-def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean (BCa, Efron 1987), deterministic for a seed.
+@dataclass(frozen=True)
+class Clusters:
+    """Rows that depend on one another, such as the pairs of one prompt: the cluster of each row, and their sizes."""
 
-    A constant sample has an interval of width 0.
+    index: Any  # (rows,)
+    sizes: Any  # (clusters,)
+
+    @classmethod
+    def of(cls, rows: int, groups: Sequence[Hashable] | None = None) -> "Clusters":
+        """Return the clusters of rows with the same value of `groups`; without groups each row is one."""
+        import numpy as np
+
+        numbers: dict[Hashable, int] = {}
+        index = [numbers.setdefault(group, len(numbers)) for group in (range(rows) if groups is None else groups)]
+        assert len(index) == rows > 0
+        return cls(np.array(index), np.bincount(index))
+
+    @property
+    def effective(self) -> float:
+        """Return the number of clusters of equal size that would tell as much (Kish 1965, Survey sampling)."""
+        return float(len(self.index) ** 2 / (self.sizes @ self.sizes))
+
+    @property
+    def quantile(self) -> float:
+        """Return Student's t quantile of a 95 % interval whose variance comes from these clusters."""
+        return _student(max(self.effective - 1, 1.0))
+
+    def sums(self, values: Any) -> Any:
+        """Return the sum over each cluster, (clusters, ...), of values (rows, ...)."""
+        import numpy as np
+
+        if len(self.sizes) == len(self.index):
+            return values
+        starts = np.cumsum(self.sizes) - self.sizes
+        return np.add.reduceat(values[np.argsort(self.index, kind="stable")], starts, axis=0)
+
+    def deviations(self, influence: Any) -> Any:
+        """Return by how much each cluster moves a mean, (clusters, ...); the sum of their squares is its variance.
+
+        `influence` (rows, ...): values of rows minus their mean. This is the delete-one-cluster jackknife (Efron and
+        Stein 1981, Annals of Statistics 9(3)).
+        """
+        import numpy as np
+
+        count, rest = len(self.sizes), len(self.index) - self.sizes
+        if count == 1:
+            return np.zeros((1, *influence.shape[1:]))  # of one cluster no variance is known
+        scale = np.sqrt((count - 1) / count) / rest
+        return self.sums(influence) * scale.reshape(-1, *[1] * (influence.ndim - 1))
+
+
+def mean_intervals(values: Any, clusters: Clusters) -> tuple[Any, Any]:
+    """Return both ends of the 95 % intervals of the means over rows, for values (rows, ...); of one cluster no width.
+
+    Each is the union of Student's interval and that of Hall's transformation, which corrects for skewness (1992,
+    Journal of the Royal Statistical Society B 54(1), 221-228): the latter covers where rows are skewed, the former
+    where few rows differ from the others. Coverage: docs/evaluation.md.
     """
     import numpy as np
-    from scipy.stats import bootstrap
 
-    sample = np.asarray(values, dtype=np.float64)
-    assert sample.ndim == 1 and sample.size > 0
-    if sample.size == 1 or np.ptp(sample) == 0:
-        return float(sample[0]), float(sample[0])
-    result = bootstrap(
-        (sample,), np.mean, n_resamples=RESAMPLES, batch=200, rng=np.random.default_rng(seed), method="BCa"
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    means = values.mean(axis=0)
+    deviations = clusters.deviations(values - means)
+    errors = np.sqrt((deviations**2).sum(axis=0))
+    skewness = (deviations**3).sum(axis=0) / np.maximum(errors**3, 1e-300)
+    skewed, t = np.abs(skewness) > 1e-6, clusters.quantile
+
+    def ends(quantile: float) -> Any:
+        slope = np.where(skewed, skewness, 1.0)
+        transformed = 3 / slope * (np.cbrt(1 + slope * (quantile - slope / 6)) - 1)
+        return means - errors * np.where(skewed, transformed, quantile)
+
+    return np.minimum(ends(t), means - t * errors), np.maximum(ends(-t), means + t * errors)
 
 
-def win_rate(scores: Sequence[float], baseline: Sequence[float]) -> dict:
+def mean_interval(values: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of rows; None if it cannot be known.
+
+    That is if all but FEWEST_DIFFERENT of the `groups` (else rows) have the same value, or if there are fewer groups.
+    """
+    import numpy as np
+
+    groups = range(len(values)) if groups is None else groups
+    usual, _ = Counter(values).most_common(1)[0]
+    others = {group for group, value in zip(groups, values, strict=True) if value != usual}
+    if len(others) < min(FEWEST_DIFFERENT, len(values) - 1) or len(set(groups)) == 1:
+        return None
+    clusters = Clusters.of(len(values), groups)
+    low, high = mean_intervals(np.asarray(values, dtype=np.float64), clusters)
+    return float(low), float(high)
+
+
+def win_rate(
+    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[Hashable] | None = None
+) -> dict[str, Any]:
     """Return the share of rows where `scores` is above `baseline`, ties counting half: {value, ci95, n, ties}."""
-    points = _points(scores, baseline)
-    return {"value": fmean(points), "ci95": list(share_interval(points)), "n": len(points), "ties": points.count(0.5)}
+    points = win_points(scores, baseline)
+    interval = list(share_interval(points, groups))
+    return {"value": fmean(points), "ci95": interval, "n": len(points), "ties": points.count(0.5)}
 
 
 def share_interval(points: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float]:
     """Return the 95 % interval of the mean of wins (1), ties (0.5) and losses (0).
 
     It is Wilson's, of as many independent rows without ties as give the mean the same variance. Rows of one of the
-    `groups`, such as pairs of one prompt, depend on one another; then it is of as many rows as there are at most.
+    `groups`, such as pairs of one prompt, depend on one another; then the quantile is Student's.
     """
-    n, mean, sums = len(points), fmean(points), defaultdict[Hashable, float](float)
-    for group, point in zip(range(n) if groups is None else groups, points, strict=True):
-        sums[group] += point - mean
-    variance, count = math.fsum(each * each for each in sums.values()) / n, len(sums)
-    rows = n * mean * (1 - mean) / variance if variance else n if 0 < mean < 1 < count else count
-    if variance and count < n:  # with Bessel's correction
-        rows = min(max(rows * (count - 1) / count, 1), n)
-    return wilson(mean * rows, rows)
+    import numpy as np
+
+    clusters, values = Clusters.of(len(points), groups), np.asarray(points, dtype=np.float64)
+    rows, z = effective_rows(values, clusters), Z95
+    if 1 < len(clusters.sizes) < len(values):
+        z = clusters.quantile
+    return wilson(float(values.mean()) * rows, rows, z)
 
 
-def _points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:
+def effective_rows(points: Any, clusters: Clusters) -> float:
+    """Return the number of independent rows without ties whose mean has the variance of that of points in 0 to 1.
+
+    Clusters tell at most as much as independent rows.
+    """
+    n, count, mean = len(points), len(clusters.sizes), float(points.mean())
+    if count == 1 < n:
+        return 1.0
+    spread = mean * (1 - mean)
+    variance = float(((points - mean) ** 2).sum()) / n**2
+    if variance < 1e-18:
+        return n if 0 < mean < 1 and count == n else clusters.effective
+    if count < n:
+        variance = min(max(variance, float((clusters.deviations(points - mean) ** 2).sum())), spread)
+    return spread / variance
+
+
+def win_points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:
     """Return 1 for each win, 0.5 for a tie and 0 for a loss."""
     assert len(scores) == len(baseline) > 0
     return [0.5 * ((a > b) + (a >= b)) for a, b in zip(scores, baseline, strict=True)]
 
 
-def paired_difference(scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
-    """Return the mean of scores - baseline, row by row: {difference, difference_ci95}.
+def paired_difference(
+    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[Hashable] | None = None
+) -> dict[str, Any]:
+    """Return the mean of scores - baseline, row by row: {difference, difference_ci95}, the latter if there is one.
 
-    Pairing cancels the difficulty of a prompt, so the interval is narrower than those of the means.
+    Pairing cancels the difficulty of a prompt, so the interval is narrower than those of the means. The difference of
+    two shares, of scores 0 and 1, has the interval of their win rate.
     """
     gains = [a - b for a, b in zip(scores, baseline, strict=True)]
-    return {"difference": math.fsum(gains) / len(gains), "difference_ci95": list(bootstrap_mean(gains, seed=seed))}
+    if {*scores, *baseline} <= {0.0, 1.0}:
+        low, high = share_interval(win_points(scores, baseline), groups)
+        interval: tuple[float, float] | None = 2 * low - 1, 2 * high - 1
+    else:
+        interval = mean_interval(gains, groups)
+    difference = {"difference": math.fsum(gains) / len(gains)}
+    return difference | ({"difference_ci95": list(interval)} if interval else {})
 
 
 def length_controlled(
-    scores: Sequence[float], baseline: Sequence[float], length_difference: Sequence[float], *, seed: int = 0
-) -> tuple[float, tuple[float, float]]:
-    """Return the win rate expected at equal answer lengths, and its 95 % interval (paired bootstrap).
+    scores: Sequence[float],
+    baseline: Sequence[float],
+    length_difference: Sequence[float],
+    groups: Sequence[Hashable] | None = None,
+) -> tuple[float, tuple[float, float]] | None:
+    """Return the win rate expected at equal answer lengths and its 95 % interval; None if it would be extrapolated.
 
     `length_difference` is by how much our answer is longer, row by row. Dubois et al. 2024 (arXiv 2404.04475), section
     3: the preference is regressed on the length difference d, P(win) = logistic(a + b tanh(d / std d)), a tie counting
     half, and d is set to 0, which leaves logistic(a). Their term for the difficulty of a prompt is omitted: it needs
     several models on the same prompts. They shrink b by an L1 penalty chosen by cross-validation; here it has Gelman et
     al.'s default prior (2008, Annals of Applied Statistics 2(4), sections 2-3: Cauchy of scale 2.5, fitted by their
-    EM), which needs no random draws.
+    EM), which needs no random draws. The interval is that of a, by the delete-one-cluster jackknife of its influence.
 
-    If all differences are equal, or one side wins every row, lengths explain nothing: returns the plain rate with its
-    interval of `win_rate`.
+    It is extrapolated if fewer than FEWEST_SIDE of the rows have an answer that is at most, or at least, as long. If
+    all lengths are equal, or one side wins every row, lengths explain nothing: returns the plain rate with its interval
+    of `win_rate`.
     """
     import numpy as np
     from scipy.special import expit
 
-    points, differences = _points(scores, baseline), np.asarray(length_difference, dtype=np.float64)
-    n, won = len(points), sum(points)
-    if np.ptp(differences) == 0 or won in (0, n):
-        return won / n, share_interval(points)
-    # rows of equal difference and result form a cell; a resample is the number of draws per cell
-    (d, y), rows = np.unique(np.stack([differences, points]), axis=1, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(n, rows / n, size=RESAMPLES)
-    counts = np.concatenate([rows[None], drawn]).astype(np.float64)
-    spread = np.sqrt(np.maximum(counts @ d**2 / n - (counts @ d / n) ** 2, 0.0))[:, None]
-    x = np.tanh(np.divide(d, spread, out=np.zeros_like(counts), where=spread > 0))
-    rates = expit(_logistic_intercept(x, y, counts))
-    low, high = np.quantile(rates[1:], [0.025, 0.975])
-    return float(rates[0]), (float(low), float(high))
+    differences = np.asarray(length_difference, dtype=np.float64)
+    if min((differences >= 0).mean(), (differences <= 0).mean()) < FEWEST_SIDE:
+        return None
+    points, n = np.asarray(win_points(scores, baseline)), len(differences)
+    clusters = Clusters.of(n, groups)
+    if np.ptp(differences) == 0 or points.sum() in (0, n) or len(clusters.sizes) == 1:
+        return float(points.mean()), share_interval(points.tolist(), groups)
+    a, influence = _logistic_intercept(np.tanh(differences / differences.std()), points)
+    half = clusters.quantile * math.sqrt(float((clusters.deviations(influence) ** 2).sum()))
+    return float(expit(a)), (float(expit(a - half)), float(expit(a + half)))
 
 
-def _logistic_intercept(x: Any, y: Any, counts: Any) -> Any:
-    """Return a of P(y) = logistic(a + b x) for each row of `counts`, by Newton; b has the prior of `CAUCHY`."""
+def _logistic_intercept(x: Any, y: Any) -> tuple[float, Any]:
+    """Return a of P(y) = logistic(a + b x) by Newton, and each row's influence on it; b has the prior of CAUCHY."""
     import numpy as np
     from scipy.special import expit
 
-    a, b = np.zeros(len(counts)), np.zeros(len(counts))
+    a = b = 0.0
     for _ in range(MAX_ITERATIONS):
         precision = 2 / (CAUCHY**2 + b * b)  # E step: a Cauchy is a normal of unknown variance
-        p = expit(a[:, None] + b[:, None] * x)
-        residual, weight = counts * (y - p), counts * p * (1 - p)
-        grad_a, grad_b = residual.sum(1), (residual * x).sum(1) - precision * b
-        aa, ab, bb = weight.sum(1) + 1e-9, (weight * x).sum(1), (weight * x * x).sum(1) + precision
-        step_a, step_b = (
-            (bb * grad_a - ab * grad_b) / (aa * bb - ab**2),
-            (aa * grad_b - ab * grad_a) / (aa * bb - ab**2),
-        )
-        damping = 2 / np.maximum(2, np.maximum(np.abs(step_a), np.abs(step_b)))  # a resample may be all wins
+        rate = expit(a + b * x)
+        weight = rate * (1 - rate)
+        residual = y - rate
+        slope = np.stack([residual, residual * x])  # of the log-likelihood, row by row
+        bend = np.array([[weight.sum() + 1e-9, weight @ x], [weight @ x, weight @ x**2 + precision]])
+        step_a, step_b = np.linalg.solve(bend, slope.sum(axis=1) - [0.0, precision * b])
+        damping = 2 / max(2, abs(step_a), abs(step_b))  # nearly all rows may be wins
         before = expit(a)
         a, b = a + damping * step_a, b + damping * step_b
-        if np.abs(expit(a) - before).max() < TOLERANCE:
+        if abs(expit(a) - before) < TOLERANCE:
             break
-    return a
+    influence = len(x) * np.linalg.solve(bend, slope)[0]
+    return a, influence - influence.mean()
 
 
-def selection_bias(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
-    """Return by how much the mean of the best candidate is overestimated because it was selected on the same rows.
+def selection_weights(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashable] | None = None) -> Any:
+    """Return how often each candidate is the best on other rows, (rows, candidates): rows sum to 1.
 
-    `scores`: each candidate's, row by row. Efron 1983 (JASA 78), bootstrap estimate of optimism: rows are resampled,
-    the best candidate is selected on them, and its mean there is compared with its mean over the original rows.
+    `scores`: each candidate's, row by row; the first of equal ones is the best. The groups are dealt into FOLDS, and a
+    row counts for the candidate with the highest mean of the other folds, over SPLITS deals. So a mean over rows and
+    candidates with these weights is that of a selected candidate, without the bias of the selection on the same rows
+    (cross-validation, Stone 1974, Journal of the Royal Statistical Society B 36(2)).
     """
     import numpy as np
 
-    table = np.asarray(list(scores.values()), dtype=np.float64)
-    n, means = table.shape[1], table.mean(axis=1)
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
-    picked, best = drawn.argmax(axis=1), means.argmax()
-    # control variate: the best candidate's gain in the resample has mean 0; subtracting it reduces the noise
-    return float((drawn.max(axis=1) - drawn[:, best] + means[best] - means[picked]).mean())
+    table = np.asarray(list(scores.values()), dtype=np.float64).T
+    clusters = Clusters.of(len(table), groups)
+    sums, count = clusters.sums(table), len(clusters.sizes)
+    weights = np.zeros((count, table.shape[1]))
+    rng, rows = np.random.default_rng(0), np.arange(count)
+    for _ in range(SPLITS):
+        fold = rng.permutation(count) % FOLDS
+        parts = np.zeros((FOLDS, table.shape[1]))
+        np.add.at(parts, fold, sums)
+        best = (parts.sum(axis=0) - parts).argmax(axis=1)
+        weights[rows, best[fold]] += 1
+    return weights[clusters.index] / SPLITS
 
 
-def within_noise(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> list[Any]:
+def without_bias(value: float, bounds: Sequence[float] | None, bias: float) -> tuple[float, list[float] | None]:
+    """Return a mean without its selection bias, and its interval. It is wider: the bias is known to about its size."""
+    if bounds is None:
+        return value - bias, None
+    low, high = (math.hypot(end - value, bias) for end in bounds)
+    return value - bias, [value - bias - low, value - bias + high]
+
+
+def within_noise(scores: Mapping[Any, Sequence[float]], groups: Sequence[Hashable] | None = None) -> list[Any]:
     """Return the candidates that may be as good as the best one; all others are significantly worse.
 
     `scores`: each candidate's, row by row. Multiple comparisons with the best (Hsu 1981, Annals of Statistics 9(5)): at
     95 %, no candidate as good as the best is excluded, however many there are. The critical values come from a
-    bootstrap over rows of all candidates together (White 2000, Econometrica 68(5)).
+    bootstrap over the groups of rows of all candidates together (White 2000, Econometrica 68(5)).
     """
     import numpy as np
     from scipy.special import stdtrit
 
-    table = np.asarray(list(scores.values()), dtype=np.float64)
-    (k, n), means = table.shape, table.mean(axis=1)
+    table = np.asarray(list(scores.values()), dtype=np.float64).T
+    means, clusters = table.mean(axis=0), Clusters.of(len(table), groups)
+    k, n = len(means), len(clusters.sizes)
     if n < 2:
-        return list(scores)  # one row has no variance
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
+        return list(scores)  # one prompt has no variance
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     # small samples: correct the bootstrap's standard deviation, and replace normal by Student's t tails
     level, freedom = 1 - 0.05 / max(2, k), n - 1
     widening = math.sqrt(n / freedom) * float(stdtrit(freedom, level)) / NormalDist().inv_cdf(level)
-    noise = (drawn - means) * widening
+    noise = drawn @ clusters.sums(table - means) / len(table) * widening
     bounds = np.quantile(noise.max(axis=1)[:, None] - noise, 0.95, axis=0)
     gaps = means.max() - means
     return [name for name, gap, bound in zip(scores, gaps, bounds, strict=True) if gap <= bound]

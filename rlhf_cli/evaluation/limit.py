@@ -2,47 +2,66 @@
 
 The policy that maximises E[score] - beta KL(policy || SFT) is SFT tilted by exp(score / beta) (Rafailov et al. 2023,
 arXiv 2305.18290, section 4; Korbak et al. 2022, arXiv 2205.11275). It is estimated by self-normalised importance
-sampling (Owen 2013, Monte Carlo theory, methods and examples, chapter 9). Arrays are float64: P prompts, N samples of
-SFT for each prompt, M values of 1 / beta, R resamples.
+sampling (Owen 2013, Monte Carlo theory, methods and examples, chapter 9), whose bias is corrected. Arrays are float64:
+P prompts, N samples of SFT for each prompt, M values of 1 / beta.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation.summary import EvalResponses, Section
+from rlhf_cli.statistics import Clusters
 
-# Mean effective sample size at the end of the curve. The bias of the log of a mean weight is about 1 / (2 x this); it
-# puts the curve below the limit, and overheads are understated: by 5 % at 10 for normal scores (docs/evaluation.md).
-MIN_EFFECTIVE = 10.0
-POINTS, STEPS = 16, 8  # points in the report after SFT's, and values of 1 / beta from one to the next
-END, BEYOND = POINTS * STEPS, 32  # index of the last point, and further values that only resampled curves need
+MIN_EFFECTIVE = 10.0  # mean effective sample size at the end of the curve, which may end before (`holding`)
+MAX_BIAS = 0.1  # of the next order of the correction of a score, as a share of half its interval
+REST = 3.0  # times the next order is what the correction leaves, at most; intervals are so much wider above
+UNEVEN = 0.5  # deviation over prompts of the log of the scores' deviation: above it overheads are only bounded
+POINTS, STEPS = 16, 4  # points in the report after SFT's, and values of 1 / beta from one to the next
+END = POINTS * STEPS  # index of the last point
+MOST_WEIGHTS = 4_000_000  # in memory at a time
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
 Policies = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> score and KL of each prompt
 
 
-def tilt(scores: Any, inverse_beta: float) -> Any:
-    """Return KL, score and effective sample size, (3, P), of SFT tilted by exp(score / beta), for scores (P, N).
+def tilt(scores: Any, inverse_betas: Any) -> Any:
+    """Return KL, score and effective sample size, (3, P, ...), of SFT tilted by exp(score / beta), for scores (P, N).
 
     With w = softmax(s / beta) over the samples: sum w log(N w), at most log N; sum w s; and 1 / sum w^2 (Kish 1965,
     Survey sampling). Exact if the samples are all responses, each as often as SFT gives it.
     """
-    logits = inverse_beta * (scores - scores.max(axis=1, keepdims=True))
+    inverse_betas = np.asarray(inverse_betas)
+    logits = np.multiply.outer(scores - scores.max(axis=1, keepdims=True), inverse_betas)
     weights = np.exp(logits)
     log_mean = np.log(weights.mean(axis=1))  # exactly 0 for an infinite beta
     weights /= weights.sum(axis=1, keepdims=True)
     kl = np.maximum((weights * logits).sum(axis=1) - log_mean, 0.0)
-    return np.stack([kl, (weights * scores).sum(axis=1), 1 / (weights**2).sum(axis=1)])
+    columns = scores.reshape(*scores.shape, *[1] * inverse_betas.ndim)
+    return np.stack([kl, (weights * columns).sum(axis=1), 1 / (weights**2).sum(axis=1)])
 
 
-def limit_curve(scores: Any) -> tuple[Any, Any]:
-    """Return values of 1 / beta (M,) from 0 in equal steps, and the results (3, P, M) of `tilt` by each.
+def thinned(scores: Any, inverse_betas: Any, parts: int) -> Any:
+    """Return the mean of `tilt` over as many parts of the samples, (3, P, M); some prompts at a time."""
+    (prompts, samples), chunk = scores.shape, max(1, MOST_WEIGHTS // (scores.shape[1] * len(inverse_betas)))
+    chunks = [scores[start : start + chunk] for start in range(0, prompts, chunk)]
+    total = 0.0
+    for part in range(parts):
+        tilted = np.concatenate([tilt(each[:, part::parts], inverse_betas) for each in chunks], axis=1)
+        total += len(range(part, samples, parts)) / samples * tilted
+    return total
 
-    Number END is the highest with a mean effective sample size of `min_effective`, or nearly with the highest KL.
+
+def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+    """Return values of 1 / beta (M,) from 0 in equal steps, KL, score and size, (3, P, M), by each, and a rest (M,).
+
+    The rest is by how much the mean score at a KL may be too low.
+
+    KL and score are without the first order of their bias. The last one is where the curve ends: the highest with a
+    mean effective sample size of `min_effective`, or nearly with the highest KL, if the curve holds there.
     """
     spread = scores.std(axis=1).mean()
     low, high = 0.0, SHARPEST / spread if spread > 0 else 0.0
@@ -51,8 +70,31 @@ def limit_curve(scores: Any) -> tuple[Any, Any]:
         middle = (low + high) / 2
         kl, _, size = tilt(scores, middle).mean(axis=1)
         low, high = (middle, high) if size >= min_effective(scores.shape[1]) and kl <= most else (low, middle)
-    inverse_betas = low / END * np.arange(END + BEYOND + 1)
-    return inverse_betas, np.stack([tilt(scores, inverse_beta) for inverse_beta in inverse_betas], axis=2)
+    inverse_betas = low / END * np.arange(END + 1)
+    table, rest, holds = _corrected(scores, inverse_betas, clusters)
+    if not holds.all():
+        inverse_betas = inverse_betas[np.argmin(holds) - 1] / END * np.arange(END + 1)
+        table, rest, _ = _corrected(scores, inverse_betas, clusters)
+    return inverse_betas, table, rest
+
+
+def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+    """Return KL and score, both corrected, and size by each 1 / beta, (3, P, M), the rest, and what holds, (M,).
+
+    The bias is one half as large with twice the samples, to first order, so it is the difference to the mean over both
+    halves of the samples (Quenouille 1956, Biometrika 43). Where prompts differ in spread, the weights of some are on
+    few answers, and the correction is too small. The next order, from quarters, shows where: it must change the score
+    at a KL by less than MAX_BIAS of half the interval.
+    """
+    levels = [thinned(scores, inverse_betas, parts) for parts in (1, 2, 4)]
+    table = np.concatenate([(2 * levels[0] - levels[1])[:2], levels[0][2:]])
+    change = 2 * levels[0] - 3 * levels[1] + levels[2]
+    low, high = statistics.mean_intervals(_scores_at(table[0].mean(axis=0), table, inverse_betas), clusters)
+    shift = np.abs(_scores_at(0.0, change, inverse_betas).mean(axis=0))
+    shift = np.maximum.accumulate(shift)
+    holds = shift <= MAX_BIAS * (high - low) / 2 + 1e-9 * scores.std()  # equal prompts have intervals without width
+    holds[0] = True
+    return table, REST * shift, holds
 
 
 def min_effective(samples: int) -> float:
@@ -69,22 +111,45 @@ def expected_best_of_n(scores: Any, n: int) -> Any:
     return np.sort(scores, axis=1) @ [math.comb(i, n - 1) / math.comb(size, n) for i in range(size)]
 
 
-def needed_kl(kl: Any, score: Any, target: float) -> float:
-    """Return the KL at which a curve (M,) has a score; 0 at or below its start, infinite beyond its end.
+def needed_kl(kl: Any, paths: Any, own: Any, clusters: Clusters, rest: Any = 0.0) -> tuple[float, tuple[float, float]]:
+    """Return the KL at which a path has the mean of `own`, and its 95 % interval; 0 at its start, inf beyond its end.
 
-    The square root of the KL, which is nearly linear in the score, is interpolated.
+    `paths`: the score of each prompt at each KL, (P, M), whose mean may be too low by `rest` (M,); `own`: that of the
+    policy, (P,). The square root of the KL,
+    which is nearly linear in the score, is interpolated. The interval has each KL at which the interval of the mean
+    difference includes 0.
     """
-    if target <= score[0] or target > score[-1]:
-        return 0.0 if target <= score[0] else math.inf
-    return float(np.interp(target, score, np.sqrt(kl)) ** 2)
+    gaps = paths - np.asarray(own)[:, None]
+    low, high = statistics.mean_intervals(gaps, clusters)
+    root = np.sqrt(kl)
+    return _crossing(root, gaps.mean(axis=0)), (_crossing(root, high + rest), _crossing(root, low))
+
+
+def _crossing(root: Any, gaps: Any) -> float:
+    """Return the KL (its `root` is given) from which on gaps (M,) are at least 0."""
+    gaps = np.maximum.accumulate(gaps)
+    if gaps[-1] < 0:
+        return math.inf
+    after = int(np.argmax(gaps >= 0))
+    if after == 0:
+        return 0.0
+    part = slice(after - 1, after + 1)
+    return float(np.interp(0.0, gaps[part], root[part]) ** 2)
+
+
+def _scores_at(kl: Any, table: Any, inverse_betas: Any) -> Any:
+    """Return what each prompt adds to the highest score at a mean KL (M,), (P, M).
+
+    By the envelope theorem it is score - beta (KL of the prompt - mean KL): what one prompt does not use, others can.
+    """
+    betas = np.divide(1.0, inverse_betas, out=np.zeros_like(inverse_betas), where=inverse_betas > 0)
+    return table[1] - betas * (table[0] - kl)
 
 
 # report.json
 
 
-def build_limit(
-    draws: Sequence[EvalResponses], evaluated: Sequence[EvalResponses], penalty: float, seed: int
-) -> Section:
+def build_limit(draws: Sequence[EvalResponses], evaluated: Sequence[EvalResponses], penalty: float) -> Section:
     """Return the section `limit` of report.json, of the scores by `reward` less `penalty` where a response has no end.
 
     `draws`: SFT's responses, one to each prompt in each. Policies are all those with a KL, and best of n.
@@ -98,7 +163,7 @@ def build_limit(
         elif match := re.fullmatch(r"best_of_(\d+)", each.model):
             selections.add(n := int(match[1]))
             policies[each.model] = (expected_best_of_n(scores, n), [statistics.best_of_n_kl(n)] * len(scores))
-    section = limit_section(scores, policies, sorted(selections), seed)
+    section = limit_section(scores, policies, sorted(selections), evaluated[0].prompts)
     section["policies"] = {name: steps.get(name, {}) | row for name, row in section["policies"].items()}
     return {"samples": len(draws), **({"missing_eos_penalty": penalty} if penalty else {}), **section}
 
@@ -109,64 +174,93 @@ def penalized_scores(responses: EvalResponses, penalty: float) -> list[float]:
     return [score if ended else score - penalty for score, ended in rows]
 
 
-def limit_section(scores: Any, policies: Policies, selections: Sequence[int], seed: int) -> Section:
+def limit_section(
+    scores: Any, policies: Policies, selections: Sequence[int], groups: Sequence[Hashable] | None = None
+) -> Section:
     """Return {min_effective_samples, points, best_of, policies} for SFT's scores (P, N) and best of each n.
 
-    Intervals are percentile bootstraps over prompts, the same ones for curve and policies. `score_ci95` of a point is
-    at its KL.
+    Intervals are over prompts, those of one of the `groups` together. `score_ci95` of a point is at its KL. With one
+    prompt there are no intervals, and so no overheads.
     """
-    prompts, samples = scores.shape
-    inverse_betas, tables = limit_curve(scores)
-    shares = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, statistics.RESAMPLES) / prompts
-    kl, score, size = tables.mean(axis=1)[:, : END + 1]
-    curves = [*zip(shares @ tables[0], shares @ tables[1], strict=True)]
-    kl_bounds = _interval([curve[0][: END + 1] for curve in curves])
-    score_bounds = _interval([np.interp(kl, *curve) for curve in curves])
+    clusters = Clusters.of(len(scores), groups)
+    inverse_betas, table, rest = limit_curve(scores, clusters)
+    kl, score, size = table.mean(axis=1)
+    kl = np.maximum.accumulate(np.maximum(kl, 0.0))
+    paths = _scores_at(table[0].mean(axis=0), table, inverse_betas)
     points = []
     for m in range(0, END + 1 if inverse_betas[END] > 0 else 1, STEPS):
-        point = {"beta": 1 / float(inverse_betas[m])} if m else {}
-        point |= {"kl": float(kl[m]), "kl_ci95": kl_bounds[m], "score": float(score[m]), "score_ci95": score_bounds[m]}
+        point: Section = {"beta": 1 / float(inverse_betas[m])} if m else {}
+        point |= {"kl": float(kl[m]), "kl_ci95": _interval(table[0, :, m], clusters)}
+        low, high = _interval(paths[:, m], clusters)
+        point |= {"score": float(score[m]), "score_ci95": [low, high + float(rest[m])]}
         points.append({**point, "effective_samples": float(size[m])})
-    best_of = []
-    for n in selections:
-        rows = expected_best_of_n(scores, n)
-        best_of.append({"n": n, "kl": statistics.best_of_n_kl(n), **_mean("score", rows, shares)})
-    found = {}
+    chosen = {n: expected_best_of_n(scores, n) for n in selections}
+    bounds = {n: statistics.best_of_n_kl(n) for n in selections}
+    best_of = [{"n": n, "kl": bounds[n], **_mean("score", rows, clusters)} for n, rows in chosen.items()]
+    mixtures = _mixtures([0.0, *bounds.values()], np.stack([table[1, :, 0], *chosen.values()], axis=1))
+    found, uneven = {}, _is_uneven(scores)
     for name, (own_scores, own_kl) in policies.items():
-        row = _mean("kl", own_kl, shares) | _mean("score", own_scores, shares)
-        targets = zip(curves, shares @ np.asarray(own_scores), strict=True)
-        bounds = _interval([needed_kl(*curve, target) for curve, target in targets])
-        found[name] = row | _overhead(
-            row, needed_kl(kl, score, row["score"]), bounds, points[-1], [points[0], *best_of]
-        )
-    return {"min_effective_samples": min_effective(samples), "points": points, "best_of": best_of, "policies": found}
+        row = _mean("kl", own_kl, clusters) | _mean("score", own_scores, clusters)
+        needed = needed_kl(kl, paths, own_scores, clusters, rest)
+        at_most = needed_kl(*mixtures, own_scores, clusters)[1][1]
+        found[name] = row | _overhead(row, *needed, float(kl[-1]), at_most, uneven=uneven)
+    return {
+        "min_effective_samples": min_effective(scores.shape[1]),
+        "points": points,
+        "best_of": best_of,
+        "policies": found,
+    }
 
 
-def _overhead(row: Section, needed: float, bounds: Sequence[float], end: Section, best_of: list[Section]) -> Section:
+def _mixtures(kl: Sequence[float], scores: Any) -> tuple[Any, Any]:
+    """Return KL bounds and scores (P, M) of mixtures of SFT's best of two n: at most the KL on a line between them."""
+    grid = np.unique(np.concatenate([np.linspace(0.0, kl[-1], 1 + END), kl]))
+    return grid, np.stack([np.interp(grid, kl, row) for row in scores])
+
+
+def _overhead(
+    row: Section, needed: float, bounds: tuple[float, float], end: float, at_most: float, *, uneven: bool
+) -> Section:
     """Return the needed KL and the overhead of a policy, or bounds of them, or the reason why there is no overhead.
 
-    Beyond the end of the curve best of n bounds them: a mixture of two has at most the KL on the line between them.
+    `end`: the KL of the end of the curve. `at_most`: the KL with which a mixture of SFT's best of n has the score,
+    beyond noise; it bounds them where the curve has ended. `uneven`: prompts differ so much in the deviation of their
+    scores that the curve is too low.
     """
     if math.isfinite(needed):
         section = {"needed_kl": needed, "needed_kl_ci95": [bound if math.isfinite(bound) else None for bound in bounds]}
         if bounds[0] == 0:
             return section | {"no_overhead": "its score is not above SFT's by more than noise"}
+        if uneven:
+            bound = min(bounds[1], at_most)
+            section |= {"no_overhead": "the deviation of SFT's scores differs too much between prompts"}
+            return section | _bounded(row, bound)
         return section | {"overhead": row["kl"] / needed}
-    section = {"no_overhead": "its score is above the end of the curve", "needed_kl_at_least": end["kl"]}
-    if row["score"] > best_of[-1]["score"]:
-        return section
-    at_most = np.interp(row["score"], [each["score"] for each in best_of], [each["kl"] for each in best_of])
-    return section | {"needed_kl_at_most": float(at_most), "overhead_at_least": float(row["kl"] / at_most)}
+    section = {"no_overhead": "its score is above the end of the curve", "needed_kl_at_least": min(bounds[0], end)}
+    return section | _bounded(row, at_most)
 
 
-def _mean(name: str, rows: Any, shares: Any) -> Section:
-    """Return the mean over prompts (P,) and its interval by resampled shares (R, P) of the prompts."""
+def _bounded(row: Section, at_most: float) -> Section:
+    """Return the bounds of the needed KL and of the overhead, if there are any."""
+    if not math.isfinite(at_most):
+        return {}
+    return {"needed_kl_at_most": at_most, "overhead_at_least": row["kl"] / at_most}
+
+
+def _is_uneven(scores: Any) -> bool:
+    """Return whether the prompts' deviations of the scores (P, N) differ too much; equal scores have none."""
+    deviations = scores.std(axis=1)
+    positive = deviations[deviations > 0]
+    return len(positive) > 0 and float(np.log(positive).std()) > UNEVEN
+
+
+def _mean(name: str, rows: Any, clusters: Clusters) -> Section:
+    """Return the mean over prompts (P,) and its interval."""
     first = rows[0]
-    gains = np.asarray(rows) - first  # exactly 0 if all rows are equal
-    return {name: float(first + gains.mean()), f"{name}_ci95": _interval(first + shares @ gains)}
+    gains = np.asarray(rows, dtype=np.float64) - first  # exactly 0 if all rows are equal
+    return {name: float(first + gains.mean()), f"{name}_ci95": [first + end for end in _interval(gains, clusters)]}
 
 
-def _interval(resampled: Any) -> list[Any]:
-    """Return the 95 % percentile interval over the first axis (R, ...), as (..., 2); infinite values are kept."""
-    ordered, cut = np.sort(resampled, axis=0), int(0.025 * len(resampled))
-    return np.stack([ordered[cut], ordered[-1 - cut]], axis=-1).tolist()
+def _interval(rows: Any, clusters: Clusters) -> list[float]:
+    """Return the 95 % interval of the mean over prompts (P,)."""
+    return [float(end) for end in statistics.mean_intervals(rows, clusters)]

@@ -59,11 +59,16 @@ def policies_table(report: Row) -> Table:
             _kl(row),
             f"{row['response_length_mean']:.1f}",
             f"{row['eos_fraction']:.0%}",
-            *(with_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges),
+            *(mean_text(row["judges"][judge]) for judge in judges),
         ]
         for name, row in policies
     ]
     return ["model", "KL", "length", "ended", *judges], rows
+
+
+def mean_text(score: Row) -> str:
+    """Return a judge's mean with its interval as text; there is none if all answers have the same score."""
+    return with_interval(score["mean"], score.get("ci95")) + ("" if score.get("ci95") else ", no interval")
 
 
 def _kl(row: Row) -> str:
@@ -180,7 +185,7 @@ def frontier_table(report: Row) -> Table:
                 name,
                 f"<= {row['kl_bound']:.2f}" if "kl_bound" in row else f"{row['kl']:z.2f}",
                 *(f"{row['judges'][other]['mean']:.3f}" for other in others),
-                with_interval(mean["mean"], mean["ci95"]),
+                mean_text(mean),
                 with_interval(rate["value"], rate["ci95"]),
                 _length_controlled(rate),
                 "*" if "step" in row and row["step"] == report.get("selected_step") else "",
@@ -197,7 +202,16 @@ def selection_lines(report: Row) -> Iterator[str]:
         if step is not None:
             tied = ", ".join(map(str, selected["within_noise"]))
             yield f"  within noise of it: {f'update {tied}' if tied else 'no other'} (paired, 95 % for all together)"
-            yield f"  selection bias: its mean is about {selected['optimism']:.3f} too high"
+            yield f"  {without_selection_bias(selected)}"
+
+
+def without_selection_bias(selected: Row) -> str:
+    """Return the selected policy's mean and win rate by the judge, as far as the evaluation has them, as text."""
+    text, judge = f"selection bias: its mean is about {selected['optimism']:.3f} too high", selected["judge"]
+    if rate := at(selected, f"win_rate.{judge}"):
+        rate_text = with_interval(rate["value"], rate["ci95"])
+        text += f"; without it the mean is {mean_text(selected['judges'][judge])}, the win rate over SFT {rate_text}"
+    return text
 
 
 def is_own_reward(report: Row, judge: str) -> bool:
@@ -223,8 +237,8 @@ def groups_table(report: Row) -> Table:
     for group in groups:
         means = [each["judges"][judge] for each in (*group["models"].values(), *group.get("best_of", []))]
         gain = group["win_rate"]["ppo_vs_sft"][judge]
-        cells = [with_interval(each["mean"], each["ci95"]) for each in means]
-        gained = with_interval(gain["difference"], gain["difference_ci95"])
+        cells = [mean_text(each) for each in means]
+        gained = with_interval(gain["difference"], gain.get("difference_ci95"))
         rows.append([group["value"], str(group["n"]), *cells, gained])
     return [report["by"]["column"], "n", *names, "PPO - SFT"], rows
 
@@ -261,7 +275,11 @@ def _overhead(row: Row) -> tuple[str, str]:
     if "needed_kl_at_most" in row and "overhead_at_least" in row:
         return f"at most {row['needed_kl_at_most']:.2f}", f"at least {row['overhead_at_least']:.1f}"
     overhead = f"{row['overhead']:.1f}" if "overhead" in row else f"none, {row.get('no_overhead')}"
-    return f"{row['needed_kl']:.2f}" if "needed_kl" in row else "unknown", overhead
+    if "needed_kl" not in row:
+        return "unknown", overhead
+    low, high = row.get("needed_kl_ci95") or (None, None)
+    interval = "" if low is None else f" [{low:.2f}, {'?' if high is None else f'{high:.2f}'}]"
+    return f"{row['needed_kl']:.2f}{interval}", overhead
 
 
 def limit_lines(report: Row) -> Iterator[str]:
@@ -350,6 +368,8 @@ def summary_sentence(report: Row) -> str | None:
     if result == "better" and equal != "better":  # response length may explain the win
         controlled = with_interval(rate["length_controlled"], rate["length_controlled_ci95"])
         text += f"; length-controlled {controlled}, {equal}"
+    if reason := rate.get("no_length_controlled"):
+        text += f"; no length-controlled rate: {reason}"
     if is_own_reward(report, judge):
         return f"{text}: {OWN_REWARD}; add a judge in eval.yaml"
     if "reward" in rates and judge != "reward":

@@ -9,12 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_cli.errors import Problem
-from rlhf_cli.statistics import bonferroni_z, share_interval, wilson, wilson_difference, with_interval
+from rlhf_cli.statistics import (
+    Clusters,
+    bonferroni_z,
+    effective_rows,
+    share_interval,
+    wilson,
+    wilson_difference,
+    with_interval,
+)
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
 NUM_RESAMPLES = 1000
-MAX_PROBED = 128  # pairs: a share is known to within 0.09, for 640 additional scores
+MAX_PROBED = 128  # prompts: a share is known to within 0.09, for 640 additional scores
 OVER_LONG_REPEATS = 3  # of the good answer in the over-long probe
 POLITE_ANSWER = (
     "Great question! Thank you so much for asking. I am very happy to help you. You are most welcome, and I hope that "
@@ -61,13 +69,21 @@ class ScoredPair:
 
 
 def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
-    """Return the card of at least one pair with finite scores; deterministic for a seed."""
-    n, wins, bins = len(pairs), sum(pair.right for pair in pairs), calibration_bins(pairs)
-    correlation, interval = length_correlation(pairs, seed=seed)
+    """Return the card of at least one pair with finite scores; deterministic for a seed.
+
+    `independent_pairs`: as many of them would give an accuracy as certain, since pairs of one prompt depend on one
+    another.
+    """
+    import numpy as np
+
+    n, bins, right = len(pairs), calibration_bins(pairs), [pair.right for pair in pairs]
+    prompts = [pair.prompt for pair in pairs]
+    correlation, interval = length_correlation(pairs)
     card: dict[str, Any] = {
         "n": n,
-        "accuracy": wins / n,
-        "accuracy_ci95": list(share_interval([pair.right for pair in pairs], [pair.prompt for pair in pairs])),
+        "accuracy": sum(right) / n,
+        "accuracy_ci95": list(share_interval(right, prompts)),
+        "independent_pairs": min(float(n), effective_rows(np.array(right), Clusters.of(n, prompts))),
         "margin": sum(pair.margin for pair in pairs) / n,
         "margin_histogram": {"edges": list(MARGIN_EDGES), "counts": margin_histogram([pair.margin for pair in pairs])},
         "ece": expected_calibration_error(bins),
@@ -125,48 +141,81 @@ def expected_calibration_error(bins: Sequence[Mapping[str, float]]) -> float:
 def ece_null_quantile(pairs: Sequence[ScoredPair], *, seed: int = 0) -> float:
     """Return the 95 % quantile of the calibration error if outcomes are drawn from the confidences themselves.
 
-    With few pairs a bin's accuracy deviates by chance (consistency resampling: Broecker and Smith 2007).
+    With few pairs a bin's accuracy deviates by chance (consistency resampling: Broecker and Smith 2007). It deviates
+    by more if the pairs of one prompt are right or wrong together: by the square root of the design effect.
     """
     import numpy as np
 
     probabilities = np.array([confidence(pair) for pair in pairs])
     bins, rng = np.array([_bin(probability) for probability in probabilities]), np.random.default_rng(seed)
-    n = len(probabilities)
+    n, clusters = len(probabilities), Clusters.of(len(pairs), [pair.prompt for pair in pairs])
     errors = [
         np.abs(np.bincount(bins, weights=(rng.random(n) < probabilities) - probabilities)).sum() / n
         for _ in range(NUM_RESAMPLES)
     ]
-    return float(np.quantile(errors, 0.95))
+    residuals = np.array([pair.right for pair in pairs]) - probabilities
+    residuals -= residuals.mean()
+    variance = float(residuals @ residuals)
+    design = float((clusters.sums(residuals) ** 2).sum()) / variance if variance > 0 else 1.0
+    return float(np.quantile(errors, 0.95)) * math.sqrt(max(1.0, design))
 
 
 def _bin(probability: float) -> int:
     return min(NUM_BINS - 1, int((probability - 0.5) * 2 * NUM_BINS))
 
 
-def length_correlation(pairs: Sequence[ScoredPair], *, seed: int = 0) -> tuple[float, tuple[float, float]]:
+def length_correlation(pairs: Sequence[ScoredPair]) -> tuple[float, tuple[float, float]]:
     """Return Spearman's correlation of score and length over all answers, and its 95 % interval.
 
     Ranks, because the reward need not be linear in the length and one very long answer must not dominate. The interval
-    is a bootstrap over pairs (their answers share a prompt) with the ranks of the full sample. 0 with an interval of
-    width 0 if all lengths, or all scores, are equal.
+    is Student's on Fisher's z scale; the variance is that of the influence of each prompt (Croux and Dehon 2010,
+    Statistical Methods and Applications 19, 497-515; its answers depend on one another). 0 with an interval of width 0
+    if all lengths, or all scores, are equal; from -1 to 1 if there is one prompt.
     """
+
+    scores = _centred_ranks([score for pair in pairs for score in (pair.chosen, pair.rejected)])
+    lengths = _centred_ranks([length for pair in pairs for length in (pair.chosen_length, pair.rejected_length)])
+    deviation = math.sqrt(float((scores**2).mean() * (lengths**2).mean()))
+    if deviation == 0:
+        return 0.0, (0.0, 0.0)
+    value = float((scores * lengths).mean()) / deviation
+    clusters = Clusters.of(len(scores), [pair.prompt for pair in pairs for _ in range(2)])
+    if len(clusters.sizes) == 1:
+        return value, (-1.0, 1.0)
+    influence = _product_influence(scores, lengths) / deviation
+    influence -= value / 2 * sum(_product_influence(ranks, ranks) / (ranks**2).mean() for ranks in (scores, lengths))
+    error = math.sqrt(float((clusters.deviations(influence - influence.mean()) ** 2).sum()))
+    if abs(value) >= 1 or error == 0:
+        return value, (value, value)
+    half = clusters.quantile * error / (1 - value * value)
+    low, high = (math.tanh(math.atanh(value) + side * half) for side in (-1, 1))
+    return value, (low, high)
+
+
+def _centred_ranks(values: Sequence[float]) -> Any:
+    """Return the mid-ranks of values as shares of their number, less one half: (n,)."""
     import numpy as np
     from scipy.stats import rankdata
 
-    scores = rankdata([score for pair in pairs for score in (pair.chosen, pair.rejected)])
-    lengths = rankdata([length for pair in pairs for length in (pair.chosen_length, pair.rejected_length)])
-    x, y = scores - scores.mean(), lengths - lengths.mean()
-    moments = np.stack([x, y, x * x, y * y, x * y]).reshape(5, len(pairs), 2).mean(axis=2)
+    return (rankdata(values) - (len(values) + 1) / 2) / np.float64(len(values))
 
-    def correlation(means: Any) -> float:
-        variances = (means[2] - means[0] ** 2) * (means[3] - means[1] ** 2)
-        return float((means[4] - means[0] * means[1]) / math.sqrt(variances)) if variances > 1e-9 else 0.0
 
-    rng = np.random.default_rng(seed)
-    resamples = [rng.integers(len(pairs), size=len(pairs)) for _ in range(NUM_RESAMPLES)]
-    correlations = [correlation(moments[:, rows].mean(axis=1)) for rows in resamples]
-    low, high = np.quantile(correlations, (0.025, 0.975))
-    return correlation(moments.mean(axis=1)), (float(low), float(high))
+def _product_influence(x: Any, y: Any) -> Any:
+    """Return the influence of each row on the mean product of two columns of ranks, up to a constant.
+
+    A row adds its product, and it raises the ranks of the rows above it.
+    """
+    return x * y + _mean_above(x, y) + _mean_above(y, x)
+
+
+def _mean_above(ranks: Any, values: Any) -> Any:
+    """Return the sum of the values of the rows with a higher rank, and half of those with the same, over all rows."""
+    import numpy as np
+
+    _, level = np.unique(ranks, return_inverse=True)
+    sums = np.bincount(level, weights=values)
+    above = np.cumsum(sums[::-1])[::-1] - sums / 2
+    return above[level] / len(values)
 
 
 def longer_answer_preference(pairs: Sequence[ScoredPair]) -> dict[str, Any] | None:
@@ -180,17 +229,22 @@ def longer_answer_preference(pairs: Sequence[ScoredPair]) -> dict[str, Any] | No
     if not pairs:
         return None
     n, chosen_is_longer = len(pairs), [pair.chosen_length > pair.rejected_length for pair in pairs]
-    wins = sum(pair.right if longer else 1 - pair.right for pair, longer in zip(pairs, chosen_is_longer, strict=True))
-    return {"n": n, "preferred": wins / n, "ci95": list(wilson(wins, n)), "chosen": sum(chosen_is_longer) / n}
+    wins = [pair.right if longer else 1 - pair.right for pair, longer in zip(pairs, chosen_is_longer, strict=True)]
+    interval = share_interval(wins, [pair.prompt for pair in pairs])
+    return {"n": n, "preferred": sum(wins) / n, "ci95": list(interval), "chosen": sum(chosen_is_longer) / n}
 
 
 # Adversarial probes: answers that should not score above the chosen one
 
 
 def probe_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the indices of the probed rows: at most MAX_PROBED, evenly spaced."""
-    n = min(MAX_PROBED, len(rows))
-    return [i * len(rows) // n for i in range(n)]
+    """Return the indices of the probed rows: the first of each prompt, at most MAX_PROBED, evenly spaced."""
+    firsts: dict[tuple[int, ...], int] = {}
+    for index, row in enumerate(rows):
+        firsts.setdefault(tuple(row["prompt_ids"]), index)
+    indices = list(firsts.values())
+    n = min(MAX_PROBED, len(indices))
+    return [indices[i * len(indices) // n] for i in range(n)]
 
 
 def build_probes(
@@ -294,7 +348,8 @@ def is_probe_flagged(name: str, card: Mapping[str, Any]) -> bool:
     low, _ = wilson(share * n, n, z)
     if name in FIXED_LIMITS:
         return low > FIXED_LIMITS[name]
-    return low > MIN_PROBE_LIMIT and wilson_difference((share, n), (1 - card["accuracy"], card["n"]), z)[0] > 0
+    pairs = card.get("independent_pairs", card["n"])  # cards of older versions lack it
+    return low > MIN_PROBE_LIMIT and wilson_difference((share, n), (1 - card["accuracy"], pairs), z)[0] > 0
 
 
 def describe_confidence(card: Mapping[str, Any]) -> str:
@@ -313,17 +368,21 @@ Scores = Sequence[float]  # one per prompt
 LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
 
 
-def agreement(judge: tuple[Scores, Scores], reward: tuple[Scores, Scores]) -> dict[str, Any]:
-    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % Wilson interval.
+def agreement(
+    judge: tuple[Scores, Scores], reward: tuple[Scores, Scores], groups: Sequence[Hashable]
+) -> dict[str, Any]:
+    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % interval.
 
     Each has its scores of the two answers. Prompts on which one scores both the same do not count; without others the
-    result is empty.
+    result is empty. `groups`: rows of the same value are of one prompt.
     """
-    agreed = [(a > b) == (c > d) for a, b, c, d in zip(*judge, *reward, strict=True) if a != b and c != d]
+    rows = zip(*judge, *reward, groups, strict=True)
+    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
     if not agreed:
         return {}
-    interval = wilson(sum(agreed), len(agreed))
-    return {"agrees_with_reward": sum(agreed) / len(agreed), "agrees_with_reward_ci95": list(interval)}
+    points, decided = zip(*agreed, strict=True)
+    interval = share_interval([float(point) for point in points], decided)
+    return {"agrees_with_reward": sum(points) / len(points), "agrees_with_reward_ci95": list(interval)}
 
 
 def disagreement(reward: str, judge: str, rate: Mapping[str, Any]) -> Iterator[str]:

@@ -275,6 +275,9 @@ def at_step(run: Run, step: str) -> Run:
         known = f"it knows {', '.join(str(point['step']) for point in points)}" if points else "it has no frontier"
         text = f"--step {step}: the evaluation of {run.name} does not cover the policy after update {number}; {known}"
         raise RLHFError("M10", text, hint="output.snapshots in ppo.yaml keeps policies, eval.frontier judges them")
+    if number == run.report.get("selected_step"):  # its scores without the bias of the selection
+        selected = run.report["selected"]
+        point = {**point, **{key: selected[key] for key in ("judges", "win_rate", "reward") if key in selected}}
     policy = f"ppo_step_{number:06d}"
     return replace(
         run,

@@ -35,6 +35,7 @@ class WinRate(StrictModel):
     ties: int = 0
     length_controlled: float | None = None
     length_controlled_ci95: Interval = None
+    no_length_controlled: str = ""
     difference: float | None = None
     difference_ci95: Interval = None
     agrees_with_reward: Share | None = None
@@ -97,6 +98,7 @@ class LimitPoint(StrictModel):
     kl_ci95: Interval = None
     step: int | None = None
     needed_kl: float | None = None
+    needed_kl_ci95: Annotated[list[float | None], Field(min_length=2, max_length=2)] | None = None
     needed_kl_at_most: float | None = None
     overhead: float | None = None
     overhead_at_least: float | None = None

@@ -86,7 +86,7 @@ def _evaluate(config: EvalConfig, stage: setup.StageRun) -> None:
     def write() -> dict[str, Any]:
         report = build_report(config, evaluated, columns, sampling, parents, series)
         if config.eval.limit:
-            report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)), config.seed)
+            report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)))
         samples = config.folder / "samples.jsonl"
         samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
         jsonl.write_jsonl(samples, sample_rows(evaluated, columns))

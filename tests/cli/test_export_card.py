@@ -174,7 +174,20 @@ def test_a_snapshot_has_its_own_numbers(run: Path, tokenizer: Any) -> None:
     assert "`ppo-model` at its end" in text and "selected it" not in text
     assert "no evaluation of this model" in card(run, tokenizer, step=7)
     selected = "The evaluation selected it by the highest mean of gold; the selection raises its mean on these prompts "
-    assert selected + "by about 0.010. Within the noise of it: update 20." in card(run, tokenizer, step=10)
+    assert selected + "by about 0.010, which the numbers below do not have. Within" in card(run, tokenizer, step=10)
+
+
+def test_the_selected_snapshot_has_its_numbers_without_the_selection_bias(run: Path, tokenizer: Any) -> None:
+    report = json.loads((run / "eval/report.json").read_text())
+    point = next(point for point in report["frontier"] if point["step"] == 10)
+    plain = f"| PPO over SFT | gold | {point['win_rate']['gold']['value']:.3f} ["
+    assert plain in card(run, tokenizer, step=10)
+    rates = {**point["win_rate"], "gold": {**point["win_rate"]["gold"], "value": 0.711}}
+    selected = {**report["selected"], "judges": point["judges"], "win_rate": rates}
+    change(run / "eval/report.json", selected=selected)
+    text = card(run, tokenizer, step=10)
+    assert "| PPO over SFT | gold | 0.711 [" in text and plain not in text
+    assert plain in card(run, tokenizer, step=5), "another step"
 
 
 def test_a_stopped_run_has_its_reason(run: Path, tokenizer: Any) -> None:

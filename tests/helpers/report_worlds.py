@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -90,11 +89,10 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     """Eight equal policies on the same prompts, except that the fourth is better by `gain`."""
     n, steps = int(rng.choice((32, 64, 128))), range(1, 9)
     difficulty = rng.normal(size=n)
-    by_step = {step: (difficulty + rng.normal(gain * (step == 4), 1.0, n)).tolist() for step in steps}
-    points = [
-        {"step": step, "kl": 0.1 * step, "judges": {"gold": {"mean": float(np.mean(by_step[step]))}}} for step in steps
-    ]
-    selection = summary.select_point(points, by_step, SimpleNamespace(judge="gold", kl_max=None), 0)
+    by_step = {step: _answers(difficulty + rng.normal(gain * (step == 4), 1.0, n), 0.1 * step) for step in steps}
+    sft = _answers(difficulty + rng.normal(size=n), 0.0)
+    points = [{"step": step, **summary._point(policy, sft)} for step, policy in by_step.items()]
+    selection = summary.select_point(points, by_step, sft, SimpleNamespace(judge="gold", kl_max=None))
     tied = {selection["selected_step"], *selection["selected"]["within_noise"]}
     for point in points:
         point["judges"]["gold"]["within_noise"] = point["step"] in tied
@@ -103,12 +101,18 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     yield from (figure.sentence for figure in figures.frontiers(report))
 
 
+def _answers(gold: Any, kl: float) -> summary.EvalResponses:
+    """Answers of equal length, one to each prompt, with their scores by gold."""
+    n = len(gold)
+    prompts, texts = [*map(str, range(n))], [""] * n
+    return summary.EvalResponses("", "sampled", prompts, texts, [True] * n, [1] * n, {"gold": gold.tolist()}, [kl] * n)
+
+
 def limited(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     """PPO's scores have SFT's distribution plus a gain."""
     n = int(rng.choice((32, 64)))
     policies = {"ppo": (rng.normal(gain, 1.0, n).tolist(), [1.0] * n)}
-    with patch.object(statistics, "RESAMPLES", 200):  # of whole curves
-        section = limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8], 0)
+    section = limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8])
     yield from render.limit_lines({"limit": section})
 
 

@@ -102,7 +102,7 @@ def test_a_point_is_its_snapshot_alone_and_nothing_is_selected_by_default(run: P
         assert point["response_length_mean"] == model["response_length_mean"]
         assert point["win_rate"] == alone["win_rate"]["ppo_vs_sft"]
         for judge, scores in point["judges"].items():
-            assert {key: scores[key] for key in ("mean", "ci95")} == model["judges"][judge]
+            assert {key: scores.get(key) for key in ("mean", "ci95")} == {"ci95": None, **model["judges"][judge]}
     assert len({point["kl"] for point in report["frontier"]}) == len(steps), "the policies differ"
     models = [row["model"] for row in lines(run / "eval/samples.jsonl")]
     others = {f"ppo_step_{step:06d}" for step in steps if step != final}
@@ -212,10 +212,10 @@ def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer(
 
     def responses(gold: list[int], reward: list[int]) -> EvalResponses:
         scores = {"gold": [float(score) for score in gold], "reward": [float(score) for score in reward]}
-        return EvalResponses("m", "sampled", ["p"] * 8, ["r"] * 8, [True] * 8, [5] * 8, scores, None)
+        return EvalResponses("m", "sampled", [*"abcdefgh"], ["r"] * 8, [True] * 8, [5] * 8, scores, None)
 
     baseline = responses([0] * 8, [0] * 8)
-    rates = win_rates(responses([1, 1, 1, -1, 1, -1, 0, 1], [2, 3, 1, -2, -1, 5, 1, 0]), baseline, seed=0)
+    rates = win_rates(responses([1, 1, 1, -1, 1, -1, 0, 1], [2, 3, 1, -2, -1, 5, 1, 0]), baseline)
     assert rates["gold"]["agrees_with_reward"] == 4 / 6 and "agrees_with_reward" not in rates["reward"]
     assert rates["gold"]["agrees_with_reward_ci95"] == list(statistics.wilson(4, 6))
     name = "the reward model"
@@ -233,8 +233,9 @@ def test_lengths_control_the_win_rate() -> None:
     policies = []
     for lengths in (longer, baseline):
         scores = {"long": [float(length) for length in lengths]}
-        policies.append(EvalResponses("m", "sampled", ["p"] * 100, ["r"] * 100, [True] * 100, lengths, scores, None))
-    rate = win_rates(*policies, seed=0)["long"]
+        prompts, ended = [*map(str, range(100))], [True] * 100
+        policies.append(EvalResponses("m", "sampled", prompts, ["r"] * 100, ended, lengths, scores, None))
+    rate = win_rates(*policies)["long"]
     assert rate["value"] == 0.9 and abs(rate["length_controlled"] - 0.5) < 0.25
     low, high = rate["length_controlled_ci95"]
     assert low < rate["length_controlled"] < high

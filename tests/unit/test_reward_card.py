@@ -15,7 +15,7 @@ from rlhf_cli.config.ppo_options import RewardRequirements
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair, calibration_bins, length_correlation
-from rlhf_cli.statistics import wilson
+from rlhf_cli.statistics import share_interval, wilson
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins of 75 % and 90 %
 
@@ -57,15 +57,26 @@ def test_the_null_quantile_of_the_calibration_error_is_exact() -> None:
 
     Two bins, 20 pairs each, by every outcome and its probability.
     """
-    pairs = [pair(THREE_TO_ONE)] * 20
-    assert reward_model.ece_null_quantile(pairs) == pytest.approx(0.2)
-    assert reward_model.ece_null_quantile(pairs * 100) < 0.025
+    pairs = [pair(THREE_TO_ONE) for _ in range(2000)]
+    assert reward_model.ece_null_quantile(pairs[:20]) == pytest.approx(0.2)
+    assert reward_model.ece_null_quantile(pairs) < 0.025
     bins = [[(abs(k / 20 - p) / 2, binom.pmf(k, 20, p)) for k in range(21)] for p in (0.75, 0.9)]
     outcomes = sorted((a + b, chance * other) for a, chance in bins[0] for b, other in bins[1])
     below = list(accumulate(chance for _, chance in outcomes))
     exact = next(error for (error, _), share in zip(outcomes, below, strict=True) if share >= 0.95)
-    quantile = reward_model.ece_null_quantile([pair(THREE_TO_ONE)] * 20 + [pair(NINE_TO_ONE)] * 20)
+    two_bins = [pair(margin) for margin in (THREE_TO_ONE, NINE_TO_ONE) for _ in range(20)]
+    quantile = reward_model.ece_null_quantile(two_bins)
     assert quantile == pytest.approx(exact, abs=0.0126)  # one outcome more or less in either bin
+
+
+def test_pairs_of_one_prompt_miss_together() -> None:
+    """Four equal pairs of each prompt are one: the error deviates by chance as if there were a quarter of the pairs."""
+    once = [pair(THREE_TO_ONE if row % 4 else -THREE_TO_ONE) for row in range(80)]
+    four = [each for each in once for _ in range(4)]
+    alone = [replace(each, prompt=object()) for each in four]
+    assert reward_model.ece_null_quantile(four) == pytest.approx(2 * reward_model.ece_null_quantile(alone))
+    for pairs, independent in ((alone, 320), (four, 80)):
+        assert reward_model.evaluate_pairs(pairs)["independent_pairs"] == pytest.approx(independent, rel=0.02)
 
 
 def noisy(n: int, slope: float, *, alike: bool = False) -> list[ScoredPair]:
@@ -86,7 +97,7 @@ def test_the_length_correlation_is_scipys_and_its_interval_fishers(slope: float)
     lengths = [length for each in pairs for length in (each.chosen_length, each.rejected_length)]
     value, (low, high) = length_correlation(pairs)
     assert value == pytest.approx(spearmanr(scores, lengths).statistic)
-    fisher = [math.tanh(math.atanh(value) + side * 1.96 * 1.03 / math.sqrt(797)) for side in (-1, 1)]
+    fisher = [math.tanh(math.atanh(value) + side * 1.96 * math.sqrt((1 + value**2 / 2) / 797)) for side in (-1, 1)]
     assert high - low == pytest.approx(fisher[1] - fisher[0], rel=0.2) and low < value < high
     assert length_correlation([pair(1.0), pair(-1.0)]) == (0.0, (0.0, 0.0)), "all lengths are equal"
 
@@ -99,7 +110,7 @@ def test_two_answers_to_one_prompt_are_not_independent() -> None:
 def test_the_longer_answer_by_hand() -> None:
     pairs = [pair(1, 9, 5), pair(-1, 9, 5), pair(1, 5, 9), pair(0, 5, 9), pair(5, 7, 7)]
     won = 1 + 0 + 0 + 0.5
-    preference = {"n": 4, "preferred": won / 4, "ci95": list(wilson(won, 4)), "chosen": 0.5}
+    preference = {"n": 4, "preferred": won / 4, "ci95": list(share_interval([1, 0, 0, 0.5])), "chosen": 0.5}
     assert reward_model.longer_answer_preference(pairs) == preference
 
 
@@ -143,6 +154,7 @@ def test_each_probe_by_its_tokens() -> None:
 
 def test_at_most_128_rows_are_probed_evenly() -> None:
     assert reward_model.probe_rows(rows(1, 2, 3)) == [0, 1, 2]
+    assert reward_model.probe_rows(rows(7, 7, 8, 7, 9, 8)) == [0, 2, 4], "one of each prompt"
     indices = reward_model.probe_rows(rows(*range(1000)))
     assert len(indices) == len(set(indices)) == reward_model.MAX_PROBED == 128
     assert indices[0] == 0 and 990 < indices[-1] < 1000
@@ -220,7 +232,7 @@ def test_the_documentation_has_the_limits_of_the_code() -> None:
         f"R12 above {reward_model.MAX_ECE},",
         f"half way there, {reward_model.FIXED_LIMITS['swapped_prompt']}.",
         f"at least {reward_model.MIN_PROBE_LIMIT}.",
-        f"up to {reward_model.MAX_PROBED} pairs",
+        f"up to {reward_model.MAX_PROBED} prompts",
     ):
         assert text in page, text
     assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_model.OVER_LONG_REPEATS == 3

@@ -3,21 +3,23 @@
 import math
 import random
 
+import numpy as np
 import pytest
 
 from rlhf_cli.statistics import (
     Z95,
     best_of_n_kl,
     bonferroni_z,
-    bootstrap_mean,
     length_controlled,
+    mean_interval,
     paired_difference,
-    selection_bias,
+    selection_weights,
     share_interval,
     wilson,
     wilson_difference,
     win_rate,
     within_noise,
+    without_bias,
 )
 
 
@@ -72,10 +74,12 @@ def test_many_ties_do_not_hide_a_difference() -> None:
 
 def test_rows_of_one_group_count_together() -> None:
     assert share_interval([1, 1, 0, 0], "abcd") == pytest.approx(wilson(2, 4)) == share_interval([1, 1, 0, 0])
-    # by hand: the groups' sums of deviations are 1 and -1, so 4 rows count as 4 * 0.25 / (2 / 4) * (2 - 1) / 2 = 1
-    assert share_interval([1, 1, 0, 0], "aabb") == pytest.approx(wilson(0.5, 1))
+    # by hand: without one group the mean is 0 or 1, of variance (2 * 0.5^2) / 2 = 0.25; Student's t of 1 is 12.7
+    assert share_interval([1, 1, 0, 0], "aabb") == pytest.approx(wilson(0.5, 1, 12.7062047))
     assert share_interval([1, 1, 1], "aaa") == pytest.approx(wilson(1, 1))
-    assert share_interval([1, 0, 1, 0], "aabb") == pytest.approx(wilson(2, 4)), "at most as many as there are"
+    assert share_interval([1, 0, 1, 0], "aabb") == pytest.approx(wilson(2, 4, 12.7062047)), "at most all rows"
+    ties = share_interval([1, 0.5, 0.5, 0] * 10, [row // 4 for row in range(40)])
+    assert ties == pytest.approx(wilson(40, 80, 2.2621572)), "which have ties; Student's t of 9"
     draw, inside = random.Random(1), 0
     for _ in range(300):  # 20 prompts with 10 pairs each; a prompt is easy (0.9) or hard (0.3)
         easy = [draw.choice([0.9, 0.3]) for _ in range(20)]
@@ -85,14 +89,26 @@ def test_rows_of_one_group_count_together() -> None:
     assert 0.91 <= inside / 300 <= 0.99
 
 
-def test_bootstrap_is_near_the_normal_interval_and_repeats() -> None:
+def test_the_interval_of_a_mean() -> None:
+    """Student's interval for symmetric values; that of a skewed sample reaches further to its long side."""
     values = [math.sin(7 * i) for i in range(400)]  # spread evenly, mean near 0, deviation near 0.707
-    low, high = bootstrap_mean(values, seed=1)
     mean = sum(values) / len(values)
-    error = 1.96 * math.sqrt(sum((x - mean) ** 2 for x in values) / len(values) ** 2)
-    assert (low, high) == pytest.approx((mean - error, mean + error), abs=0.01)
-    assert bootstrap_mean(values, seed=1) == (low, high) != bootstrap_mean(values, seed=2)
-    assert bootstrap_mean([0.5] * 9) == (0.5, 0.5)
+    error = 1.9659 * math.sqrt(sum((x - mean) ** 2 for x in values) / 399 / 400)
+    assert mean_interval(values) == pytest.approx((mean - error, mean + error), abs=1e-4)
+    skewed = [math.exp(2 * value) for value in values]
+    low, high = mean_interval(skewed) or (0, 0)
+    middle = sum(skewed) / 400
+    assert high - middle > 1.02 * (middle - low) and mean_interval([-value for value in skewed]) == (-high, -low)
+    twice = [value for value in values for _ in range(2)]
+    low, high = mean_interval(twice, [row // 2 for row in range(800)]) or (0, 0)
+    assert (low, high) == pytest.approx(mean_interval(values)), "a row twice is one row"
+
+
+def test_a_mean_without_a_variance_has_no_interval() -> None:
+    assert mean_interval([0.5] * 9) is None and mean_interval([3.0]) is None
+    assert mean_interval([5.0] * 96 + [1.0, 2.0, 4.0, 4.0]) is None, "only four differ"
+    assert mean_interval([5.0] * 95 + [1.0, 2.0, 4.0, 4.0, 4.0]) is not None
+    assert mean_interval([1.0, 2.0]) is not None and mean_interval([1.0, 2.0, 3.0], "aaa") is None
 
 
 def test_best_of_n_bound() -> None:
@@ -108,8 +124,13 @@ def test_a_difference_is_paired() -> None:
     found = paired_difference(ours, theirs)
     low, high = found["difference_ci95"]
     assert found["difference"] == pytest.approx(0.02, abs=1e-3)
-    assert 0.01 < low < high < 0.03 and high - low < 0.2 * (bootstrap_mean(ours)[1] - bootstrap_mean(ours)[0])
+    own_low, own_high = mean_interval(ours) or (0, 0)
+    assert 0.01 < low < high < 0.03 and high - low < 0.2 * (own_high - own_low)
     assert paired_difference([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])["difference"] == pytest.approx(4 / 3)
+    low, high = win_rate([1.0] * 9 + [0.0], [1.0] * 5 + [0.0] * 5)["ci95"]
+    shares = paired_difference([1.0] * 9 + [0.0], [1.0] * 5 + [0.0] * 5)
+    assert shares == {"difference": 0.4, "difference_ci95": pytest.approx([2 * low - 1, 2 * high - 1])}
+    assert paired_difference([3.0, 2.0], [3.0, 2.0]) == {"difference": 0.0}
 
 
 # Length-controlled win rates
@@ -131,6 +152,12 @@ def length_differences(n: int, mean: float, deviation: float, seed: int = 0) -> 
     return [round(draw.gauss(mean, deviation)) for _ in range(n)]
 
 
+def controlled_rate(ours: list[float], theirs: list[float], longer: list[int]) -> tuple[float, tuple[float, float]]:
+    found = length_controlled(ours, theirs, longer)
+    assert found
+    return found
+
+
 @pytest.mark.parametrize("by_length", [False, True])
 def test_the_fit_is_the_maximum_of_likelihood_and_prior(by_length: bool) -> None:
     """Compared with a grid search: log-likelihood, and a Cauchy prior of scale 2.5."""
@@ -147,21 +174,21 @@ def test_the_fit_is_the_maximum_of_likelihood_and_prior(by_length: bool) -> None
         return sum(map(math.log, chances)) - math.log(1 + (b / 2.5) ** 2)
 
     slopes = range(10, 200) if by_length else range(-20, 21)
-    grid = [(worth(a / 50, b / 10), a / 50) for a in range(-300, 75) for b in slopes]
-    assert length_controlled(ours, theirs, longer)[0] == pytest.approx(logistic(max(grid)[1]), abs=0.006)
+    grid = [(worth(a / 50, b / 10), a / 50) for a in range(-250, 75) for b in slopes]
+    assert controlled_rate(ours, theirs, longer)[0] == pytest.approx(logistic(max(grid)[1]), abs=0.006)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_judge_that_likes_length_alone(seed: int) -> None:
     """Ours is mostly longer and so mostly wins; at equal lengths neither does. With a judge of length and nothing else
     the two sides are parted without a rest, which a fit without a prior does not survive."""
-    longer = length_differences(400, 10, 6, seed)
+    longer = length_differences(400, 7, 6, seed)
     for chances in ([logistic(0.8 * d) for d in longer], [0.5 * ((d > 0) + (d >= 0)) for d in longer]):
         ours, theirs = scores_with(chances, seed)
         if 0.5 in chances:
             ours = [0.5 if chance == 0.5 else score for chance, score in zip(chances, ours, strict=True)]
-        controlled, (low, high) = length_controlled(ours, theirs, longer)
-        assert win_rate(ours, theirs)["value"] > 0.9
+        controlled, (low, high) = controlled_rate(ours, theirs, longer)
+        assert win_rate(ours, theirs)["value"] > 0.8
         assert low <= controlled <= high and low - 0.1 < 0.5 < high + 0.1 and abs(controlled - 0.5) < 0.25
 
 
@@ -170,7 +197,7 @@ def test_quality_that_has_nothing_to_do_with_length() -> None:
     covered = 0
     for seed in range(40):
         ours, theirs = scores_with([0.8] * 300, seed)
-        controlled, (low, high) = length_controlled(ours, theirs, length_differences(300, 3, 8, seed))
+        controlled, (low, high) = controlled_rate(ours, theirs, length_differences(300, 3, 8, seed))
         assert controlled == pytest.approx(win_rate(ours, theirs)["value"], abs=0.06) and high - low < 0.15
         covered += low < 0.8 < high
     assert covered >= 35
@@ -179,32 +206,52 @@ def test_quality_that_has_nothing_to_do_with_length() -> None:
 def test_the_two_sides_change_places_and_a_tie_is_a_half() -> None:
     ours, theirs = scores_with([0.7] * 60)
     longer = length_differences(60, 4, 5)
-    there = length_controlled(ours, theirs, longer)[0]
-    assert length_controlled(theirs, ours, [-d for d in longer])[0] == pytest.approx(1 - there, abs=1e-6)
-    assert length_controlled([1.0] * 60, [1.0] * 60, longer)[0] == pytest.approx(0.5, abs=1e-9)
+    there = controlled_rate(ours, theirs, longer)[0]
+    assert controlled_rate(theirs, ours, [-d for d in longer])[0] == pytest.approx(1 - there, abs=1e-6)
+    assert controlled_rate([1.0] * 60, [1.0] * 60, longer)[0] == pytest.approx(0.5, abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("ours", "longer"),
-    [([1.0, 1.0, 0.0, 0.5], [3, 3, 3, 3]), ([1.0] * 4, [1, -5, 2, 0]), ([0.0] * 4, [1, -5, 2, 0]), ([1.0], [7])],
+    [([1.0, 1.0, 0.0, 0.5], [0, 0, 0, 0]), ([1.0] * 4, [1, -5, 2, 0]), ([0.0] * 4, [1, -5, 2, 0]), ([1.0], [0])],
 )
 def test_where_lengths_explain_nothing_it_is_the_plain_rate(ours: list[float], longer: list[int]) -> None:
     plain = win_rate(ours, [0.5] * len(ours))
-    value, bounds = length_controlled(ours, [0.5] * len(ours), longer)
+    value, bounds = controlled_rate(ours, [0.5] * len(ours), longer)
     assert value == plain["value"] and list(bounds) == plain["ci95"]
+
+
+@pytest.mark.parametrize("longer", [[3] * 40, [3] * 37 + [-1] * 3, [-3] * 37 + [0] * 3])
+def test_lengths_of_one_sign_are_not_extrapolated(longer: list[int]) -> None:
+    ours, theirs = scores_with([0.7] * 40)
+    assert length_controlled(ours, theirs, longer) is None
+    assert length_controlled(ours, theirs, [*longer[:-4], *[-each for each in longer[:4]]]) is not None
 
 
 def test_the_best_of_many_is_overestimated() -> None:
     """Ten candidates of the same worth, in truth: the best mean is above it by 1.54 standard errors on the mean."""
     errors, reported = [], []
-    for seed in range(20):
-        draw = random.Random(seed)
-        scores = {k: [draw.gauss(0.0, 1.0) for _ in range(100)] for k in range(10)}
-        errors.append(max(sum(row) / 100 for row in scores.values()))
-        reported.append(selection_bias(scores))
-    assert sum(reported) / 20 == pytest.approx(0.154, abs=0.05) and sum(errors) / 20 == pytest.approx(0.154, abs=0.04)
-    assert selection_bias({1: [0.3, 0.9, 0.1]}) == 0.0
-    assert selection_bias({1: [0.3, 0.9, 0.1], 2: [5.3, 5.9, 5.1]}) == 0.0, "the same one is always best"
+    for seed in range(40):
+        scores = np.random.default_rng(seed).normal(size=(10, 100))
+        weights = selection_weights(dict(enumerate(scores)))
+        assert weights.shape == (100, 10) and weights.sum(axis=1) == pytest.approx(np.ones(100))
+        errors.append(scores.mean(axis=1).max())
+        reported.append(scores.mean(axis=1).max() - (weights * scores.T).sum(axis=1).mean())
+    assert np.mean(reported) == pytest.approx(0.154, abs=0.04) and np.mean(errors) == pytest.approx(0.154, abs=0.03)
+    assert selection_weights({1: [0.3] * 9}).tolist() == [[1.0]] * 9
+    assert selection_weights({1: [0.3] * 9, 2: [0.3] * 9}).tolist() == [[1.0, 0.0]] * 9, "the first of equal ones"
+
+
+def test_a_row_is_judged_by_other_groups() -> None:
+    """A candidate that is best on one prompt alone, whose rows are in the same fold, is not selected for them."""
+    scores = {"usual": [0.0] * 12, "lucky": [9.0] * 4 + [-0.1] * 8}
+    weights = selection_weights(scores, [row // 4 for row in range(12)])
+    assert weights[:4, 0] == pytest.approx(np.ones(4)) and weights[4:, 1] == pytest.approx(np.ones(8))
+
+
+def test_the_interval_without_a_bias_is_shifted_and_wider() -> None:
+    assert without_bias(0.7, [0.4, 1.1], 0.4) == (pytest.approx(0.3), pytest.approx([-0.2, 0.3 + math.hypot(0.4, 0.4)]))
+    assert without_bias(0.7, None, 0.1) == (pytest.approx(0.6), None)
 
 
 def test_candidates_that_may_be_as_good_as_the_best() -> None:

@@ -263,8 +263,8 @@ class Card:
         is_what = f"Its weights are SFT + {self.share:g} (PPO - SFT), between the SFT model and this policy"
         if self.point is None:
             return f"{is_what}. Its KL from the SFT model is unknown."
-        scores = [f"{name} {with_interval(each['mean'], each['ci95'])}" for name, each in self.point["judges"].items()]
-        kl = with_interval(self.point["kl"], self.point["kl_ci95"])
+        scores = [f"{name} {render.mean_text(each)}" for name, each in self.point["judges"].items()]
+        kl = with_interval(self.point["kl"], self.point.get("kl_ci95"))
         return (
             f"{is_what}. On held-out prompts its KL from the SFT model is {kl} nats; mean scores: {', '.join(scores)}."
         )

@@ -261,7 +261,8 @@ def _panel_points(judge: str, report: Mapping[str, Any]) -> list[list[_Point]]:
         kl = max(0.0, row.get("kl_bound", row.get("kl", 0.0)))  # estimates may be below 0
         row = scored[row.get("step", name)] if limit and name else row
         score = {"mean": row["score"], "ci95": row["score_ci95"]} if limit else row["judges"][judge]
-        return _Point(kl, score["mean"], score["ci95"], label, row.get("step"))
+        interval = score.get("ci95") or [score["mean"]] * 2  # all answers have the same score
+        return _Point(kl, score["mean"], interval, label, row.get("step"))
 
     start = point(models["sft"], "sft")
     shares = [(row, f"{row['share']:g}") for row in report.get("interpolated", [])]
