@@ -403,12 +403,14 @@ def test_e10_check_says_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.training
 def test_e10_accelerate_launch_trains_what_the_config_says(three: Path, tmp_path: Path) -> None:
     """Its config file and its options set variables of the same names."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+    variables = {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
     launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "bf16")
     models = []
-    for command in (("-m", "rlhf_cli"), (*launcher, "-m", "rlhf_cli")):
-        result = run_cli.python(*command, "sft", "-c", "sft.yaml", "--fresh", cwd=three, env=variables)
-        assert result.returncode == 0, result.stderr
+    for launched in (
+        lambda *words: run_cli.forked(*words, **variables),
+        lambda *words: run_cli.python(*launcher, "-m", "rlhf_cli", *words, env=os.environ | variables),
+    ):
+        result = run_cli.must_succeed(launched("sft", "-c", "sft.yaml", "--fresh"))
         models.append((three / "sft/model/model.safetensors").read_bytes())
     assert "warning[E10]: ACCELERATE_MIXED_PRECISION=bf16" in result.stderr and models[0] == models[1]
 

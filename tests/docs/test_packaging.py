@@ -163,7 +163,9 @@ def steps(workflow: str, job: str) -> list[str]:
 def test_our_workflow_runs_the_targets_of_the_script_and_tests_both_bounds() -> None:
     """`scripts/lowest.py` prints each lower bound of pyproject.toml, extras included."""
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert steps(OURS, "test") == [f"make {target}" for target in re.findall(r"^make \S+ (\w+)", script, re.MULTILINE)]
+    made = " ".join(re.findall(r"^make VENV=\S+ ([^|\n]*)", script, re.MULTILINE)).split()
+    targets = [word for word in made if word.isalpha()]
+    assert sorted(steps(OURS, "test")) == sorted(f"make {target}" for target in targets)
     job = yaml.safe_load(OURS)["jobs"]["bounds"]
     assert job["strategy"]["matrix"] == {"versions": ["newest", "lowest"]}
     *_, tests = steps(OURS, "bounds")
