@@ -145,9 +145,9 @@ class CPUTimeExceeded(Exception):
 def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise CPUTimeExceeded after `seconds` of this process's CPU time; waiting does not count.
 
-    It is raised again until the code stops, which may catch it. Where Python never gets to raise it, SIGPROF ends the
-    process after three times as long and a second. Without effect outside the main thread, the only one that receives
-    signals.
+    It is raised again until the code stops, which may catch it. Where Python never gets to raise it, SIGVTALRM ends the
+    process after three times as long and a second, of its time outside the system. Without effect outside the main
+    thread, the only one that receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -159,18 +159,18 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
         if is_limited:
             raise CPUTimeExceeded
 
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
-    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + 1)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 3 * seconds + 1)
     try:
         try:
             yield
         finally:
             is_limited = False
     finally:  # also if it was raised just before
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager

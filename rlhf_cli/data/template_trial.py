@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from typing import Any
 
 TURNS = [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]
 OTHERS = {"tools": None, "documents": None, "bos_token": "<s>", "eos_token": "</s>"}
@@ -49,15 +50,26 @@ def _render() -> None:
     job = json.load(sys.stdin)
 
     from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    class Generation(Extension):
+        """`{% generation %}`, which marks an assistant's text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
     _limit_this_process(job["seconds"], job["bytes"])
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
+    environment.filters["tojson"] = json.dumps
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: form}
     try:
         template = environment.from_string(job["template"])

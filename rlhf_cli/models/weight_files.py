@@ -50,7 +50,7 @@ def refuse_pickles(folder: Path) -> None:
     if pickles & shards or (pickles and not any(folder.glob("*.safetensors"))):
         name = min(pickles)
         text = f"{shown(folder)} has its weights only as a pickle ({name}), which can run code when it is read"
-        hint = "if you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors"
+        hint = "if you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         raise RLHFError("M07", text, hint=hint)
 
 
@@ -67,9 +67,9 @@ def refuse_other_weights(folder: Path, config: Any) -> None:
         hint = "move the adapter's files out of the folder; or merge the two into a new folder"
         raise RLHFError("M15", text, hint=hint)
     for path in folder.iterdir():
-        if DISTRIBUTED_SHARD.match(path.name):
+        if DISTRIBUTED_SHARD.fullmatch(path.name):
             text = f"{place} holds {path.name} of a distributed checkpoint, which transformers reads before all others"
-            hint = "move these files away; or AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            hint = "move these files away; or AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             raise RLHFError("M15", text, hint=hint)
     usual = SINGLE if (folder / SINGLE).exists() else INDEX
     for each in (config, config.get_text_config()):

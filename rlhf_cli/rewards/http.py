@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
 from rlhf_cli.config.secret_values import VARIABLE
@@ -218,6 +218,9 @@ def _address(url: str) -> str:
 
 
 def _check_port(url: str, context: RewardContext) -> None:
+    if VARIABLE.search(urlsplit(url).netloc):
+        text = "url: a variable stands for a part of the path or a value behind the host, not for the host or its port"
+        raise RLHFError("C17", text, where=context.where("url"), hint="write host and port")
     try:
         urlsplit(url).port  # noqa: B018  the property parses the port
     except ValueError as error:
@@ -236,6 +239,9 @@ def _check_variable(variable: str, key: str, context: RewardContext) -> None:
     if not value:
         text = f"{key}: the environment variable {variable} is not set"
         raise RLHFError("C17", text, where=where, hint=f"export {variable}=... in the shell that starts the run")
+    if key == "url" and unquote(value) != value:
+        text = f"url: the value of {variable} is percent-encoded, and would be encoded once more"
+        raise RLHFError("C17", text, where=where, hint="put the decoded value into the variable")
     if not value.isprintable():
         text = f"{key}: the environment variable {variable} holds a line break or another control character"
         raise RLHFError("C17", text, where=where, hint="remove it from the value")

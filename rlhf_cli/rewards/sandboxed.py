@@ -46,7 +46,10 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 
 # Landlock, of linux/landlock.h: numbers of system calls, the same on all machines, and rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 ALL_RIGHTS, READ_FILE, READ_FOLDER, PATH_BENEATH = 2**13 - 1, 2**2, 2**3, 1
-READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
+READABLE = (
+    "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache",
+    "/etc/localtime", "/dev/null", "/dev/urandom",
+)  # fmt: skip
 
 
 class SandboxError(Exception):
@@ -197,7 +200,7 @@ def _run(code: str, tests: list[bytes], say: Callable[..., None]) -> None:
 
 
 def _report(say: Callable[..., None], test: int, assertion: int, value: object, is_number: bool) -> None:
-    text = float(value).hex() if is_number else fingerprint(value)  # type: ignore[arg-type]
+    text = float(value - 0).hex() if is_number else fingerprint(value)  # type: ignore[operator]  # no text is a number
     say(f"{test}.{assertion}", text)
 
 

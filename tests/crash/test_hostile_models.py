@@ -101,12 +101,13 @@ TOO_DEEP = "the chat template calls itself without end, or is nested too deeply"
             "M01",
             TOO_LONG,
         ),
+        (LOOPS + "{% generation %}x{% endgeneration %}{{ messages | tojson(ensure_ascii=False) }}", "M01", TOO_LONG),
         ("{{ 'x' * 10**11 }}", "M01", TOO_LARGE),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "M01", TOO_DEEP),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "M01", TOO_DEEP),
         ("{{ messages | length // 0 }}", "D06", "rejects the conversation: integer division or modulo by zero"),
     ],
-    ids=["loops", "number", "comparison", "text", "macro", "brackets", "raises"],
+    ids=["loops", "number", "comparison", "generation", "text", "macro", "brackets", "raises"],
 )
 def test_a_chat_template_that_does_not_end_or_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, code: str, says: str
@@ -127,11 +128,11 @@ def test_m01_a_chat_template_that_does_not_end_on_one_row(
     """What it does depends on the text, so that no trial sees it; the limits are off again afterwards."""
     monkeypatch.setattr(tokens, "RENDER_TIMEOUT", 0.3)
     chat.chat_template = f"{{% if 'Hi' in messages[0].content %}}{bomb}{{% endif %}}{tokenizers.CHATML}"
-    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
     with pytest.raises(errors.RLHFError, match=f"M01.*{says}"):
         tokens.render(chat, TURNS, generation_prompt=False)
     assert "Hello" in tokens.render(chat, [{"role": "user", "content": "Hello"}], generation_prompt=False)
-    assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+    assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF))
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
@@ -154,7 +155,7 @@ def test_a_limit_that_python_never_gets_to_raise_ends_the_process() -> None:
         "for _ in range(60): x, y = [x, x], [y, y]\n"
         "with cpu_time_limit(0.05): x == y\n"
     )
-    assert python("-c", program).returncode == -signal.SIGPROF
+    assert python("-c", program).returncode == -signal.SIGVTALRM
 
 
 def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:

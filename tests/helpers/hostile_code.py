@@ -137,6 +137,13 @@ ATTACKS = {
 
 # Whole responses whose f stands in for a value that it does not know.
 FORGERIES = {
+    "a number as text": "def f(x): return str(x * x + {K})",
+    "a number as bytes": "def f(x): return b' %d ' % (x * x + {K})",
+    "what becomes a number": """
+class E:
+    def __init__(self, value): self.value = value
+    def __float__(self): return float(self.value)
+def f(x): return E(x * x + {K})""",
     "equal to all": """
 class E:
     __hash__ = None
