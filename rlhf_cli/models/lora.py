@@ -307,6 +307,13 @@ def load_adapter_weights(peft_model: Any, folder: Path) -> None:
     set_peft_model_state_dict(peft_model, load_file(folder / ADAPTER_WEIGHTS))
 
 
+def adapter_names(peft_model: Any) -> set[str]:
+    """Return the names under which the trained weights of a peft model are saved."""
+    from peft import get_peft_model_state_dict
+
+    return set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
+
+
 def copy_adapter_weights(source: Any, target: Any) -> None:
     """Copy the adapter weights of one peft model to another with the same backbone; the target keeps its head."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
