@@ -425,6 +425,8 @@ class DatasetReader:
                 raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {self.first}')
             if kind == TEXT and name in ANSWERS and self.source.format != "plain":
                 self._refuse_stored_messages(row[name], column)
+            if kind == CONVERSATION:
+                _refuse_texts(row[name], column)
             if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
                 raise BadRow("D06", fault)
 
@@ -462,6 +464,14 @@ def _kind(value: Any, column: str) -> str:
     if isinstance(value, list):
         return CONVERSATION
     raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text or a list of messages')
+
+
+def _refuse_texts(messages: list[Any], column: str) -> None:
+    """Raise BadRow D12 for a list of texts, as in the columns of `Dataset.to_dict()`."""
+    if messages and all(isinstance(each, str) for each in messages):
+        text = f'"{column}" is a list of texts, not of messages; a row may hold one text of each column'
+        hint = 'write each row as an object of its own, for example dataset.to_json("rows.jsonl")'
+        raise BadRow("D12", text, hint)
 
 
 def _conversation_fault(messages: list[Any], column: str) -> str | None:

@@ -574,6 +574,13 @@ FILES = [
     ("a.csv", b'"prompt";"chosen"\n"a, b";"c"\n', "D02", "a.csv:1: ", "separated by semicolons it would name prompt"),
     ("a.csv", b"prompt\tchosen\trejected\na\tb\tc\n", "D02", "a.csv:1: ", "hint: separate the columns by commas"),
     ("a.json", b'{\n "data": [\n  {"prompt": "a"}\n ]\n}', "D12", "a.json: ", """for example: jq '.["data"]' a.json"""),
+    (
+        "a.json",
+        b'{"prompt": ["a b", "c"], "chosen": ["d", "e"], "rejected": ["f", "g"]}',
+        "D12",
+        "a.json:1: ",
+        "hint: write each row as an object of its own",
+    ),
     ("a.csv", CP1252, "D04", "a.csv:2: ", "iconv -f cp1252"),
 ]
 
