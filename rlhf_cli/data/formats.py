@@ -470,7 +470,7 @@ def _refuse_texts(messages: list[Any], column: str) -> None:
     """Raise BadRow D12 for a list of texts, as in the columns of `Dataset.to_dict()`."""
     if messages and all(isinstance(each, str) for each in messages):
         text = f'"{column}" is a list of texts, not of messages; a row may hold one text of each column'
-        hint = 'write each row as an object of its own, for example dataset.to_json("rows.jsonl")'
+        hint = 'write each row as a separate object: dataset.to_json("rows.jsonl")'
         raise BadRow("D12", text, hint)
 
 

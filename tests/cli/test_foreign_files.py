@@ -579,7 +579,7 @@ FILES = [
         b'{"prompt": ["a b", "c"], "chosen": ["d", "e"], "rejected": ["f", "g"]}',
         "D12",
         "a.json:1: ",
-        "hint: write each row as an object of its own",
+        "hint: write each row as a separate object",
     ),
     ("a.csv", CP1252, "D04", "a.csv:2: ", "iconv -f cp1252"),
 ]
