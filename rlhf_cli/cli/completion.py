@@ -124,6 +124,12 @@ def assignments(ctx: typer.Context, incomplete: str) -> list[str]:
     return [f"{name}={value}" for name in names for value in ("", *keys.get(name, []))]
 
 
+def words(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the stage's own YAML in each run, unless one is given already, and what `assignments` returns."""
+    is_given = ctx.params.get("config") or ctx.params.get("words")
+    return [*([] if is_given else config(ctx, incomplete)), *assignments(ctx, incomplete)]
+
+
 def _key_before_equals_sign() -> str | None:
     """Return the key if the word to complete is its value: bash splits words at `=`."""
     words, index = os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))

@@ -17,9 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_cli import distributed, system, terminal
-from rlhf_cli.cli.options import STAGES, config_of
+from rlhf_cli.cli.options import STAGES
 from rlhf_cli.config.aliases import COMMANDS
-from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_path, shell_word, shown
+from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_word, shown
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
 STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files
@@ -117,8 +117,8 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
             terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=COMMANDS[command])))
             return 2
         near = closest_match(command, commands) if command not in commands else None
-        hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _stage_hint(arguments)
-        hint = hint or (f"rlhf {command} --help" if command in commands else "rlhf --help")
+        usage = f"rlhf {command} --help" if command in commands else "rlhf --help"
+        hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else usage
         terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     message = " ".join(str(error).split())
@@ -141,15 +141,6 @@ def _translate_file_error(error: OSError) -> RLHFError | None:
         if not full and current_error.errno not in NOT_FOUND:
             return read_error(error, name)
     return RLHFError("E03", f"{shown(name)} cannot be written: {error.strerror}", hint="write to another place")
-
-
-def _stage_hint(arguments: Sequence[str]) -> str | None:
-    """Return the correct command for `rlhf ppo runs/mine` and `rlhf ppo runs/mine/ppo.yaml`."""
-    stage = arguments[0] if arguments else ""
-    if stage not in STAGES or {"--config", "-c"} & set(arguments):
-        return None
-    files = [file for argument in arguments[1:] if (file := config_of(stage, Path(argument)))]
-    return f"rlhf {stage} --config {shell_path(files[0])}" if files else None
 
 
 def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:

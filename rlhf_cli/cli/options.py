@@ -42,7 +42,7 @@ def config_of(stage: str, path: Path) -> Path | None:
     return next((file for file in (path, path / f"{stage}.yaml") if file.is_file()), None)
 
 
-ConfigFile = Annotated[Path, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
+ConfigFile = Annotated[Path | None, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
 FileOrFolder = Annotated[
     Path, argument("FILE|DIR", "YAML file of a stage, or run folder.", completion.runs_and_configs)
 ]
@@ -51,6 +51,10 @@ Set = Annotated[
     option("--set -s", "KEY=VALUE", "Override a config key by its full path. Repeatable.", completion.assignments),
 ]
 Trailing = Annotated[list[str] | None, argument("KEY=VALUE", "Same as --set.", completion.assignments)]
+StageWords = Annotated[
+    list[str] | None,
+    argument("[FILE|RUN] [KEY=VALUE]", "The file or its run, if no --config; same as --set.", completion.words),
+]
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Allow models to run the Python code in their folders.")]
 Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one per GPU. auto: one for each GPU.")]
 StageFolder = Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)]

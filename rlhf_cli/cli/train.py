@@ -18,6 +18,7 @@ from rlhf_cli.cli.options import (
     FileOrFolder,
     Nproc,
     Set,
+    StageWords,
     Trailing,
     TrustRemoteCode,
     argument,
@@ -178,8 +179,8 @@ def stage_command(stage: str) -> Callable[..., None]:
     """Return the command function of one stage."""
 
     def command(
-        config: ConfigFile,
-        assignments: Trailing = None,
+        config: ConfigFile = None,
+        words: StageWords = None,
         set_: Set = None,
         dry_run: Annotated[bool, flag("--dry-run", "Print the resolved config, inputs and outputs, and exit.")] = False,
         fresh: Annotated[bool, flag("--fresh", "Move existing output to RUN/.old/ and start over.")] = False,
@@ -191,13 +192,9 @@ def stage_command(stage: str) -> Callable[..., None]:
         from rlhf_cli.config.eval import EvalConfig
         from rlhf_cli.config.loading import load
 
-        if os.path.isdir(config):
-            hint, folder = "give the stage's YAML file", shell_path(config)
-            if config_file := config_of(stage, config):
-                hint = f"--config {shell_path(config_file)}; for all stages: rlhf run {folder}"
-            raise RLHFError("C09", f"{shown(config)} is a folder, --config takes a file", hint=hint)
-        overrides = [*(set_ or []), *(assignments or [])]
-        loaded = load(stage, config, overrides)
+        file, assignments = _config_file(stage, config, words or [])
+        overrides = [*(set_ or []), *assignments]
+        loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
             from rlhf_cli.commands import run as pipeline
@@ -225,6 +222,25 @@ def stage_command(stage: str) -> Callable[..., None]:
                 show_evaluation(loaded)
 
     return command
+
+
+def _config_file(stage: str, config: Path | None, words: list[str]) -> tuple[Path, list[str]]:
+    """Return the YAML file, of --config or of the first word, and the other words. Raises RLHFError C09, C11."""
+    if config is None:
+        if not words or ("=" in words[0] and not os.path.exists(words[0])):
+            raise RLHFError("C11", "no FILE or RUN is given", hint=f"rlhf {stage} RUN, or rlhf {stage} --config FILE")
+        config, words = Path(words[0]), words[1:]
+        file = config_of(stage, config)
+        if file is None and os.path.isdir(config):
+            hint = f"name a run folder, or its file: rlhf {stage} FILE"
+            raise RLHFError("C09", f"{shown(config)} has no {stage}.yaml", hint=hint)
+        return file or config, words
+    if os.path.isdir(config):
+        hint, folder = "give the stage's YAML file", shell_path(config)
+        if config_file := config_of(stage, config):
+            hint = f"--config {shell_path(config_file)}; for all stages: rlhf run {folder}"
+        raise RLHFError("C09", f"{shown(config)} is a folder, --config takes a file", hint=hint)
+    return config, words
 
 
 def _runner(stage: str) -> "Callable[[Config, Options], None]":

@@ -63,7 +63,7 @@ class StageValidator:
             if parent and model_config is not None:
                 if isinstance(config, RewardConfig):
                     training_setup.check_can_sample(config, model_config)
-                lora.check_target_modules(config, model_config)
+                lora.check_adapters(config, model_config)
             if parent and own_tokenizer:
                 if isinstance(config, SFTConfig):
                     vocab_size = model_config.get_text_config().vocab_size
@@ -119,7 +119,7 @@ class StageValidator:
         with self.report.collecting():
             if model_config is not None:
                 ppo_setup.check_num_shared_layers(config, model_config)
-                lora.check_target_modules(config, model_config)
+                lora.check_adapters(config, model_config)
         scorers = self._check_reward_models(stage, tokenizer)
         with self.report.collecting():
             if parent is not None and tokenizer is not None and model_config is not None:

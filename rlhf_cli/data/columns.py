@@ -1,7 +1,9 @@
 """Names of columns in other people's files: which look like a column of rlhf, and which hold labels or scores."""
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhf_cli.data.readers import BadRow, describe_value
@@ -9,7 +11,7 @@ from rlhf_cli.errors import closest_match
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # What these hold is meant for the model: that they are not read is a warning, not a line of the log.
-MEANT_FOR_THE_MODEL = (*SYSTEM_COLUMNS, "context", "history")
+MEANT_FOR_THE_MODEL = (*SYSTEM_COLUMNS, "context", "history", "tools", "functions", "documents")
 # Parts of names that mean the same as a column of rlhf; the best one first.
 SYNONYMS = {
     "prompt": ("prompt", "question", "query", "instruction", "input", "problem"),
@@ -49,6 +51,25 @@ def system_text(row: Mapping[str, Any]) -> str:
         if value and value.strip():
             return value
     return ""
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the schemas in the row's tools column, a list or its JSON text; [] without any. Raises BadRow D06."""
+    value = row.get("tools")
+    tools = value or []
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools) or []
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
+        raise BadRow("D06", f'"tools" is {describe_value(value)}; expected a list of JSON schemas')
+    return tools
+
+
+def refuse_template_variables(row: Mapping[str, Any]) -> None:
+    """Raise BadRow D19 for variables of the chat template in the row: all rows are rendered alike."""
+    if row.get("chat_template_kwargs"):
+        text = '"chat_template_kwargs" of a row is not read: all rows are rendered with the same variables'
+        raise BadRow("D19", text, "set data.chat_template_kwargs for all rows, and remove the column")
 
 
 def label_columns(row: Mapping[str, Any]) -> list[str]:

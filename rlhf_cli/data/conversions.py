@@ -8,13 +8,14 @@ import ast
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhf_cli.data import texts
-from rlhf_cli.data.columns import is_prompt_name, is_prose, system_text
+from rlhf_cli.data.columns import is_prompt_name, is_prose, system_text, tools_of
 from rlhf_cli.data.readers import BadRow, describe_value
 from rlhf_cli.data.texts import Form
-from rlhf_cli.data.tokens import common_prefix_length
+from rlhf_cli.data.tokens import TOOL_CALLS, TOOLS, common_prefix_length
 
 ROLE_ALIASES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -86,12 +87,10 @@ def convert_row(row: Row) -> Row:
 def _openai_pair(row: Row) -> Row:
     """Return a row of OpenAI's preference fine-tuning as a pair: {input: {messages}, preferred_output, ...}."""
     given = row["input"]
-    if given.get("tools"):
-        raise BadRow("D06", '"input" has tools, which are not read', "write them into a system message, or remove them")
     outputs = (row.get("preferred_output"), row.get("non_preferred_output"))
     if not all(isinstance(messages, list) for messages in (given.get("messages"), *outputs)):
         raise BadRow("D06", '"input.messages", "preferred_output" and "non_preferred_output" must be lists of messages')
-    return {"prompt": given["messages"], "chosen": outputs[0], "rejected": outputs[1]}
+    return {"prompt": given["messages"], "chosen": outputs[0], "rejected": outputs[1], "tools": given.get("tools")}
 
 
 def _is_full_dialogue(row: Row) -> bool:
@@ -134,7 +133,8 @@ def _text(value: Any, column: str) -> str:
 def _message(turn: Any) -> Row:
     if not _is_turn(turn) or str(turn["from"]) not in ROLE_ALIASES:
         raise BadRow("D12", f"`{turn!r:.60}` is not a turn of {', '.join(ROLE_ALIASES)}")
-    return {"role": ROLE_ALIASES[turn["from"]], "content": _text(turn["value"], "value")}
+    marks = {name: turn[name] for name in texts.TRAINING_MARKS if name in turn}
+    return {"role": ROLE_ALIASES[turn["from"]], "content": _text(turn["value"], "value"), **marks}
 
 
 def _answer(value: Any, column: str) -> Row:
@@ -167,20 +167,44 @@ def parse_stored_messages(text: Any, column: str) -> list[Any]:
 
 
 def other_roles(messages: list[Any]) -> list[str]:
-    """Return the names of roles that `with_standard_roles` changes."""
+    """Return the names of roles that `with_standard_names` changes."""
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     return [role for role in roles if isinstance(role, str) and ROLE_ALIASES.get(role, role) != role]
 
 
-def with_standard_roles(messages: list[Any]) -> list[Any]:
-    """Return the messages with the roles user, assistant and system in place of other names for them."""
+def with_standard_names(messages: list[Any]) -> list[Any]:
+    """Return the messages with the roles user, assistant and system in place of other names, and readable calls."""
     standard = []
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
         if isinstance(role, str) and role in ROLE_ALIASES:
             message = {**message, "role": ROLE_ALIASES[role]}
+        if isinstance(message, dict) and message.get(TOOL_CALLS):
+            message = _with_readable_calls(message)
         standard.append(message)
     return standard
+
+
+def _with_readable_calls(message: Row) -> Row:
+    """Return a message that calls tools as templates read it: no content is "", and JSON of arguments an object."""
+    calls = message[TOOL_CALLS]
+    if not (isinstance(calls, list) and all(isinstance(call, dict) and _is_function(call) for call in calls)):
+        raise BadRow(
+            "D06", f"tool_calls of a message is {calls!r:.60}; expected a list of {{function: {{name, arguments}}}}"
+        )
+    calls = [{**call, "function": _with_parsed_arguments(call["function"])} for call in calls]
+    return {**message, "content": message.get("content") or "", TOOL_CALLS: calls}
+
+
+def _is_function(call: Row) -> bool:
+    function = call.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _with_parsed_arguments(function: Row) -> Row:
+    with suppress(TypeError, ValueError):
+        return {**function, "arguments": json.loads(function["arguments"])}
+    return function
 
 
 def as_turns(row: Row, form: Form) -> Row:
@@ -189,6 +213,31 @@ def as_turns(row: Row, form: Form) -> Row:
         return row
     answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
     return {**row, **answers, "prompt": [{"role": "user", "content": row["prompt"]}]}
+
+
+def with_prompt_as_turn(row: Row, form: Form) -> Row:
+    """Make a user's turn of a prompt that is text, before answers that are messages of the assistant alone."""
+    answers = [row[name] for name in form if name != "prompt"]
+    alone = all(isinstance(messages, list) and _first_role(messages) == "assistant" for messages in answers)
+    if not (answers and alone and "prompt" in form and isinstance(row["prompt"], str)):
+        return row
+    if not row["prompt"].strip():
+        raise BadRow("D08", "the prompt is empty")
+    return {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+
+
+def _first_role(messages: list[Any]) -> Any:
+    return messages[0].get("role") if messages else None
+
+
+def with_tools(row: Row, form: Form) -> Row:
+    """Put the row's tools into the first message of its prompt or conversations. Raises BadRow D06."""
+    tools = tools_of(row)
+    if not tools:
+        return row
+    lists = {name: row[name] for name in form if isinstance(row[name], list) and row[name]}
+    context = [name for name in lists if name in ("prompt", "messages") or _first_role(lists[name]) != "assistant"]
+    return {**row, **{name: [{**lists[name][0], TOOLS: tools}, *lists[name][1:]] for name in context}}
 
 
 def with_system_message(row: Row, form: Form) -> Row:
@@ -202,7 +251,7 @@ def with_system_message(row: Row, form: Form) -> Row:
     changed = {}
     for name in form:
         messages = row[name]
-        first_role = messages[0].get("role") if isinstance(messages, list) and messages else None
+        first_role = _first_role(messages) if isinstance(messages, list) else None
         if first_role == "user" or (first_role == "assistant" and name in ("prompt", "messages")):
             changed[name] = [{"role": "system", "content": text}, *messages]
     return {**row, **changed}

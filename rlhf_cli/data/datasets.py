@@ -199,7 +199,9 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
     for pair in _read_pairs(reader, "drop"):
         key = repr((pair.system, pair.prompt, *pair.responses.values()))
         if not all(isinstance(answer, str) for answer in pair.responses.values()):
-            reader.drop(pair.location, "D06", "an answer has its thought beside the content; write it into the content")
+            reader.drop(
+                pair.location, "D06", "an answer has its thought or tool calls beside the content; write them into it"
+            )
         elif pairs.setdefault(key, pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}

@@ -19,8 +19,8 @@ HEAD_ROWS = 100  # that decide whether answers repeat their prompt: a single one
 TEXT, CONVERSATION = "text", "a conversation"
 ANSWERS = ("completion", "chosen", "rejected")
 ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
-# Faults of the whole file (D02, D14), and faults with an option (data.on_identical, data.on_long).
-NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D07", "D10")
+# Faults of the whole file (D02, D14, D19), and faults with an option (data.on_identical, data.on_long).
+NOT_DROPPED_BY_ON_BAD = ("D02", "D14", "D19", "D07", "D10")
 HINTS = {
     "D07": "remove the rows from the file",
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
@@ -144,9 +144,8 @@ class DatasetReader:
         for name, value in row.items():
             if name not in self._known or not isinstance(value, list):
                 continue
-            if roles := conversions.other_roles(value):
-                self.renamed_roles |= dict.fromkeys(roles)
-                renamed[name] = conversions.with_standard_roles(value)
+            self.renamed_roles |= dict.fromkeys(conversions.other_roles(value))
+            renamed[name] = conversions.with_standard_names(value)
         return row | renamed
 
     def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
@@ -160,10 +159,22 @@ class DatasetReader:
             form, row = self._parse_transcripts(form, row)
         if self.texts_are_turns:
             row = conversions.as_turns(row, form)
-        has_messages = self.transcripts or self.texts_are_turns or CONVERSATION in self.kinds.values()
-        if has_messages and not self.other_format:
-            row = conversions.with_system_message(row, form)
+        if self._has_messages:
+            columns.refuse_template_variables(row)
+            row = conversions.with_prompt_as_turn(row, form)
+            if not self.other_format:
+                row = conversions.with_system_message(row, form)
+        if self._reads_tools:
+            row = conversions.with_tools(row, form)
         return form, row
+
+    @property
+    def _has_messages(self) -> bool:
+        return self.transcripts or self.texts_are_turns or CONVERSATION in self.kinds.values()
+
+    @property
+    def _reads_tools(self) -> bool:
+        return self._has_messages and not self.transcripts  # which may stay texts, without a chat template
 
     @property
     def texts_are_turns(self) -> bool:
@@ -319,9 +330,10 @@ class DatasetReader:
     def _columns_beside(self) -> list[str]:
         """Return the columns of the file that are read beside those of the form."""
         beside = ["margin"] if "chosen" in self.form else []
-        has_messages = self.transcripts or self.texts_are_turns or CONVERSATION in self.kinds.values()
-        if has_messages or self.reads_system_texts:
+        if self._has_messages or self.reads_system_texts:
             beside += columns.SYSTEM_COLUMNS
+        if self._reads_tools:
+            beside.append("tools")
         if self.whole_dialogues:
             beside.append("prompt")
         if self.other_format:
@@ -413,6 +425,8 @@ class DatasetReader:
                 raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {self.first}')
             if kind == TEXT and name in ANSWERS and self.source.format != "plain":
                 self._refuse_stored_messages(row[name], column)
+            if kind == CONVERSATION:
+                _refuse_texts(row[name], column)
             if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
                 raise BadRow("D06", fault)
 
@@ -423,7 +437,7 @@ class DatasetReader:
             raise BadRow("D12", problem)
 
     def _refuse_unknown_columns(self) -> None:
-        known = sorted(self._known | {"margin", "system"})
+        known = sorted(self._known | {"margin", "system", "tools"})
         for name, file_column in self.columns.items():
             if name in known:
                 continue
@@ -450,6 +464,14 @@ def _kind(value: Any, column: str) -> str:
     if isinstance(value, list):
         return CONVERSATION
     raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text or a list of messages')
+
+
+def _refuse_texts(messages: list[Any], column: str) -> None:
+    """Raise BadRow D12 for a list of texts, as in the columns of `Dataset.to_dict()`."""
+    if messages and all(isinstance(each, str) for each in messages):
+        text = f'"{column}" is a list of texts, not of messages; a row may hold one text of each column'
+        hint = 'write each row as a separate object: dataset.to_json("rows.jsonl")'
+        raise BadRow("D12", text, hint)
 
 
 def _conversation_fault(messages: list[Any], column: str) -> str | None:

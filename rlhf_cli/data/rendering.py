@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rlhf_cli import terminal
 from rlhf_cli.data.readers import RowLocation
-from rlhf_cli.data.tokens import Conversation, render
+from rlhf_cli.data.tokens import TOOL_CALLS, Conversation, render
 from rlhf_cli.errors import RLHFError
 
 SAMPLED_ROWS = 32
@@ -71,8 +71,10 @@ def _require_all_messages(row: RenderedRow, tokenizer: Any) -> None:
         content = message["content"]
         if message["role"] == "assistant":
             content = THOUGHT.sub("", content)
-        if not _contains(rendered, content):
-            text = f'the chat template leaves out the text of message {number}, of the role "{message["role"]}"'
+        called = [call["function"]["name"] for call in message.get(TOOL_CALLS) or ()]
+        if not all(_contains(rendered, each) for each in (content, *called)):
+            part = "the calls or the text" if called else "the text"
+            text = f'the chat template leaves out {part} of message {number}, of the role "{message["role"]}"'
             hint = "use the roles user, assistant and system, or set model.chat_template to one that writes this role"
             raise RLHFError("T08", text, where=str(row.location), hint=hint)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from rlhf_cli.data.columns import system_text
 from rlhf_cli.data.readers import BadRow, RowLocation
-from rlhf_cli.data.tokens import THOUGHT_KEYS, Answer, Conversation, Message, common_prefix_length
+from rlhf_cli.data.tokens import THOUGHT_KEYS, TOOL_CALLS, Answer, Conversation, Message, common_prefix_length
 
 Form = tuple[str, ...]  # the columns of a row that rlhf reads
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 ROLE_NAMES = {role: name for name, role in TRANSCRIPT_ROLES.items()}
+TRAINING_MARKS = ("weight", "train", "training")  # of a message: OpenAI's, and two of axolotl
 TURN_START = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 # What ends the prompt in a text of prompt and answer: the header of the answer, or else the end of a line or sentence.
 # Other words before a colon, such as "POST:" or "Q:", may be parts of the prompt.
@@ -96,9 +97,6 @@ def _joined_messages(prompt: str | Conversation, completion: str | Conversation)
     """
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if isinstance(prompt, str):
-        if answer and answer[0]["role"] == "assistant":
-            _require_prompt(prompt)
-            return [{"role": "user", "content": prompt}, *answer], 1
         if prompt.strip() not in joined(answer):
             raise BadRow("D12", '"completion" is a conversation that does not contain the prompt')
         return answer, len(answer) - 1
@@ -205,25 +203,35 @@ def render_transcript(conversation: str | Conversation) -> str:
 
 def _assistant_turns(location: RowLocation, messages: Conversation, start: int, column: str) -> list[Example]:
     """Return one example per assistant turn from index `start`; the messages before the turn are its prompt."""
-    turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
+    answers = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
+    turns = [i for i in answers if _is_trained(messages[i], column)]
     if not turns:
-        raise BadRow("D09", f'"{column}" has no assistant message')
+        without = ", but for those that are not to be trained" if answers else ""
+        raise BadRow("D09", f'"{column}" has no assistant message{without}')
     for i in turns:
         _require_prompt(messages[:i])
-        _require_text(messages[i]["content"], column)
-        if messages[i].get("tool_calls"):
-            text = f'message {i + 1} of "{column}" has tool_calls, which would not be trained'
-            raise BadRow("D06", text, "write it into the content, as the chat template does, or remove it")
+        _require_text(messages[i], column)
     return [Example(location, messages[:i], {"completion": _answer(messages[i], column)}) for i in turns]
 
 
+def _is_trained(message: Message, column: str) -> bool:
+    """Return False for a message with weight: 0, train: false or training: false. Raises BadRow D06 for others."""
+    for name in TRAINING_MARKS:
+        mark = message.get(name)
+        if mark is not None and mark not in (0, 1):
+            raise BadRow("D06", f'{name} of a message of "{column}" is {mark!r:.40}; expected 0 or 1')
+    return all(message.get(name) in (None, 1) for name in TRAINING_MARKS)
+
+
 def _answer(message: Message, column: str) -> Answer:
-    """Return the message's content, with its role and thought if it has a thought. Raises BadRow D06."""
+    """Return the message's content, with its role, thought and tool calls if it has these. Raises BadRow D06."""
     thoughts = {key: message[key] for key in THOUGHT_KEYS if message.get(key)}
     for key, thought in thoughts.items():
         if not isinstance(thought, str):
             raise BadRow("D06", f'{key} of a message of "{column}" is {thought!r:.40}; expected text')
-    return {"role": "assistant", "content": message["content"], **thoughts} if thoughts else message["content"]
+    calls = {TOOL_CALLS: message[TOOL_CALLS]} if message.get(TOOL_CALLS) else {}
+    beside = {**thoughts, **calls}
+    return {"role": "assistant", "content": message["content"], **beside} if beside else message["content"]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -258,9 +266,7 @@ def _split_conversations(
         prompt = prompt_column
     else:
         prompt = chosen[: min(common_prefix_length(chosen, rejected), len(chosen) - 1)]
-    if isinstance(prompt_column, str) and [side[0]["role"] for side in (chosen, rejected) if side] == ["assistant"] * 2:
-        prompt = [{"role": "user", "content": prompt_column}]
-    elif not prompt and isinstance(prompt_column, str):
+    if not prompt and isinstance(prompt_column, str):
         raise BadRow("D12", '"prompt" is text, but "chosen" is a list of messages that does not begin with it')
     tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
     for tail, column in zip(tails, ("chosen", "rejected"), strict=True):
@@ -298,5 +304,6 @@ def _require_text(answer: Any, column: str) -> None:
     text = answer["content"] if isinstance(answer, dict) else answer
     if not isinstance(text, str):
         raise BadRow("D06", f'"{column}" is a list of messages; expected text')
-    if not text.strip():
+    calls_tools = isinstance(answer, dict) and bool(answer.get(TOOL_CALLS))
+    if not text.strip() and not calls_tools:
         raise BadRow("D09", f'"{column}" is empty')

@@ -39,6 +39,9 @@ _QUESTION: Message = {"role": "user", "content": "text"}
 _PLAIN_ANSWER: Message = {"role": "assistant", "content": _MARK}
 _THOUGHT_ANSWER: Message = {"role": "assistant", "content": f"<think>\nA thought.\n</think>\n\n{_MARK}"}
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of a message: a thought beside its content
+TOOL_CALLS = "tool_calls"  # of an answer
+TOOLS = "tools"  # of the first message of a conversation: the schemas in its row, for the chat template's variable
+_SCHEMA = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object"}}}
 GENERATION_PROMPT = "generation_prompt"  # of data.chat_template_kwargs: the text that takes the place of the template's
 _OWN_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _THOUGHT_TAG = re.compile(
@@ -203,11 +206,17 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool, **variables: Any) -> str:
     """Render a conversation with values of the template's variables.
 
-    Raises RLHFError D14 without a template, D06 if it rejects the turns, M01 beyond its limits.
+    Raises RLHFError D14 without a template, D06 if it rejects the turns, D19 if it does not write the conversation's
+    tools, M01 beyond its limits.
     """
     if not tokenizer.chat_template:
         text = "the data contains conversations, but the tokenizer has no chat template"
         raise RLHFError("D14", text, hint="set model.chat_template to a Jinja file, or to chatml")
+    if conversation and isinstance(conversation[0].get(TOOLS), list):
+        _require_written_tools(tokenizer, tokenizer.chat_template)
+        first = dict(conversation[0])
+        variables[TOOLS] = first.pop(TOOLS)
+        conversation = [first, *conversation[1:]]
     if _reads_parts(tokenizer, tokenizer.chat_template):
         conversation = [_in_parts(message) for message in conversation]
     return _render(tokenizer, conversation, generation_prompt, variables)
@@ -239,6 +248,20 @@ def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool,
     }[limit]
     hint = "set model.chat_template to another template, or to chatml"
     raise RLHFError("M01", f"the chat template {problem}", hint=hint)
+
+
+@lru_cache(maxsize=8)
+def _require_written_tools(tokenizer: Any, template: str) -> None:
+    """Raise RLHFError D19 if the template writes no tools."""
+    without, written = (
+        render(tokenizer, [_QUESTION], generation_prompt=True, **variables) for variables in ({}, {TOOLS: [_SCHEMA]})
+    )
+    if written == without:
+        text = 'the rows have "tools", which the chat template does not write'
+        hint = (
+            "set model.chat_template to one that writes tools, or put them into a system message and remove the column"
+        )
+        raise RLHFError("D19", text, hint=hint)
 
 
 @lru_cache(maxsize=64)
@@ -393,7 +416,8 @@ def _missing_part(rendering: str, message: Message, frame: AnswerFrame) -> str:
     """Return the first text of the answer, of its thought and what stands around it, that a rendering lacks, or ""."""
     written = frame.of_answer(rendering)
     thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
-    texts = [str(text).strip() for text in (*thoughts, *re.split(r"</?think>", message["content"]))]
+    calls = [call["function"]["name"] for call in message.get(TOOL_CALLS, ())]
+    texts = [str(text).strip() for text in (*thoughts, *re.split(r"</?think>", message["content"]), *calls)]
     for text in filter(None, texts):
         _, found, written = written.partition(text)
         if not found:

@@ -17,11 +17,11 @@ from rlhf_cli import runs, system, terminal
 from rlhf_cli.config.common import RewardModel, SFTModel
 from rlhf_cli.config.eval import EvalModels
 from rlhf_cli.config.ppo import PPOModels
-from rlhf_cli.errors import RLHFError, short_reason, shown
+from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
-from rlhf_cli.models.weight_files import refuse_other_weights, refuse_pickles
+from rlhf_cli.models.weight_files import refuse_other_weights, refuse_pickles, weight_files
 from rlhf_cli.runs.parents import read_adapter
 
 MAX_COUNTS = {"layer": 10_000, "expert": 2**16}  # more than any model has; building more would take minutes
@@ -209,6 +209,20 @@ def read_eos_token_ids(folder: Path | str) -> list[int]:
 def config_folder(folder: Path) -> Path:
     """Return the folder of the config.json of the model in `folder`; an adapter's merged config has a subfolder."""
     return folder / runs.MERGED if read_adapter(folder) else folder
+
+
+def lost_weights(model: Any, folder: Path) -> str:
+    """Return which weights of a transformers model its saved folder lacks, "" for none.
+
+    Raises RLHFError M01, M13 and M15 for a folder that would not load as this model.
+    """
+    refuse_other_weights(folder, model.config)
+    if not weight_files(folder):  # custom code has no other check
+        return "there are none"
+    is_classifier = build.is_classifier(model.config)
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    lost = build.check_headers(auto_class, folder, model.config)
+    return f"missing {first_names(lost)}" if lost else ""
 
 
 def _refuse_oversized(path: Path) -> None:

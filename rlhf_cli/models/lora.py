@@ -15,10 +15,11 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_cli import terminal
 from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import TRLConfig
-from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
 
@@ -28,6 +29,8 @@ TRAINABLE = (".lora_", ".modules_to_save.")  # in the names of an adapter's para
 # 4-bit weights that share a scale. If the row length is not a multiple of it, bitsandbytes 0.50 reads the rows wrongly
 # on a CPU, by a fifth to a half of their size, without an error.
 BLOCK_SIZE = 64
+MIN_REACHED = 0.5  # of the weights in matrices: adapters on fewer are warned of
+MIN_COUNTED = 0.01  # of these weights: smaller kinds of matrices, such as routers, are not named
 # Fields that training adds to the base model's config.
 TRAINED_CONFIG_FIELDS = ("reward_mean", "reward_std", "reward_at_stop_token")
 
@@ -39,6 +42,7 @@ def prepare_for_training(config: TRLConfig, parent: Parent | None, model: Any, t
         tokenizers.resize_to_tokenizer(model, tokenizer)
         return model
     assert parent is not None, "model.new takes no adapters"
+    check_adapters(config, model.config)
     with at_location(config.where("model.adapters.target_modules")):
         return add_adapters(
             model,
@@ -61,13 +65,56 @@ def _computes_in_bf16(config: TRLConfig) -> bool:
     return devices.use_bf16(getattr(config, config.stage).bf16)
 
 
-def check_target_modules(config: TRLConfig | PPOConfig, model_config: Any) -> None:
-    """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules."""
+def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
+    """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules.
+
+    Logs which share of the model's matrices the adapters reach, if they are meant for all; warns (C18) below half.
+    """
     key, model = ("models", config.models) if isinstance(config, PPOConfig) else ("model", config.model)
     key, settings = f"{key}.adapters", model.adapters
-    if settings is not None and settings.target_modules != "all-linear":
-        with at_location(config.where(f"{key}.target_modules")):
-            target_modules(build.causal_lm_from_config(model_config), settings, key)
+    if settings is None or getattr(model_config, "auto_map", None):
+        return
+    where = config.where(f"{key}.target_modules")
+    with at_location(where):
+        kind = build.reward_model_from_config if build.is_classifier(model_config) else build.causal_lm_from_config
+        empty = kind(model_config)
+        target_modules(empty, settings, key)
+    if settings.target_modules == "all-linear":
+        _report_reach(empty, key, where, four_bits=settings.kind == "qlora")
+
+
+def _report_reach(model: Any, key: str, where: str, *, four_bits: bool) -> None:
+    share, left_out = reached_share(model)
+    if not left_out:
+        return
+    stored = " and 4 bits store" if four_bits else ""
+    text = f"{key}: adapters are added to{stored} {share:.0%} of the weights in the model's matrices"
+    text = f"{text}; not to {first_names(left_out)}, which are no linear layers"
+    if share >= MIN_REACHED:
+        terminal.log_once(f"models   {text}")
+    else:
+        hint = "remove the adapters to train all weights, or start from a dense model"
+        terminal.warn("C18", text, where=where, hint=hint)
+
+
+def reached_share(model: Any) -> tuple[float, list[str]]:
+    """Return the share of a backbone's weights that is in linear layers, and the names of the other matrices.
+
+    Embeddings and vectors are not counted; others of less than 1 %, such as routers, are not named. transformers stores
+    the experts of a layer as one array (experts, rows, columns).
+    """
+    embedded = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    weights = {name: each for name, each in build.backbone(model).named_parameters() if each.ndim > 1}
+    sizes = {name: each.numel() for name, each in weights.items() if each not in embedded}
+    reached = {layer.weight for _, _, layer in linear_layers(model)}
+    others: dict[str, int] = {}
+    for name, size in sizes.items():
+        if weights[name] not in reached:
+            last = ".".join(name.split(".")[-2:])
+            others[last] = others.get(last, 0) + size
+    total = sum(sizes.values())
+    left_out = [name for name, size in others.items() if size >= MIN_COUNTED * total]
+    return 1 - sum(others.values()) / total, left_out
 
 
 def refuse_new_tokens(config: TRLConfig, tokenizer: Any, size_before: int) -> None:
@@ -305,6 +352,13 @@ def load_adapter_weights(peft_model: Any, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     set_peft_model_state_dict(peft_model, load_file(folder / ADAPTER_WEIGHTS))
+
+
+def adapter_names(peft_model: Any) -> set[str]:
+    """Return the names under which the trained weights of a peft model are saved."""
+    from peft import get_peft_model_state_dict
+
+    return set(get_peft_model_state_dict(peft_model, save_embedding_layers=False))
 
 
 def copy_adapter_weights(source: Any, target: Any) -> None:

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlhf_cli import distributed, files, terminal
-from rlhf_cli.models import lora, sharding
+from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
+from rlhf_cli.models import load, lora, sharding
 from rlhf_cli.models.load import config_folder
+from rlhf_cli.runs.parents import ADAPTER_WEIGHTS
 
 TENSORS, STRUCTURE, SHARDS = "tensors.safetensors", "structure.json", "shards"
 
@@ -42,6 +44,27 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
+
+
+def save_trained(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
+    """Write a stage's result as `save_model` does. Raises RLHFError R21 if the files lack weights of the model."""
+    save_model(model, tokenizer, folder, card)
+    if not distributed.is_main_process():
+        return
+    try:
+        lost = _lost_adapters(model, folder) if lora.is_peft_model(model) else load.lost_weights(model, folder)
+    except (RLHFError, OSError, SafetensorError) as error:
+        lost = error.problems[0].text if isinstance(error, RLHFError) else short_reason(error)
+    if lost:
+        text = f"{shown(folder)} does not hold the weights that were trained: {lost}"
+        raise RLHFError("R21", text, hint="the last checkpoint is kept: run the same command again")
+
+
+def _lost_adapters(model: Any, folder: Path) -> str:
+    """Return which of a peft model's trained weights its file lacks, "" for none."""
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        lost = lora.adapter_names(model) - set(file.keys())
+    return f"missing {first_names(sorted(lost))}" if lost else ""
 
 
 def save_untied(model: Any, tokenizer: Any, folder: Path) -> None:

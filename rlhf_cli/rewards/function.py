@@ -9,15 +9,17 @@ import inspect
 import math
 import reprlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import sysconfig
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rewards.results import ALL_ROWS, PER_ROW, RewardFormError, as_list, is_finite_number, is_number
 from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
 
@@ -70,7 +72,9 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
     Raises RLHFError C17 if it cannot be imported or called.
     """
     module, _, name = spec.partition(":")
-    sys.path += [path for path in map(str, (folder or Path.cwd(), Path.cwd())) if path not in sys.path]
+    places = [folder or Path.cwd(), Path.cwd()]
+    sys.path += [path for path in map(str, places) if path not in sys.path]
+    _refuse_installed_name(module, places, where)
     try:
         function: RewardFn = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
@@ -81,6 +85,18 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
     if not callable(function):
         raise RLHFError("C17", f"`{spec}` is not a function", where=where)
     return function
+
+
+def _refuse_installed_name(module: str, places: Sequence[Path], where: str | None) -> None:
+    """Raise RLHFError C17 if a module is both installed and a file in one of `places`."""
+    path = module.replace(".", "/")
+    beside = [place / end for place in places for end in (f"{path}.py", f"{path}/__init__.py")]
+    file = next((each for each in beside if each.is_file()), None)
+    top = module.partition(".")[0]
+    folders = [sysconfig.get_path(each) for each in ("purelib", "platlib")]
+    if file and (top in sys.stdlib_module_names or PathFinder.find_spec(top, folders)):
+        text = f"{shown(file)} has the name of an installed module, `{top}`, which Python would import in its place"
+        raise RLHFError("C17", text, where=where, hint="rename the file, and name it here")
 
 
 @contextmanager

@@ -238,7 +238,7 @@ def save_models(config: PPOConfig, components: ppo_setup.PPOComponents, step: in
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     average = f" with averaged weights (decay {config.ppo.average:g} an update)" if config.ppo.average else ""
     with components.trainer.averaged_policy():
-        save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy{average} after {trained}.")
+        save.save_trained(policy, components.tokenizer, config.folder / "model", f"Policy{average} after {trained}.")
     if value is None or step != components.trainer.updates:  # snapshots have no value model
         return
     if isinstance(value, forward.ValueHead):  # saved on the trained policy: it has learned from its hidden states
@@ -248,7 +248,7 @@ def save_models(config: PPOConfig, components: ppo_setup.PPOComponents, step: in
             return
         head, base = value.score, components.base
         value = base.value_from_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
-    save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
+    save.save_trained(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
 
 
 def headline_metrics(config: PPOConfig, components: ppo_setup.PPOComponents) -> Stats:

@@ -111,6 +111,8 @@ class SharedBaseModels:
         """
         assert isinstance(self.config, PPOConfig) and self.config.models.adapters
         adapters, key = self.config.models.adapters, "models.adapters"
+        if role == "policy":
+            lora.check_adapters(self.config, model.config)
         with at_location(self.config.where(f"{key}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             adapted = lora.add_adapters(

@@ -201,7 +201,7 @@ def train_and_save(
     card, model = model_card(config, stage.parents, len(rows), steps, note), trainer.model
     save.set_special_token_ids(model, tokenizer, stop_token_id)
     build.disable_router_logits(model)
-    trainer.process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", card))
+    trainer.process_group.gather_results(partial(save.save_trained, model, tokenizer, config.folder / "model", card))
     return steps, log, trained_base(trainer, config)
 
 

@@ -100,6 +100,12 @@ def test_the_version_is_the_packages() -> None:
 # Usage
 
 
+@pytest.mark.parametrize("place", [".", "sft.yaml", "-c sft.yaml", "./sft.yaml -s sft.max_steps=1"])
+def test_a_stage_takes_its_run_or_its_file(folder: Path, place: str) -> None:
+    result = rlhf("sft", *place.split(), "seed=7", "--dry-run")
+    assert result.exit_code == 0 and "seed: 7" in result.stdout, result.output
+
+
 @pytest.mark.parametrize(
     ("line", "code", "text", "hint"),
     [
@@ -109,7 +115,11 @@ def test_the_version_is_the_packages() -> None:
         ("--nope", "C11", "--nope", "rlhf --help"),
         ("run runs/x --only", "C11", "--only", "rlhf run --help"),
         ("stauts runs/x", "C11", "stauts", "did you mean rlhf status?"),
-        ("sft .", "C11", "Missing option '--config'", "rlhf sft --config sft.yaml"),
+        ("sft", "C11", "no FILE or RUN is given", "rlhf sft RUN, or rlhf sft --config FILE"),
+        ("sft seed=1", "C11", "no FILE or RUN is given", "rlhf sft RUN"),
+        ("sft base", "C09", "base has no sft.yaml", "name a run folder, or its file: rlhf sft FILE"),
+        ("sft nope", "C09", "nope", ""),
+        ("sft -c sft.yaml base", "C11", "--set base: expected KEY=VALUE", ""),
         ("sft -c .", "C09", "is a folder", "--config sft.yaml; for all stages: rlhf run "),
         ("sft -c base", "C09", "base is a folder", "give the stage's YAML file"),
         ("ppo -c ppo.yaml --dry-run models.sft=./bse", "M01", "bse", ""),

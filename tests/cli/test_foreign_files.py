@@ -201,6 +201,21 @@ def test_a_reward_model_gets_the_tokens_of_the_same_pairs(form: str, chat_base: 
     assert check_reward(chat_base, path).exit_code == 0
 
 
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs"])
+def test_what_a_row_sets_for_the_chat_template_is_refused_if_it_has_no_effect(
+    column: str, chat_base: Path, tmp_path: Path
+) -> None:
+    value = {"tools": [{"name": "weather"}], "chat_template_kwargs": {"enable_thinking": False}}[column]
+
+    def row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+        return {"chosen": messages(prompt, chosen), "rejected": messages(prompt, rejected), column: value}
+
+    file = write(tmp_path / "rows.jsonl", row)
+    result = check_reward(chat_base, file)
+    assert result.exit_code == 2, result.output
+    assert re.search(rf'error\[D19\]: {file}:1: .*"{column}".*\nhint: set ', result.stderr), result.stderr
+
+
 def test_a_system_column_beside_texts_of_a_yaml_is_named(chat_base: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", lambda p, c, r: {"system": RULE, "prompt": p, "chosen": c, "rejected": r})
     result = check_reward(chat_base, path)
@@ -559,6 +574,13 @@ FILES = [
     ("a.csv", b'"prompt";"chosen"\n"a, b";"c"\n', "D02", "a.csv:1: ", "separated by semicolons it would name prompt"),
     ("a.csv", b"prompt\tchosen\trejected\na\tb\tc\n", "D02", "a.csv:1: ", "hint: separate the columns by commas"),
     ("a.json", b'{\n "data": [\n  {"prompt": "a"}\n ]\n}', "D12", "a.json: ", """for example: jq '.["data"]' a.json"""),
+    (
+        "a.json",
+        b'{"prompt": ["a b", "c"], "chosen": ["d", "e"], "rejected": ["f", "g"]}',
+        "D12",
+        "a.json:1: ",
+        "hint: write each row as a separate object",
+    ),
     ("a.csv", CP1252, "D04", "a.csv:2: ", "iconv -f cp1252"),
 ]
 

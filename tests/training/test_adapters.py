@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_cli
 import tiny
 import torch
 import trl_stage
@@ -31,6 +32,53 @@ pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
 def sizes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+
+
+# What adapters reach
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "left_out"),
+    [
+        ("mixtral", {"num_local_experts": 8}, "experts.gate_up_proj, experts.down_proj"),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 8},
+            "experts.gate_up_proj, experts.down_proj",
+        ),
+        ("llama", {}, ""),
+    ],
+)
+def test_experts_without_adapters_are_counted(
+    folder: Path, tokenizer: Any, family: str, sizes: dict[str, int], left_out: str
+) -> None:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    model = tiny.causal(family, vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **special)
+    model.save_pretrained("model")
+    matrices = {name: each.numel() for name, each in model.named_parameters() if each.ndim > 1}
+    del matrices["model.embed_tokens.weight"], matrices["lm_head.weight"]
+    linear = sum(size for name, size in matrices.items() if not left_out or ".self_attn." in name)
+    share, names = lora.reached_share(model)
+    assert ", ".join(names) == left_out and share == pytest.approx(linear / sum(matrices.values()))
+    assert (share < 0.1) == bool(left_out)
+    said = f"adapters are added to {share:.0%} of the weights in the model's matrices; not to {left_out}"
+    options = ("-s", "model.adapters.kind=lora")
+    chosen = run_cli.rlhf("check", "sft.yaml", *options, "-s", "model.adapters.target_modules=[q_proj]")
+    assert "C18" not in must_succeed(chosen).stderr
+    if family == "mixtral":
+        in_4_bits = run_cli.rlhf("check", "sft.yaml", "-s", "model.adapters.kind=qlora").stderr
+        assert "adapters are added to and 4 bits store" in in_4_bits
+    results = [
+        run_cli.rlhf("check", "sft.yaml", *options),
+        run_cli.rlhf("plan", "sft.yaml", *options),
+        rlhf("sft", *options),
+    ]
+    for result in results:
+        must_succeed(result)
+        assert ("warning[C18]: sft.yaml" in result.stderr and said in result.stderr) == bool(left_out), result.stderr
+    trained = load_file("sft/model/adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in trained if "lora_A" in name} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not any("experts" in name for name in trained)
 
 
 # The files of a stage

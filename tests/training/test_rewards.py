@@ -433,6 +433,18 @@ def test_c17_a_function_by_the_name_of_its_file(grpo_folder):
     fails(rlhf("check", grpo_folder / "ppo.yaml"), "C17", "write the module without .py: grpo:letters")
 
 
+@pytest.mark.parametrize(
+    ("module", "function"), [("statistics", "score"), ("statistics", "mean"), ("datasets", "score")]
+)
+def test_c17_a_file_by_the_name_of_an_installed_module(grpo_folder, module, function):
+    (grpo_folder / f"{module}.py").write_text(
+        f"def {function}(prompts, responses):\n    return [1.0] * len(responses)\n"
+    )
+    write(grpo_folder, "ppo", {**GRPO_PPO, "rewards": {"mine": {"function": f"{module}:{function}"}}})
+    says = f"{module}.py has the name of an installed module", "hint: rename the file"
+    fails(rlhf("check", grpo_folder / "ppo.yaml"), "C17", *says)
+
+
 def test_verifiers_as_rewards_and_as_judges(grpo_folder):
     right = {"builtin": "exact_match", "parameters": {"column": "letter", "extract": "[a-z]"}}
     long = {"builtin": "regex", "parameters": {"column": "task"}, "weight": 0, "clip": None}

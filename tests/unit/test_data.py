@@ -249,7 +249,7 @@ SFT_FAULTS = [
         [{"messages": [USER, {**turn("assistant", "I look."), "tool_calls": [{}]}]}],
         "D06",
         ":1:",
-        "has tool_calls, which",
+        "tool_calls of a message",
     ),
     ([{"messages": "Yes"}], "D06", ":1:", "expected a list of messages"),
     ([{"messages": [USER]}], "D09", ":1:", "no assistant message"),

@@ -15,14 +15,14 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import SFTConfig
+from rlhf_cli.config.training import SFTConfig, TRLConfig
 from rlhf_cli.config.yaml_io import to_yaml
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_word, shown
-from rlhf_cli.models import devices
+from rlhf_cli.models import devices, lora
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, overhead_bytes
 from rlhf_cli.stages.plan_inputs import ModelResolver
-from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.stages.plan_models import Target, models_in_memory
 from rlhf_cli.stages.plan_phases import KINDS, MODES
 
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
@@ -70,6 +70,9 @@ def run(
         stages = [estimate_stage(config, chain, mode, target) for config in configs]
         process = 0 if target.gpu else system.process_memory()  # before measurements use memory
         for stage in stages:
+            if isinstance(stage.config, TRLConfig | PPOConfig):
+                start = models_in_memory(stage.config)[0]
+                lora.check_adapters(stage.config, chain.start(stage.config, start.key).body)
             plans.append(_plan(stage, flops, routed[stage.config.stage], chain, process))
             bar.advance()
     total = _total(plans, load_seconds)
