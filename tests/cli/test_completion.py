@@ -73,7 +73,15 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf explain ppo.kl_est", ["ppo.kl_estimator"]),
         (
             "rlhf ppo mod",
-            ["models.sft=", "models.reward=", "models.value=", *MORE_MODEL_KEYS, "models.adapters.", "models.engine."],
+            [
+                "models.sft=",
+                "models.reward=",
+                "models.value=",
+                *MORE_MODEL_KEYS,
+                "models.adapters.",
+                "models.engine.",
+                "models.compile=",
+            ],
         ),
         ("rlhf ppo --set ppo.kl_coe", ["ppo.kl_coef=", "ppo.kl_coef=0.05"]),
         ("rlhf ppo --set ppo.kl_estimator=k", ["k1", "k2", "k3"]),
