@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ppo_folder import lines
-from run_cli import must_succeed, rlhf
+from run_cli import must_succeed, rlhf, run_here
 
 from rlhf_cli.commands import init
 from rlhf_cli.demo import arithmetic
@@ -53,7 +53,7 @@ def test_a_short_chain_is_scored_by_the_verifier(tmp_path: Path, monkeypatch: py
     must_succeed(rlhf("init", "math", run := tmp_path / "run"))
     must_succeed(rlhf("check", run))
     few = ("sft.max_steps=3", "ppo.total_episodes=256", "ppo.response_length=8", "eval.n=6", "eval.best_of=[2]")
-    must_succeed(rlhf("run", run, *(part for key in few for part in ("-s", key))))
+    must_succeed(run_here(run, *(part for key in few for part in ("-s", key))))
     assert all("objective/score/right" in row for row in lines(run / "ppo/metrics.jsonl"))
     report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
     assert report["models"].keys() == {"sft", "ppo"} and [each["n"] for each in report["best_of"]] == [2]
