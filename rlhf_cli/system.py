@@ -4,7 +4,6 @@ import ctypes
 import errno
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -182,14 +181,16 @@ def memory_limit(max_bytes: int) -> Iterator[None]:
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = [mapped + max_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    import psutil
+
+    process = psutil.Process()
+    soft, hard = process.rlimit(psutil.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard) if limit != psutil.RLIM_INFINITY]
+    process.rlimit(psutil.RLIMIT_AS, (min(process.memory_info().vms + max_bytes, *limits), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        process.rlimit(psutil.RLIMIT_AS, (soft, hard))
 
 
 class OutOfResources(RLHFError):

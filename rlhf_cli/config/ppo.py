@@ -214,17 +214,10 @@ class PPOConfig(TrainingConfig):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return the keys that can change the result; a run can resume with a server at another address.
-
-        `auto` is what a run has that began before there was a choice: the same numbers up to rounding.
-        """
+        """Return the keys that can change the result; a run can resume with a server at another address."""
         tree = super().identity()
         if self.models.server:
             tree["models"]["engine"] = {"vllm": {"sync": self.models.server_sync}}
-        elif self.models.engine == "auto":
-            tree["models"]["engine"] = "hf"
-        if self.models.compile == "auto":
-            del tree["models"]["compile"]
         return tree
 
     @property

@@ -1,5 +1,6 @@
 """LoRA and QLoRA adapters: add, save, load, merge. peft and bitsandbytes are imported only here, and only if used."""
 
+import copy
 import json
 import os
 import warnings
@@ -77,7 +78,7 @@ def check_adapters(config: TRLConfig | PPOConfig, model_config: Any) -> None:
     where = config.where(f"{key}.target_modules")
     with at_location(where):
         kind = build.reward_model_from_config if build.is_classifier(model_config) else build.causal_lm_from_config
-        empty = kind(model_config)
+        empty = kind(copy.deepcopy(model_config))  # which may write its dtype into the config
         target_modules(empty, settings, key)
     if settings.target_modules == "all-linear":
         _report_reach(empty, key, where, four_bits=settings.kind == "qlora")

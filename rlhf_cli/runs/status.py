@@ -107,9 +107,14 @@ def identity_difference(old: Mapping[str, Any], new: Mapping[str, Any], defaults
 
 
 def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an identity by dotted path, with today's names, without empty tables and unused keys."""
+    """Return the config of an identity by dotted path, with today's names, without empty tables and unused keys.
+
+    An engine of this process is not counted either, unless it is `graph`: auto was hf in older versions.
+    """
     unused = {"ppo.max_logprob_gap"} | ({"output.snapshots"} if identity.get("stage") not in ("ppo", "eval") else set())
     settings = {current_name(key): value for key, value in flatten(identity.get("config", {})).items() if value != {}}
+    if settings.get("models.engine") in ("auto", "hf"):
+        unused.add("models.engine")
     return {key: value for key, value in settings.items() if key not in unused}
 
 

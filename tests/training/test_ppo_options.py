@@ -69,8 +69,9 @@ def test_num_samples_per_prompt_gives_adjacent_rows_with_different_responses():
 @pytest.mark.parametrize("tokens,packing", [("auto", False), (12, False), (12, True)])
 def test_micro_batch_tokens_bounds_the_forward_passes(tokens, packing, monkeypatch):
     trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2, packing=packing, response_length=3)
+    rollout = trainer.generate(tiny.prompts())
     shapes = tiny.spy_on_shapes(monkeypatch)
-    experience = trainer.make_experience(trainer.generate(tiny.prompts()), torch.zeros(8))
+    experience = trainer.make_experience(rollout, torch.zeros(8))
     trainer.update(experience)
     micro_batches = experience.minibatches[0]
     assert len(shapes) == 7 * len(micro_batches), "scoring: policy, value and reference; two models in two epochs"
@@ -305,10 +306,11 @@ def test_num_shared_layers_leaves_a_layer_to_train_and_changes_no_reference(poli
 
 def test_responses_and_cache_have_the_autocast_of_the_log_probs(monkeypatch):
     trainer, enabled = tiny.trainer(bf16=True), []
+    trainer.generate(tiny.prompts())  # tries the cache, in float32
     trainer.policy.register_forward_pre_hook(lambda *_: enabled.append(torch.is_autocast_enabled("cpu")))
     trainer.generate(tiny.prompts())
     assert enabled and all(enabled)
-    trainer, dtypes = tiny.trainer(bf16=True), set()
+    dtypes = set()
     update = rollout._AutocastCache.update
     monkeypatch.setattr(
         rollout._AutocastCache, "update",

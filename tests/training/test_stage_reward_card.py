@@ -103,7 +103,8 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     result, manifest = reward(world, tmp_path, kinder_is_better, n=512, steps=200)
     card = manifest["card"]
     assert card["flags"] == [] and not re.search(r"warning\[R", result.stderr), result.stderr
-    assert card["accuracy"] > 0.95 and card["n"] == card["adversarial"]["n"] == 128
+    assert card["accuracy"] > 0.95 and card["n"] == 128
+    assert card["adversarial"]["n"] == 3, "one pair of each prompt"
     assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: accuracy ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"

@@ -352,8 +352,6 @@ def test_shards_are_neither_compiled_nor_sampled_by_the_graph_engine(here: Path)
     config = loaded(here, "ppo", MINIMAL["ppo"], "ppo.fsdp=true")
     assert config.engine_name(gpu=True) == "hf" == loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=False)
     assert loaded(here, "ppo", MINIMAL["ppo"]).engine_name(gpu=True) == "graph"
-    plain = loaded(here, "ppo", MINIMAL["ppo"]).identity()["models"]
-    assert plain["engine"] == "hf" and "compile" not in plain, "what a run has that began before these keys"
     (problem,) = messages("ppo", f"models: {{compile: true}}\n{MINIMAL['ppo']}", "ppo.fsdp=true")
     assert "compile cannot be combined with ppo.fsdp" in problem
 

@@ -212,7 +212,7 @@ def test_a_thought_beside_the_content_is_trained(tmp_path: Path) -> None:
     assert pair["chosen_ids"] == row["input_ids"]
     assert tokenizer.decode(pair["rejected_ids"]).endswith("<think>\nTwo and three.\n</think>\n\nIt is 5.<|im_end|>")
     assert not [line for line in terminal.emitted_warnings() if "T09" in line]
-    with pytest.raises(RLHFError, match=r"D05.*dropped 1 an answer has its thought beside the content"):
+    with pytest.raises(RLHFError, match=r"D05.*dropped 1 an answer has its thought or tool calls beside the"):
         data.preference_pairs(DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop"), reads_system_texts=True)
 
 
