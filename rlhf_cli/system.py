@@ -186,7 +186,7 @@ def memory_limit(max_bytes: int) -> Iterator[None]:
     process = psutil.Process()
     soft, hard = process.rlimit(psutil.RLIMIT_AS)
     limits = [limit for limit in (soft, hard) if limit != psutil.RLIM_INFINITY]
-    process.rlimit(psutil.RLIMIT_AS, (min(process.memory_info().vms + max_bytes, *limits), hard))
+    process.rlimit(psutil.RLIMIT_AS, (min([process.memory_info().vms + max_bytes, *limits]), hard))
     try:
         yield
     finally:

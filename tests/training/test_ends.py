@@ -134,7 +134,7 @@ def test_normalized_on_answers_that_end_as_the_pairs(stages: Path, monkeypatch: 
     assert (float(scores.mean()), float(scores.std(correction=0))) == pytest.approx((0, 1), abs=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["hf", "graph"])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("graph", marks=pytest.mark.slow)])
 def test_forty_updates_of_ppo(stages: Path, engine: str, scored: list[tuple[list[int], float]]) -> None:
     must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
     write(stages, "ppo", PPO)

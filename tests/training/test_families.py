@@ -87,7 +87,9 @@ def family_folder(run_folder: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize("name", ["mamba2", "minimax", "modernbert-decoder"])
+@pytest.mark.parametrize(
+    "name", ["minimax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "modernbert-decoder"))]
+)
 def test_ppo_trains_on_the_log_probs_of_the_rows_alone(name: str, family_folder: Any) -> None:
     folder = family_folder(name)
     must_succeed(rlhf("check", "--deep", folder / "ppo.yaml"))
