@@ -1,4 +1,4 @@
-"""The chain of the preset ci through the real command: its output, and no secret in any file."""
+"""The chain of the preset ci in one fork (`make smoke` has a process a stage): what it writes, and no secret in it."""
 
 import json
 import os
