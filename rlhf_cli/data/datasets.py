@@ -30,11 +30,8 @@ from rlhf_cli.errors import RLHFError
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-PROMPT_FORMS = (
-    *PAIR_FORMS,
-    ("messages",),
-    ("prompt",),
-)  # a row with both, as UltraChat's, is a conversation in SFT, too
+# Messages come first: of a row with both, as UltraChat's, SFT reads the conversation, too.
+PROMPT_FORMS = (*PAIR_FORMS, ("messages",), ("prompt",))
 Source = DataSource | Path | str
 UnencodedRow = tuple[RowLocation, str | Conversation | None, Answer | None]  # location, prompt, response
 Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]

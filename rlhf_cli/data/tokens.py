@@ -48,8 +48,7 @@ _THOUGHT_TAG = re.compile(
     r"[<\[\u25c1][^<>\[\]\u25c1\u25b7\s]*(?:think|thought|reason)[^<>\[\]\u25c1\u25b7\s]*[>\]\u25b7]", re.IGNORECASE
 )
 WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
-
-SPEAKS_IN_TURNS = "rlhf_speaks_in_turns"  # attribute of a tokenizer
+SPEAKS_IN_TURNS = "rlhf_speaks_in_turns"  # attribute of a tokenizer: its model was trained on conversations
 
 
 def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:

@@ -29,7 +29,7 @@ ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # that `_attend` computes
 TOLERANCE, TOLERANCE_BF16 = 1e-4, 0.02  # of the trial, as a share of the norm
 MAX_HEAD_SIZE = 256  # of the variable-length kernel; a multiple of 8
-WIDTH_MULTIPLE = 256  # of the longest row that the kernel is told: fewer numbers for torch.compile to specialise on
+WIDTH_MULTIPLE = 256  # of the longest row, for the kernel: fewer numbers for torch.compile to specialise on
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.11
 
 
