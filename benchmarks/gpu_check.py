@@ -32,8 +32,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.gpu import PAD, STOP, Bench
-from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.sections import LoRA
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
@@ -42,7 +42,7 @@ from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine, _CachedDecoder, gumbel_sample, row_keys, token_counters
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.eval.run import sequence_kl
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,7 +1,7 @@
 """Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
-`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/aliases.toml
-and rlhf_cli/commands/convert/, and the output of the example.
+`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from config/machinery/aliases.toml
+and commands/convert/ of the package, and the output of the example.
 """
 
 import os
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlhf_cli.commands.convert.mapping import VERSIONS, target_key
 from rlhf_cli.commands.convert.rules import BATCH_KEYS
-from rlhf_cli.config.aliases import ALIASES
-from rlhf_cli.config.yaml_io import to_yaml
+from rlhf_cli.config.machinery.aliases import ALIASES
+from rlhf_cli.config.machinery.yaml_io import to_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"

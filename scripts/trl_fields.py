@@ -1,4 +1,4 @@
-"""Write rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's configs of sft, reward and dpo.
+"""Write trl_fields.json of config/machinery: name, types and default of each field of TRL's configs of three stages.
 
 Run `python scripts/trl_fields.py` after an update of TRL or transformers.
 """
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).resolve().parents[1] / "rlhf_cli" / "config" / "trl_fields.json"
+TARGET = Path(__file__).resolve().parents[1] / "rlhf_cli" / "config" / "machinery" / "trl_fields.json"
 JSON_TYPES = {
     int: "integer",
     float: "number",

@@ -19,8 +19,8 @@ from torch import nn
 
 from benchmarks.memory import tensors
 from rlhf_cli.cli import app
-from rlhf_cli.stages import trl_common
-from rlhf_cli.stages.ppo import PPORunner
+from rlhf_cli.stages.common import trl_trainer
+from rlhf_cli.stages.ppo.run import PPORunner
 
 
 def ppo_models(runner: PPORunner) -> dict[str, nn.Module]:
@@ -35,8 +35,8 @@ def trl_model(trainer: Any) -> dict[str, nn.Module]:
 
 # Stage -> the function that trains (owner, name), and a function from its first argument to the models.
 TRAINING: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
-    "sft": (trl_common, "train_and_save", trl_model),
-    "reward": (trl_common, "train_and_save", trl_model),
+    "sft": (trl_trainer, "train_and_save", trl_model),
+    "reward": (trl_trainer, "train_and_save", trl_model),
     "ppo": (PPORunner, "run", ppo_models),
 }
 

@@ -33,6 +33,14 @@ from rlhf_cli.system import die_with_parent
 if TYPE_CHECKING:
     from rlhf_cli.config.base import Config, Options
 
+# `run(config, options)` of each stage is here; importing it loads torch.
+STAGE_MODULES = {
+    "sft": "rlhf_cli.stages.sft",
+    "reward": "rlhf_cli.stages.reward",
+    "dpo": "rlhf_cli.stages.dpo",
+    "ppo": "rlhf_cli.stages.ppo.run",
+    "eval": "rlhf_cli.stages.eval.run",
+}
 PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
 DATA_TEXT = "preferences: file, folder or hub dataset of preference pairs."
 COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
@@ -125,8 +133,8 @@ def check(
 
     Nothing is trained. All errors are printed together. Exits with 2 if there are any.
     """
-    from rlhf_cli.commands import check
     from rlhf_cli.config.base import Options
+    from rlhf_cli.pipeline import check
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
@@ -190,20 +198,20 @@ def stage_command(stage: str) -> Callable[..., None]:
     ) -> None:
         from rlhf_cli.config.base import Options
         from rlhf_cli.config.eval import EvalConfig
-        from rlhf_cli.config.loading import load
+        from rlhf_cli.config.machinery.loading import load
 
         file, assignments = _config_file(stage, config, words or [])
         overrides = [*(set_ or []), *assignments]
         loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
-            from rlhf_cli.commands import run as pipeline
+            from rlhf_cli.pipeline import run as pipeline
 
             pipeline.preview(loaded, fresh=fresh)
             return
         distributed.check_group()
         if nproc and (count := distributed.resolve_num_processes(nproc)) > 1:
-            from rlhf_cli.commands import run as pipeline
+            from rlhf_cli.pipeline import run as pipeline
 
             _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
             from rlhf_cli.runs.resolve import weights_bytes
@@ -248,7 +256,7 @@ def _runner(stage: str) -> "Callable[[Config, Options], None]":
     import importlib
 
     with heavy_imports(), redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
-        stage_run: Callable[[Config, Options], None] = importlib.import_module(f"rlhf_cli.stages.{stage}").run
+        stage_run: Callable[[Config, Options], None] = importlib.import_module(STAGE_MODULES[stage]).run
     return stage_run
 
 
@@ -275,8 +283,8 @@ def run(
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
-    from rlhf_cli.commands import run as pipeline
     from rlhf_cli.config.base import Options
+    from rlhf_cli.pipeline import run as pipeline
 
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)

@@ -13,8 +13,10 @@ from rlhf_cli import config, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import load
+from rlhf_cli.planning import fits
 from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
-from rlhf_cli.stages import hardware, ppo_setup, setup
+from rlhf_cli.stages.common import model_loading, reading
+from rlhf_cli.stages.ppo import setup
 
 NAMES = {"ppo": "policy", "sft": "sft", "dpo": "dpo", "reward": "reward"}  # of the models in requests
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -73,13 +75,13 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     verify_parents({sft.key: sft})
     body, (place, missing) = load.read_config(sft.model, options.trust_remote_code), _whole_model(sft)
     if ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
-        untied = ppo_setup.server_weights_folder(ppo, "reference", 0)
+        untied = setup.server_weights_folder(ppo, "reference", 0)
         written = f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server"
         place, missing = shell_path(untied), "" if untied.is_dir() else written
-    tokenizer, response = setup.load_tokenizer(ppo, options, sft), ppo.ppo.max_response_length
+    tokenizer, response = model_loading.load_tokenizer(ppo, options, sft), ppo.ppo.max_response_length
     keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
-    length = response + max(setup.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
-    dtype = "bfloat16" if hardware.settings_for_this_machine(ppo.ppo).bf16 else "float32"
+    length = response + max(reading.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
+    dtype = "bfloat16" if fits.settings_for_this_machine(ppo.ppo).bf16 else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
     if ppo.models.server_sync == "lora" and ppo.models.adapters:

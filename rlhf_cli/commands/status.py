@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import system, terminal
-from rlhf_cli.commands import status_read
-from rlhf_cli.commands.run import StageDecision
-from rlhf_cli.commands.status_read import RunInfo, StageInfo
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
+from rlhf_cli.pipeline import status
+from rlhf_cli.pipeline.run import StageDecision
+from rlhf_cli.pipeline.status import RunInfo, StageInfo
 from rlhf_cli.runs.discover import find_run_folders
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
@@ -27,7 +27,7 @@ MAX_FOLDERS = 500  # to search for runs if none was named
 def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) -> None:
     """Print the stages of a run, and what `rlhf run` with these overrides would do. Raises RLHFError C09, C11."""
     with terminal.muted_warnings():  # the stages print them
-        run = status_read.read_run(folder, overrides)
+        run = status.read_run(folder, overrides)
     if as_json:
         terminal.out(json.dumps(_run_json(run), indent=2, ensure_ascii=False))
         return
@@ -40,7 +40,7 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     """Print the runs below folders, by default below ./runs or else the working directory. Raises RLHFError C09."""
     folders = list(folders) or [_default_folder()]
     with terminal.muted_warnings():
-        found = status_read.find_runs(folders)
+        found = status.find_runs(folders)
     if as_json:
         terminal.out(json.dumps([_run_json(run) for run in found], indent=2, ensure_ascii=False))
     elif found:
@@ -54,7 +54,7 @@ def runs_here() -> list[str]:
     if any(find_run_folders(Path("."), 0)):
         return ["."]
     with terminal.muted_warnings():
-        return [shown(run.folder) for run in status_read.find_runs([_default_folder()], MAX_FOLDERS)]
+        return [shown(run.folder) for run in status.find_runs([_default_folder()], MAX_FOLDERS)]
 
 
 def _default_folder() -> Path:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.fields import PathField
-from rlhf_cli.config.paths import FUNCTION, is_path, path_entries, relative
+from rlhf_cli.config.machinery.fields import PathField
+from rlhf_cli.config.machinery.paths import FUNCTION, is_path, path_entries, relative
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
-from rlhf_cli.config.common import Dtype, EvalData
-from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
+from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
 from rlhf_cli.files import read_json_object
 from rlhf_cli.jsonl import at

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name, Section, invalid
-from rlhf_cli.config.common import LoRA, PPOData, TrainingConfig
-from rlhf_cli.config.fields import PathField
+from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.sections import LoRA, PPOData, TrainingConfig
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")

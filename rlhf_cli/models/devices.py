@@ -97,3 +97,8 @@ def measure_cpu_share(function: Callable[[], T]) -> tuple[T, float]:
     result = function()
     share = (time.thread_time() - cpu_start) / (time.perf_counter() - wall_start)
     return result, share if device().type == "cpu" else 1.0
+
+
+def autocast(*, bf16: bool) -> torch.autocast:
+    """Return the context manager in which models compute in bfloat16, if set."""
+    return torch.autocast(device().type, dtype=torch.bfloat16, enabled=bf16)

@@ -14,9 +14,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from rlhf_cli import runs, system, terminal
-from rlhf_cli.config.common import RewardModel, SFTModel
 from rlhf_cli.config.eval import EvalModels
 from rlhf_cli.config.ppo import PPOModels
+from rlhf_cli.config.sections import RewardModel, SFTModel
 from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, devices, lora

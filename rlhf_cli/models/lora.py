@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli import terminal
-from rlhf_cli.config.common import LoRA
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import TRLConfig
+from rlhf_cli.config.sections import LoRA
+from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent

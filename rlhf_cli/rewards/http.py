@@ -19,8 +19,8 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+from rlhf_cli.config.machinery.secret_values import VARIABLE
 from rlhf_cli.config.ppo import RewardSource as RewardSection
-from rlhf_cli.config.secret_values import VARIABLE
 from rlhf_cli.data.texts import joined
 from rlhf_cli.errors import RLHFError, collect_errors, register_secrets
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt

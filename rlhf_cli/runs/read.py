@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.config import yaml_io
-from rlhf_cli.config.fields import key_at, with_current_names
-from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.config.machinery import yaml_io
+from rlhf_cli.config.machinery.fields import key_at, with_current_names
+from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, read_regular, select_files
 from rlhf_cli.jsonl import at, flatten, is_number, read_jsonl

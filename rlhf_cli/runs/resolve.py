@@ -263,3 +263,16 @@ def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:
         text = f"--step {SELECTED}: the evaluation in {folder} selected no policy ({reason})"
         raise RLHFError("C06", text, hint="set eval.select in eval.yaml and evaluate again, or give a step's number")
     return int(report["selected_step"])
+
+
+POLICY_KEYS = ("model.path", "models.sft", "models.ppo", "models.base")
+
+
+def is_policy_key(key: str) -> bool:
+    """Return True for keys that name a language model, which may generate."""
+    return key in POLICY_KEYS or key.startswith("policies.")
+
+
+def is_scorer_key(key: str) -> bool:
+    """Return True for keys that name a one-label model: reward, value or judge."""
+    return not is_policy_key(key) and not key.endswith(".pipeline")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.fields import AUTOMATIC, current_name, key_at
+from rlhf_cli.config.machinery.fields import AUTOMATIC, current_name, key_at
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import sources
 from rlhf_cli.errors import RLHFError, shown

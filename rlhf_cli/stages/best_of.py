@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.config.training import BestOf, SFTConfig
+from rlhf_cli.config.sft import BestOf, SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_text
@@ -23,8 +23,8 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import setup, training_setup
-from rlhf_cli.stages.ppo_models import SharedBaseModels, warn_pad_is_end_token
+from rlhf_cli.stages.common import lifecycle, model_loading, scoring, training
+from rlhf_cli.stages.ppo.shared_models import SharedBaseModels, warn_pad_is_end_token
 
 FILE = "best_of.jsonl"  # in the stage's folder: one row a prompt, those of data.train before those of data.eval
 Answer = dict[str, Any]
@@ -39,7 +39,7 @@ class BestRows:
     metrics: dict[str, float]
 
 
-def best_rows(config: SFTConfig, stage: setup.StageRun) -> BestRows:
+def best_rows(config: SFTConfig, stage: lifecycle.StageRun) -> BestRows:
     """Return the best answers to the prompts of data.train and data.eval; sample them unless FILE has them all.
 
     An answer depends only on the seed, its row and its number, so that a run that is started again has the same ones.
@@ -47,10 +47,10 @@ def best_rows(config: SFTConfig, stage: setup.StageRun) -> BestRows:
     """
     assert config.best_of
     parent, process_group, path = stage.parents["model.path"], stage.process_group, config.folder / FILE
-    tokenizer = training_setup.prepare_tokenizer(config, setup.load_tokenizer(config, stage.options, parent))
+    tokenizer = training.prepare_tokenizer(config, model_loading.load_tokenizer(config, stage.options, parent))
     with process_group.main_process_first():
         model_config = load.read_config(parent.model, stage.options.trust_remote_code)
-        prompts, eval_prompts = training_setup.read_rows(config, tokenizer, model_config)
+        prompts, eval_prompts = training.read_rows(config, tokenizer, model_config)
     numbered = [("train", *each) for each in enumerate(prompts)] + [("eval", *each) for each in enumerate(eval_prompts)]
     answers = process_group.run_on_main(lambda: _read(path, len(numbered)))
     if not answers:
@@ -65,8 +65,8 @@ def best_rows(config: SFTConfig, stage: setup.StageRun) -> BestRows:
     scores = f"mean score {metrics['best_of_mean_score']:.2f} -> {metrics['best_of_score']:.2f}"
     ended = f"{metrics['best_of_ended']:.0%} of the best ones end"
     terminal.say(f"sft      best of {config.best_of.n} answers to {count} prompts: {scores}; {ended}")
-    train_rows = training_setup.add_labels(config, prompts.with_rows(rows[:count]))
-    eval_rows = training_setup.add_labels(config, prompts.with_rows(rows[count:]))
+    train_rows = training.add_labels(config, prompts.with_rows(rows[:count]))
+    eval_rows = training.add_labels(config, prompts.with_rows(rows[count:]))
     return BestRows(train_rows, list(eval_rows), metrics)
 
 
@@ -92,25 +92,25 @@ def _token_row(numbered: tuple[str, int, data.Prompt], answer: Answer) -> dict[s
 
 
 def load_sampler(
-    config: SFTConfig, stage: setup.StageRun, tokenizer: Any, prompts: Sequence[data.Prompt]
+    config: SFTConfig, stage: lifecycle.StageRun, tokenizer: Any, prompts: Sequence[data.Prompt]
 ) -> "BestOfSampler":
     """Load model.path and the reward model, both frozen. Raises RLHFError C13, D06, D14, M01-M03, M06-M09."""
     assert config.best_of
     options, parent, scorer = stage.options, stage.parents["model.path"], stage.parents["best_of.reward"]
     rows, bf16 = config.best_of.per_device_batch_size, devices.use_bf16(config.sft.bf16)
-    policy = training_setup.load_sft_model(config, options, parent, tokenizer)
+    policy = training.load_sft_model(config, options, parent, tokenizer)
     row_trial.require_rows_alone(policy, config.where(parent.key))
-    setup.place_frozen(policy, bf16=bf16)
-    stop_id = setup.stop_token_id(tokenizer, parent, policy.get_input_embeddings().weight.shape[0])
-    own_tokenizer = setup.load_own_tokenizer(config, options, parent, scorer)
+    model_loading.place_frozen(policy, bf16=bf16)
+    stop_id = model_loading.stop_token_id(tokenizer, parent, policy.get_input_embeddings().weight.shape[0])
+    own_tokenizer = scoring.load_own_tokenizer(config, options, parent, scorer)
     base = SharedBaseModels(config, options, parent, policy)
     model = base.load_frozen_scorer(scorer, own_tokenizer or tokenizer, bf16=bf16)
     where = config.where(scorer.key)
     if scorer.manifest.get("probes"):
-        setup.check_probes(model, scorer, where=where)
-    warn_pad_is_end_token(model.config, setup.end_token_ids(own_tokenizer or tokenizer), where)
-    text = setup.PolicyText(parent, tokenizer, stop_id, prompts)
-    reward = setup.build_model_reward(config, scorer.key, text, scorer, model, own_tokenizer, rows=rows, bf16=bf16)
+        scoring.check_probes(model, scorer, where=where)
+    warn_pad_is_end_token(model.config, scoring.end_token_ids(own_tokenizer or tokenizer), where)
+    text = scoring.PolicyText(parent, tokenizer, stop_id, prompts)
+    reward = scoring.build_model_reward(config, scorer.key, text, scorer, model, own_tokenizer, rows=rows, bf16=bf16)
     engine = HFEngine(policy, stop_id, tokenizer.pad_token_id, config.best_of.temperature, rows, bf16=bf16)
     return BestOfSampler(config.best_of, config.seed, tokenizer, engine, reward)
 

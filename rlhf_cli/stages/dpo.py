@@ -18,14 +18,14 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import DPOConfig, DPOSettings
+from rlhf_cli.config.dpo import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, forward, load, lora
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.stages import setup, trl_common
-from rlhf_cli.stages.training_setup import (
+from rlhf_cli.stages.common import lifecycle, model_loading, trl_trainer
+from rlhf_cli.stages.common.training import (
     IGNORE_INDEX,
     PAIR_SIDES,
     load_sft_model,
@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", F
 os.environ.setdefault("TQDM_DISABLE", "1")  # TRL's bar of precompute_ref_log_probs
 
 
-class DPOTrainer(trl_common.TrainerMixin, trl.DPOTrainer):
+class DPOTrainer(trl_trainer.TrainerMixin, trl.DPOTrainer):
     """TRL's trainer with length-grouped batches of pairs that are tokenized, and a faster loss on a CPU."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -52,7 +52,7 @@ class DPOTrainer(trl_common.TrainerMixin, trl.DPOTrainer):
             use_own_lm_head(self.model)
             if self.ref_model is not None:  # accelerate has prepared it already
                 use_own_lm_head(self.ref_model)
-                self.ref_model.forward = setup.autocast(bf16=self.args.bf16)(self.ref_model.forward)
+                self.ref_model.forward = devices.autocast(bf16=self.args.bf16)(self.ref_model.forward)
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         """Return the dataset unchanged: TRL would tokenize texts."""
@@ -64,10 +64,10 @@ def run(config: DPOConfig, options: Options) -> None:
 
     Raises RLHFError as `setup.run_stage`.
     """
-    setup.run_stage(config, options, _train)
+    lifecycle.run_stage(config, options, _train)
 
 
-def _train(config: DPOConfig, stage: setup.StageRun) -> None:
+def _train(config: DPOConfig, stage: lifecycle.StageRun) -> None:
     process_group = stage.process_group
     tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
@@ -78,15 +78,15 @@ def _train(config: DPOConfig, stage: setup.StageRun) -> None:
     del model
     note = f"DPO (arXiv 2305.18290), beta {config.dpo.beta:g}, loss {config.dpo.loss_type}."
     with ExitStack() as trackers:
-        steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
+        steps, log, base = trl_trainer.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before a model is loaded again
         metrics: dict[str, Any] = {}
         if eval_rows:
             metrics = evaluate_saved_model(config, stage, tokenizer, base, eval_rows)
             logged = {"loss": metrics["loss"], "rewards/margins": metrics["margin"]}
-            trl_common.log_final_evaluation(log, steps, {**logged, "rewards/accuracies": metrics["accuracy"]})
-    stage.complete({**setup.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
+            trl_trainer.log_final_evaluation(log, steps, {**logged, "rewards/accuracies": metrics["accuracy"]})
+    stage.complete({**lifecycle.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
     if metrics:
         accuracy = with_interval(metrics["accuracy"], metrics["accuracy_ci95"])
         terminal.say(f"dpo      {metrics['n']} held-out pairs: accuracy {accuracy}, margin {metrics['margin']:.4g}")
@@ -100,13 +100,13 @@ def make_trainer(
     TRL adds the prompt to the answers again, so they are passed without it.
     """
     settings, sharded = config.dpo, config.trainer.get("fsdp") or config.trainer.get("deepspeed")
-    args = trl_common.training_args(
+    args = trl_trainer.training_args(
         trl.DPOConfig, config, max_length=None, beta=settings.beta, loss_type=[settings.loss_type],
         label_smoothing=settings.label_smoothing,
     )  # fmt: skip
     reference = None
     if config.keeps_reference:  # its matrices in bfloat16 give the same numbers under autocast
-        reference = setup.place_frozen(copy.deepcopy(model), bf16=args.bf16 and not sharded)
+        reference = model_loading.place_frozen(copy.deepcopy(model), bf16=args.bf16 and not sharded)
     train_rows, heldout_rows = (
         [
             {"prompt_ids": row["prompt_ids"], **{side: row[side][len(row["prompt_ids"]) :] for side in PAIR_SIDES}}
@@ -114,7 +114,7 @@ def make_trainer(
         ]
         for pairs in (rows, eval_rows)
     )
-    return trl_common.build_trainer(
+    return trl_trainer.build_trainer(
         DPOTrainer, config, args, train_rows, heldout_rows, pair_lengths(config, rows), process_group,
         model=model, ref_model=reference, processing_class=tokenizer,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def make_trainer(
 
 
 def evaluate_saved_model(
-    config: DPOConfig, stage: setup.StageRun, tokenizer: Any, base: Any, rows: PairRows
+    config: DPOConfig, stage: lifecycle.StageRun, tokenizer: Any, base: Any, rows: PairRows
 ) -> dict[str, Any]:
     """Measure the saved model on held-out pairs; `base` as `trl_common.trained_base` returns it.
 
@@ -133,11 +133,11 @@ def evaluate_saved_model(
     reference = base
     if base is None:
         reference = load_sft_model(config, stage.options, stage.parents["model.path"], tokenizer)
-    setup.place_frozen(reference, bf16=devices.use_bf16(config.dpo.bf16))
+    model_loading.place_frozen(reference, bf16=devices.use_bf16(config.dpo.bf16))
     before = pair_logprobs(config, reference, rows, tokenizer.pad_token_id, stage.process_group)
     del reference
     devices.release_memory()
-    policy = trl_common.load_saved_model(load.load_causal_lm, config, stage.options, base)
+    policy = trl_trainer.load_saved_model(load.load_causal_lm, config, stage.options, base)
     after = pair_logprobs(config, policy, rows, tokenizer.pad_token_id, stage.process_group)
     metrics = summarize_pairs(config.dpo, rows, after, before)
     if not math.isfinite(metrics["loss"]):
@@ -180,7 +180,7 @@ def pair_logprobs(
     sums: dict[int, float] = {}
     with (
         Progress("dpo: held-out pairs", 1, "pass", brief=True) as bar,
-        setup.autocast(bf16=devices.use_bf16(config.dpo.bf16)),
+        devices.autocast(bf16=devices.use_bf16(config.dpo.bf16)),
     ):
         for batch in track_progress("score: batch", process_group.shard(batches)):
             sums |= zip(batch, _answer_logprobs(model, [answers[i] for i in batch], pad_id), strict=True)

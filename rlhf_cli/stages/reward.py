@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import RewardConfig
+from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -27,7 +27,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import setup, training_setup, trl_common
+from rlhf_cli.stages.common import lifecycle, model_loading, scoring, training, trl_trainer
 
 NUM_PROBES = 8
 HEADLINE = (
@@ -42,7 +42,7 @@ CARD = {  # by reward.normalize
 PairRows = list[dict[str, Any]]
 
 
-class RewardTrainer(trl_common.TrainerMixin, trl.RewardTrainer):
+class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
     """TRL's trainer with length-grouped batches."""
 
 
@@ -51,21 +51,21 @@ def run(config: RewardConfig, options: Options) -> None:
 
     Raises RLHFError as `setup.run_stage`.
     """
-    setup.run_stage(config, options, _train)
+    lifecycle.run_stage(config, options, _train)
 
 
-def _train(config: RewardConfig, stage: setup.StageRun) -> None:
+def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     parent, process_group = stage.parents["model.path"], stage.process_group
     tokenizer, model, sft_model = load_tokenizer_and_models(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
-        rows, eval_rows = training_setup.read_rows(config, tokenizer, model.config)
+        rows, eval_rows = training.read_rows(config, tokenizer, model.config)
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
     note = CARD[config.reward.normalize]
     with ExitStack() as trackers:
-        steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
+        steps, log, base = trl_trainer.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before a model is loaded again
         # Everything measured describes the saved files.
@@ -73,7 +73,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
             if base is None or sft_model is None:
                 base = sft_model = None  # before the next one is in memory
-                sft_model = training_setup.load_sft_model(config, stage.options, parent, tokenizer)
+                sft_model = training.load_sft_model(config, stage.options, parent, tokenizer)
             with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
                 answers = sample_answers(config, sft_model, parent, tokenizer, rows, process_group)
                 bar.advance()
@@ -81,10 +81,10 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
                 base = load.init_reward_model_on(sft_model, parent.model, stage.options.trust_remote_code)
         del sft_model
         devices.release_memory()
-        scorer = trl_common.load_saved_model(load.load_reward_model, config, stage.options, base)
+        scorer = trl_trainer.load_saved_model(load.load_reward_model, config, stage.options, base)
         report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
         if report_card:
-            trl_common.log_final_evaluation(log, steps, metrics)
+            trl_trainer.log_final_evaluation(log, steps, metrics)
     scale = {}
     if answers:
         with Progress("reward: normalize", 1, "pass", brief=True) as bar:
@@ -93,7 +93,7 @@ def _train(config: RewardConfig, stage: setup.StageRun) -> None:
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
     stage.complete(
         {
-            **setup.manifest_fields(config, tokenizer, stop_id),
+            **lifecycle.manifest_fields(config, tokenizer, stop_id),
             "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
             **({"card": report_card} if report_card else {}),
             "probes": reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config)),
@@ -115,17 +115,17 @@ def load_tokenizer_and_models(
     Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T05.
     """
     parent, adapters, sft_model = parents["model.path"], config.model.adapters, None
-    tokenizer = setup.load_tokenizer(config, options, parent)
+    tokenizer = model_loading.load_tokenizer(config, options, parent)
     with at_location(config.where(parent.key)):
-        training_setup.check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
+        training.check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
     loader = load.load_causal_lm if shares else load.init_reward_model
     bf16_base = lora.trains_on_bf16(config)
-    model = setup.load_model(loader, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-    tokenizer = training_setup.prepare_tokenizer(config, tokenizer, parent.stage)
+    model = model_loading.load_model(loader, config, options, parent, tokenizer, bf16_matrices=bf16_base)
+    tokenizer = training.prepare_tokenizer(config, tokenizer, parent.stage)
     if shares:
-        sft_model = training_setup.grow_embeddings(model, tokenizer)
+        sft_model = training.grow_embeddings(model, tokenizer)
         model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
         if model is None:
             sft_model = None
@@ -142,13 +142,13 @@ def make_trainer(
 ) -> Any:
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
-    args = trl_common.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
+    args = trl_trainer.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
     train_rows, heldout_rows = (
         [{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs]
         for pairs in (rows, eval_rows)
     )
-    return trl_common.build_trainer(
-        RewardTrainer, config, args, train_rows, heldout_rows, training_setup.pair_lengths(config, rows), process_group,
+    return trl_trainer.build_trainer(
+        RewardTrainer, config, args, train_rows, heldout_rows, training.pair_lengths(config, rows), process_group,
         model=model, processing_class=tokenizer,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def raw_scores(
     for batch in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in batch], build.pad_token_id(scorer.config) or 0)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        with setup.autocast(bf16=bf16):
+        with devices.autocast(bf16=bf16):
             states = scorer.base_model(**inputs, use_cache=False).last_hidden_state
         last = states[range(len(batch)), mask.sum(1) - 1]
         logits = scorer.score(last.to(scorer.score.weight.dtype))  # rounding a score to bfloat16 would lose two digits
@@ -207,20 +207,20 @@ def sample_answers(
 
     Each rank samples a part. An answer that ended has the stop token of the pairs, as where PPO scores it.
     """
-    setup.place_frozen(model, bf16=use_bf16(config))
+    model_loading.place_frozen(model, bf16=use_bf16(config))
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
     if (context := load.context_length(model.config)) is not None:
         length = max(1, min(length, context - max(map(len, selected))))
-    stop_id = setup.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
+    stop_id = model_loading.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
     pad_id = tokenizer.pad_token_id
-    engine = HFEngine(model, stop_id, pad_id, 1.0, training_setup.SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
+    engine = HFEngine(model, stop_id, pad_id, 1.0, training.SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 
     def generate(part: slice) -> list[list[int]]:
-        rollout = engine.generate(batch.rows(part)).with_one_end(setup.end_token_ids(tokenizer, stop_id))
+        rollout = engine.generate(batch.rows(part)).with_one_end(scoring.end_token_ids(tokenizer, stop_id))
         return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
 
     return list(chain.from_iterable(process_group.map_rows(len(selected), generate)))

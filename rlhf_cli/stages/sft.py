@@ -12,14 +12,15 @@ import trl
 
 from rlhf_cli import data
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import SFTConfig
+from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, devices, forward, load
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
-from rlhf_cli.stages import best_of, setup, trl_common
-from rlhf_cli.stages.training_setup import (
+from rlhf_cli.stages import best_of
+from rlhf_cli.stages.common import lifecycle, trl_trainer
+from rlhf_cli.stages.common.training import (
     IGNORE_INDEX,
     load_tokenizer_and_model,
     log_packing,
@@ -31,7 +32,7 @@ from rlhf_cli.stages.training_setup import (
 TokenRows = list[dict[str, list[int]]]
 
 
-class SFTTrainer(trl_common.TrainerMixin, trl.SFTTrainer):
+class SFTTrainer(trl_trainer.TrainerMixin, trl.SFTTrainer):
     """TRL's trainer with length-grouped batches, a per-token evaluation loss, and a faster loss on a CPU."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -60,10 +61,10 @@ def run(config: SFTConfig, options: Options) -> None:
 
     Raises RLHFError as `setup.run_stage`.
     """
-    setup.run_stage(config, options, _train)
+    lifecycle.run_stage(config, options, _train)
 
 
-def _train(config: SFTConfig, stage: setup.StageRun) -> None:
+def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
     process_group = stage.process_group
     best = best_of.best_rows(config, stage) if config.best_of else None
     tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
@@ -81,17 +82,17 @@ def _train(config: SFTConfig, stage: setup.StageRun) -> None:
     if config.best_of:
         note += f" Each answer is the best of {config.best_of.n} of that model's own, by a reward model."
     with ExitStack() as trackers:
-        steps, log, base = trl_common.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
+        steps, log, base = trl_trainer.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
         del trainer
         devices.release_memory()  # before the model is loaded again
         metrics = best.metrics if best else {}
         if eval_rows:
-            model = trl_common.load_saved_model(load.load_causal_lm, config, stage.options, base)
+            model = trl_trainer.load_saved_model(load.load_causal_lm, config, stage.options, base)
             metrics |= evaluate_model(config, model, eval_rows, tokenizer.pad_token_id, process_group)
             logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
             logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
-            trl_common.log_final_evaluation(log, steps, logged)
-    stage.complete({**setup.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
+            trl_trainer.log_final_evaluation(log, steps, logged)
+    stage.complete({**lifecycle.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
 
 
 def make_trainer(
@@ -102,10 +103,10 @@ def make_trainer(
     if strategy := packing_strategy(config):
         packing = {"packing": True, "packing_strategy": strategy}
         random.Random(config.seed).shuffle(rows)  # adjacent rows of a file may be similar
-    args = trl_common.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
+    args = trl_trainer.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
     lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
     models = {"model": model, "processing_class": tokenizer}
-    return trl_common.build_trainer(SFTTrainer, config, args, rows, eval_rows, lengths, process_group, **models)
+    return trl_trainer.build_trainer(SFTTrainer, config, args, rows, eval_rows, lengths, process_group, **models)
 
 
 def evaluate_model(
@@ -124,7 +125,7 @@ def evaluate_model(
     windows.sort(key=lambda window: len(window[0]))
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*windows[first : first + size], strict=True) for first in range(0, len(windows), size)]
-    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar, setup.autocast(bf16=bf16):
+    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar, devices.autocast(bf16=bf16):
         rank_batches = track_progress("score: batch", process_group.shard(batches))
         rank_sums = [_batch_sums(model, ids, labels, pad_id) for ids, labels in rank_batches]
         bar.advance()

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from rlhf_cli import distributed, jsonl
-from rlhf_cli.commands import init, run
+from rlhf_cli.commands import init
 from rlhf_cli.models import tokenizers
+from rlhf_cli.pipeline import run
 
 
 @pytest.fixture

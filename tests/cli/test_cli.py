@@ -18,8 +18,8 @@ from typer.main import get_command
 import rlhf_cli
 from rlhf_cli import config, runs
 from rlhf_cli.cli import app, train
-from rlhf_cli.config.aliases import COMMANDS
 from rlhf_cli.config.base import Options
+from rlhf_cli.config.machinery.aliases import COMMANDS
 from rlhf_cli.errors import RLHFError
 
 SFT = "model: {path: ./base}\ndata: {train: rows.jsonl}\nsft:\n  learning_rate: 1e-5\n"
@@ -171,7 +171,7 @@ def test_overrides_and_options_reach_the_stage(folder: Path, stage: list) -> Non
 
 
 def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_cli.commands import run as pipeline
+    from rlhf_cli.pipeline import run as pipeline
 
     calls: list[Any] = []
     monkeypatch.setattr(pipeline, "run", lambda *arguments: calls.append(arguments) or 5)

@@ -11,7 +11,7 @@ from run_cli import python, rlhf
 from rlhf_cli import config
 from rlhf_cli.cli import completion
 from rlhf_cli.commands import init
-from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.runs import discover
 
 MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]

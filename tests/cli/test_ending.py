@@ -11,9 +11,9 @@ import pytest
 from report_run import report, write_run
 from run_cli import rlhf
 
-from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands.report import brief, write_beside
 from rlhf_cli.errors import shell_word
+from rlhf_cli.pipeline import run as pipeline
 
 SOURCE = Path(pipeline.__file__).parent
 

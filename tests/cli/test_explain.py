@@ -12,10 +12,10 @@ from run_cli import ROOT, child, is_one_error, rlhf
 
 from rlhf_cli import config
 from rlhf_cli.commands.explain import every_key
-from rlhf_cli.config import trl_fields
-from rlhf_cli.config.fields import DefaultSource, parse_source, split_description, texts_by_class
+from rlhf_cli.config.machinery import trl_fields
+from rlhf_cli.config.machinery.fields import DefaultSource, parse_source, split_description, texts_by_class
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
-from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import CODES
 
 KEYS = [(stage, key) for stage in CONFIGS for key in config.keys(stage).values() if not key.is_section]

@@ -17,9 +17,9 @@ from bad_inputs import replace
 from fake_config import CONFIGS, write_configs
 
 from rlhf_cli import config
-from rlhf_cli.commands import run as pipeline
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.pipeline import run as pipeline
 
 FAKE = Path(fake_stage.__file__)
 
@@ -354,7 +354,7 @@ def test_a_finished_evaluation_is_checked_against_its_requirements(
 def start_and_wait(folder: Path) -> subprocess.Popen[str]:
     """Start `rlhf run .` in another process, with a stage that waits for a signal."""
     script = f"""
-import sys; from rlhf_cli import cli; from rlhf_cli.commands import run as pipeline
+import sys; from rlhf_cli import cli; from rlhf_cli.pipeline import run as pipeline
 real = pipeline.child_command
 pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
 pipeline.check_command = lambda *a: [sys.executable, "-c", ""]

@@ -22,16 +22,17 @@ from typer.testing import CliRunner, Result
 from rlhf_cli import progress, system, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import plan as command
-from rlhf_cli.commands.plan import duration, show
+from rlhf_cli.commands.plan import show
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.jsonl import append_jsonl, read_jsonl
-from rlhf_cli.models import build, devices, forward, lora, memory
+from rlhf_cli.models import build, devices, forward, lora
 from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config
-from rlhf_cli.models.memory import Lengths
-from rlhf_cli.stages.plan_inputs import ModelResolver
-from rlhf_cli.stages.plan_models import Target, gpu_table, models_in_memory
-from rlhf_cli.stages.plan_phases import DEFAULT_ADAPTERS, KINDS, MODES
+from rlhf_cli.planning import duration, memory
+from rlhf_cli.planning.memory import Lengths
+from rlhf_cli.planning.phase_memory import DEFAULT_ADAPTERS, KINDS, MODES
+from rlhf_cli.planning.stage_inputs import ModelResolver
+from rlhf_cli.planning.stage_models import Target, gpu_table, models_in_memory
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 GPU = ("--gpu", "80")

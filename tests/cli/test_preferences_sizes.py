@@ -12,7 +12,7 @@ from conftest import World
 from run_cli import is_one_error, must_succeed, rlhf
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.init import placement, sizes
+from rlhf_cli.commands.init import sizes
 from rlhf_cli.commands.init.pairs import (
     Length,
     Lengths,
@@ -22,16 +22,16 @@ from rlhf_cli.commands.init.pairs import (
     most_chosen,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
-from rlhf_cli.commands.plan import duration
-from rlhf_cli.config.yaml_io import align_comments
+from rlhf_cli.config.machinery.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
-from rlhf_cli.stages.plan_models import Target
-from rlhf_cli.stages.plan_phases import GPU_SHARE
+from rlhf_cli.planning import duration, placement
+from rlhf_cli.planning.phase_memory import GPU_SHARE
+from rlhf_cli.planning.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
+from rlhf_cli.planning.stage_models import Target
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
 PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]

@@ -23,8 +23,8 @@ from rlhf_cli.commands.report.rules import (
     reconcile,
     with_values,
 )
-from rlhf_cli.config.fields import key_at
-from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.config.machinery.fields import key_at
+from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.evaluation.render import response_pairs
 from rlhf_cli.runs.read import Stage
 

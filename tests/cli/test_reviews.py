@@ -8,8 +8,8 @@ import pytest
 from run_cli import ROOT, must_succeed, python, rlhf
 
 from rlhf_cli import config, jsonl
-from rlhf_cli.commands import run as pipeline
 from rlhf_cli.data.sources import read_rows
+from rlhf_cli.pipeline import run as pipeline
 
 STAGES = ("sft", "reward", "ppo", "eval")
 SMALL = [

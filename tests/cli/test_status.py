@@ -19,12 +19,12 @@ from fake_config import CONFIGS, other_process
 from report_run import change, metrics, write_run
 
 from rlhf_cli import runs
-from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands import status as status_table
-from rlhf_cli.commands import status_read
-from rlhf_cli.config.training import SFTSettings
+from rlhf_cli.config.sft import SFTSettings
 from rlhf_cli.files import files_sha256
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline import status
 from rlhf_cli.runs import discover
 from rlhf_cli.runs import status as stage_status
 from rlhf_cli.runs.locks import lock_path
@@ -235,7 +235,7 @@ def test_the_steps_of_sft_by_its_log_are_those_of_its_settings(run: Path, parts:
         # As transformers counts: the share of the epoch's batches that were read.
         epoch = (step - 1) // each + min(((step - 1) % each + 1) * parts / batches, 1.0)
         unfinished(run, "sft", {"step": step, "loss": 1.0, "epoch": epoch, "time_s": 1.0 * step})
-        found = status_read.read_stage("sft", run / "sft")
+        found = status.read_stage("sft", run / "sft")
         assert (found.steps, found.headline) == (whole, {"loss": 1.0}), step
 
 
@@ -457,7 +457,7 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert "sft, reward, ppo (stopped, saved at step 2 of 1), eval (stale)" in lines[1]
     assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
     assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
-    assert len(status_read.find_runs([Path("runs/1")])) == 1
+    assert len(status.find_runs([Path("runs/1")])) == 1
 
 
 def test_ls_lists_a_preset_only_once_it_ran(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from fake_terminal import Tty
 from run_cli import child, must_succeed, python, rlhf
 
 from rlhf_cli import terminal
-from rlhf_cli.commands import run
+from rlhf_cli.pipeline import run
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,12 @@ from report_run import draws_nothing, write_run
 from run_cli import rlhf
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.commands import run as pipeline
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import HASH_DIFFERS, read_json_object
+from rlhf_cli.pipeline import run as pipeline
 
 
 @pytest.fixture

@@ -18,12 +18,11 @@ from typer.testing import Result
 
 from rlhf_cli import distributed, runs, system, tracking
 from rlhf_cli.commands import verify
-from rlhf_cli.commands.plan import duration
-from rlhf_cli.config.loading import load as config_of
+from rlhf_cli.config.machinery.loading import load as config_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
-from rlhf_cli.stages import hardware
-from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.planning import duration, fits
+from rlhf_cli.planning.stage_models import Target
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
 STAGES = ("sft", "reward", "ppo")
@@ -121,7 +120,7 @@ def test_e03_counts_shards_and_shared_layers(three: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(system, "total_memory", lambda: 1)
         config = config_of(stage, three / f"{stage}.yaml", settings)
         target = Target.of(None, 2, sharing=1)
-        return hardware._fixed_memory(config, runs.open_parents(config), target).total
+        return fits._fixed_memory(config, runs.open_parents(config), target).total
 
     full, zero = needed("sft"), needed("sft", "trainer.deepspeed={zero_optimization: {stage: 3}}")
     assert zero == pytest.approx(full / 2, rel=0.01)

@@ -11,12 +11,13 @@ from mutations import mutate
 from report_run import CARD, change, draws_nothing, report, write_run
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.commands import status, status_read
+from rlhf_cli.commands import status as status_table
 from rlhf_cli.commands.export.card import Card
 from rlhf_cli.commands.report import page
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import hash_files, list_files
 from rlhf_cli.models import tokenizers
+from rlhf_cli.pipeline import status
 from rlhf_cli.runs.read import read_run
 from rlhf_cli.runs.schemas import schema_error
 
@@ -50,7 +51,7 @@ def test_a_report_is_written_whatever_a_file_contains(
     folder = shutil.copytree(whole, tmp_path / "run")
     mutation = mutate(folder, random.Random(seed))
     assert "<html" in page.of_run(read_run(folder)), mutation
-    assert status.stage_rows(status_read.read_run(folder)), mutation
+    assert status_table.stage_rows(status.read_run(folder)), mutation
 
 
 def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs import locks
 from rlhf_cli.runs.locks import lock_path
 from rlhf_cli.runs.stage_folder import detect_moved_folder
-from rlhf_cli.stages import setup
+from rlhf_cli.stages.common import model_loading
 
 WEIGHTS = "model.safetensors"
 
@@ -90,14 +90,14 @@ def test_m14_nothing_is_finished_on_a_parent_that_changed(tmp_path: Path) -> Non
 
 def swapped_before_loading(patch: pytest.MonkeyPatch, file: Path) -> None:
     """Replace a parent's weights after they were hashed and before the first model is loaded."""
-    load, swapped = setup.load_tokenizer, []
+    load, swapped = model_loading.load_tokenizer, []
 
     def later(*arguments: Any) -> Any:
         if not swapped:
             swapped.append(swap(file))
         return load(*arguments)
 
-    patch.setattr(setup, "load_tokenizer", later)
+    patch.setattr(model_loading, "load_tokenizer", later)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from rlhf_cli import config
-from rlhf_cli.config.common import Adapters, LoRA
 from rlhf_cli.config.ppo import BUILTINS, KINDS, RewardSource
+from rlhf_cli.config.sections import Adapters, LoRA
 from rlhf_cli.rewards import builtin
 from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn
 from rlhf_cli.rewards.signature import TextRows

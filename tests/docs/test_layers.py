@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
 LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "stages", "demo")
 LAYERS += ("commands", "cli", "__main__")
+SAME_LAYER = {"planning": "stages", "pipeline": "commands"}  # until they are apart
 TORCH_FREE = (
-    "cli commands.explain commands.check commands.convert commands.init commands.report commands.run "
+    "cli commands.explain commands.convert commands.init commands.report pipeline.check pipeline.run "
     "commands.status config config.ppo_options data.sources distributed errors "
     "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
     "statistics system terminal tracking"
@@ -25,6 +26,7 @@ MODULES = {name.removesuffix("__init__").removesuffix("."): path for name, path 
 
 def layer(module: str) -> int:
     package = module.split(".")[0]
+    package = SAME_LAYER.get(package, package)
     if package in LAYERS:
         return LAYERS.index(package)
     assert package == "" or (ROOT / f"{package}.py").is_file(), f"{package} has no layer"

@@ -19,16 +19,18 @@ import transformers
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.stages import dpo, eval, reward, setup, sft
+from rlhf_cli.stages import dpo, reward, sft
+from rlhf_cli.stages.common import lifecycle
+from rlhf_cli.stages.eval import run as eval_stage
 
-STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "dpo": dpo, "eval": eval}
+STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "dpo": dpo, "eval": eval_stage}
 
 
 def run(path: Path, process_group: ProcessGroup) -> None:
     """Run a stage in an existing process group."""
-    with patch.object(setup, "open_process_group", lambda: nullcontext(process_group)):
+    with patch.object(lifecycle, "open_process_group", lambda: nullcontext(process_group)):
         STAGES[path.stem].run(load(path.stem, path), Options())
 
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli import cli, runs, terminal
-from rlhf_cli.commands import run as pipeline
+from rlhf_cli.pipeline import run as pipeline
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
-from rlhf_cli.stages import dpo, reward, sft, training_setup, trl_common
+from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.stages import dpo, reward, sft
+from rlhf_cli.stages.common import training, trl_trainer
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
@@ -55,8 +56,8 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     stage = STAGES[config.stage]
     load = stage.load_tokenizer_and_models if stage is reward else stage.load_tokenizer_and_model
     tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
-    token_rows, held_out = training_setup.read_rows(config, tokenizer, model.config)
-    trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out, trl_common.SINGLE_PROCESS)
+    token_rows, held_out = training.read_rows(config, tokenizer, model.config)
+    trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out, trl_trainer.SINGLE_PROCESS)
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers creates the folder
     return trainer, token_rows, tokenizer
@@ -65,7 +66,7 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
 @contextmanager
 def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
     """Send this process a signal during step `step`."""
-    real = trl_common.TrainingCallback.on_step_end
+    real = trl_trainer.TrainingCallback.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
@@ -73,7 +74,7 @@ def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
         real(self, args, state, control, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
+        patch.setattr(trl_trainer.TrainingCallback, "on_step_end", on_step_end)
         yield
 
 

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.config.common import Adapters
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.sections import Adapters
 from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.stages import hardware, trl_common
-from rlhf_cli.stages.plan_models import Target
+from rlhf_cli.planning import fits
+from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.stages.common import trl_trainer
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
@@ -190,11 +191,11 @@ def test_trained_weights_that_are_not_finite_are_found_without_a_copy(bad: float
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 100).requires_grad_(False))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        assert trl_common.has_finite_weights(model)
+        assert trl_trainer.has_finite_weights(model)
     assert max(event.cpu_memory_usage for event in profile.events()) < 100
     for layer, is_finite in ((model[1], True), (model[0], False)):  # frozen weights do not change
         layer.weight.data[99, 99] = bad
-        assert trl_common.has_finite_weights(model) == is_finite
+        assert trl_trainer.has_finite_weights(model) == is_finite
 
 
 def test_target_modules_choose_the_layers(world: World, tmp_path: Path) -> None:
@@ -400,8 +401,8 @@ def test_the_memory_check_counts_the_base_of_adapters(adapters_copy: Path) -> No
     size = sum(tensor.nbytes for tensor in load_file("model/model.safetensors").values())
     for stage, models, trained in (("sft", 1, 0), ("reward", 1, 0), ("ppo", 4, 2)):
         config = load(stage, adapters_copy / f"{stage}.yaml")
-        kinds = hardware._fixed_memory(config, runs.open_parents(config), Target.of(None, 1)).kinds
+        kinds = fits._fixed_memory(config, runs.open_parents(config), Target.of(None, 1)).kinds
         assert kinds["weights"] == pytest.approx(models * size, rel=0.25)
         assert kinds["gradients"] == pytest.approx(trained * size, rel=0.25, abs=0.2 * size)
     model = runs.open_parents(load("ppo", adapters_copy / "ppo.yaml"))["models.reward"]
-    assert 4 * hardware.count_parameters(model) == size
+    assert 4 * fits.count_parameters(model) == size

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages import reward, setup
+from rlhf_cli.stages import reward
+from rlhf_cli.stages.common import lifecycle, model_loading, reading
 
 pytestmark = pytest.mark.training
 
@@ -228,12 +229,12 @@ def test_a_model_trained_on_conversations_reads_texts_as_turns(stages: Path, tmp
     write(stages, "ppo", PPO)
     config = load("ppo", stages / "ppo.yaml", overrides=[f"data.prompts={tmp_path / 'prompts.jsonl'}"])
     parent = runs.open_parent(str(stages / "sft"), expect=("sft",), key="models.sft", where="")
-    tokenizer = setup.load_tokenizer(config, Options(), parent)
-    prompts = setup.read_prompts(config, "data.prompts", tokenizer, None, 8)
+    tokenizer = model_loading.load_tokenizer(config, Options(), parent)
+    prompts = reading.read_prompts(config, "data.prompts", tokenizer, None, 8)
     rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     assert prompts and all(prompt.ids == rendered for prompt in prompts)
     assert parent.manifest["prompt_form"] == "conversation", "also when its data is gone"
-    assert setup.manifest_fields(config, tokenizer, 1)["prompt_form"] == "conversation", "what the next stage reads"
+    assert lifecycle.manifest_fields(config, tokenizer, 1)["prompt_form"] == "conversation", "what the next stage reads"
     if "chosen" in row:
         (pair, *_) = data.preference_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
         answered = [*conversation, {"role": "assistant", "content": "It shines."}]

@@ -17,14 +17,15 @@ from typer.testing import Result
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.models import load as load_models
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages import eval as stage
-from rlhf_cli.stages import eval_inputs, setup
-from rlhf_cli.stages.eval import EvaluatedModels
+from rlhf_cli.stages.common import lifecycle, model_loading
+from rlhf_cli.stages.eval import inputs
+from rlhf_cli.stages.eval import run as stage
+from rlhf_cli.stages.eval.run import EvaluatedModels
 
 pytestmark = pytest.mark.training
 QUICK = {"n": 8, "best_of": [2], "frontier": False, "per_device_batch_size": 8}
@@ -134,9 +135,9 @@ def test_adapters_are_interpolated_without_a_copy_of_the_weights(
     (run / "eval.yaml").write_text(text)
     config = load("eval", run / "eval.yaml")
     parents = runs.open_parents(config)
-    tokenizer = setup.load_tokenizer(config, Options(), parents["models.sft"])
+    tokenizer = model_loading.load_tokenizer(config, Options(), parents["models.sft"])
     loaded = EvaluatedModels(
-        config, setup.StageRun(config, Options(), parents, SINGLE_PROCESS, {}, False, ""), tokenizer
+        config, lifecycle.StageRun(config, Options(), parents, SINGLE_PROCESS, {}, False, ""), tokenizer
     )
     policy = loaded.policy(parents["models.ppo"], 0.5)
     assert torch.allclose(logits(policy), expected, atol=1e-4)
@@ -233,8 +234,8 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_endless_policy_has_no_penalty(trained_folder: Path) -> None:
-    assert eval_inputs.missing_eos_penalty(None) == 0.0
+    assert inputs.missing_eos_penalty(None) == 0.0
     for changes, penalty in (({"stop_token": "none"}, 0.0), ({"missing_eos_penalty": None}, 0.0), ({}, 1.0)):
         write(trained_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], **changes}})
         settings = load("ppo", trained_folder / "ppo.yaml").ppo
-        assert eval_inputs.missing_eos_penalty(settings) == penalty
+        assert inputs.missing_eos_penalty(settings) == penalty

@@ -15,15 +15,16 @@ from safetensors.torch import load_file
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
+from rlhf_cli.planning import fits
+from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.runs.parents import sha256_with_base
-from rlhf_cli.stages import hardware, setup
-from rlhf_cli.stages.plan_models import Target
-from rlhf_cli.stages.ppo_models import SharedBaseModels
-from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
+from rlhf_cli.stages.common import model_loading
+from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
+from rlhf_cli.stages.ppo.shared_models import SharedBaseModels
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
@@ -242,13 +243,13 @@ def test_bfloat16_applies_to_the_base_and_not_to_trained_weights(adapters_copy: 
 def test_an_evaluation_loads_one_base_and_gives_the_numbers_of_merged_models(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads, plain = [], setup.load_model
+    loads, plain = [], model_loading.load_model
 
     def load_model(loader: Any, *args: Any, **options: Any) -> Any:
         loads.append(loader.__name__)
         return plain(loader, *args, **options)
 
-    monkeypatch.setattr(setup, "load_model", load_model)
+    monkeypatch.setattr(model_loading, "load_model", load_model)
     reports = []
     for whole in (False, True):
         if whole:
@@ -310,7 +311,7 @@ def test_a_reward_model_without_adapters_takes_more_memory_and_is_reported(adapt
         assert not torch.allclose(read, models["reward"](input_ids=ids).logits, atol=1e-3)
     size = sum(tensor.nbytes for tensor in load_file("model/model.safetensors").values())
     config = load("ppo", adapters_copy / "ppo.yaml", LORA[1::2])
-    fixed = hardware._fixed_memory(config, runs.open_parents(config), Target.of(None, 1))
+    fixed = fits._fixed_memory(config, runs.open_parents(config), Target.of(None, 1))
     assert fixed.kinds["weights"] == pytest.approx(2 * size, rel=0.25)
 
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.config.common import Adapters
+from rlhf_cli.config.sections import Adapters
 from rlhf_cli.models import load, lora, sharding
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer

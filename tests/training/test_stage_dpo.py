@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from trl_stage import metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.config.training import DPOConfig
+from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.statistics import share_interval

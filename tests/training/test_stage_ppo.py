@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.eval.run import sequence_kl
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 METRICS = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
@@ -306,7 +306,7 @@ def test_m09_scores_that_do_not_come_back(run_folder):
 def test_an_estimator_and_a_first_ratio_that_are_off_are_warned_about(run_folder, monkeypatch):
     silent = must_succeed(ppo(run_folder, ONE)).stderr
     assert "C18" not in silent and "R07" not in silent
-    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.run.RATIO_TOLERANCE", -1.0)
     warned = must_succeed(ppo(run_folder, *settings(ONE, "kl_estimator=k3"), "--fresh")).stderr
     assert "warning[C18]" in warned and "hint: k1 has it" in warned
     assert "warning[R07]: step 1: the first ratio of an update differs from 1 by 0" in warned

@@ -16,12 +16,13 @@ from trl_stage import base_padded_with_eos, metrics_of, signal_at, train, traine
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.training import RewardConfig
+from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward, setup, training_setup
+from rlhf_cli.stages import reward
+from rlhf_cli.stages.common import scoring, training
 from rlhf_cli.statistics import share_interval
 
 pytestmark = pytest.mark.training
@@ -98,7 +99,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = runs.open_parents(config)["model.path"]
-    rows = training_setup.read_data(config, "train", tokenizer)
+    rows = training.read_data(config, "train", tokenizer)
     sft_model = reward.training_setup.load_sft_model(config, Options(), parent, tokenizer)
     answers = reward.sample_answers(config, sft_model, parent, tokenizer, rows, reward.SINGLE_PROCESS)
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
@@ -136,11 +137,11 @@ def test_probes_in_bfloat16_are_marked_and_checked_in_it(
     )
     parent = runs.open_parent(str(config.folder), expect=("reward",), key="models.reward", where="")
     scorer = load_reward_model(config.folder / "model").eval()
-    setup.check_probes(scorer, parent, where="")
+    scoring.check_probes(scorer, parent, where="")
     assert formats and all(formats)
     scorer.score.weight.data *= -1
     with pytest.raises(RLHFError, match="M09"):
-        setup.check_probes(scorer, parent, where="")
+        scoring.check_probes(scorer, parent, where="")
 
 
 @pytest.mark.parametrize("bf16", [False, True])

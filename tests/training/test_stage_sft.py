@@ -24,12 +24,12 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_stage import base_padded_with_eos, manifest_of, metrics_of, signal_at, train, trainer_of
 
 from rlhf_cli import data, jsonl, progress, runs
-from rlhf_cli.config.training import SFTConfig
+from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft
-from rlhf_cli.stages.training_setup import use_own_lm_head
+from rlhf_cli.stages.common.training import use_own_lm_head
 
 pytestmark = pytest.mark.training
 

@@ -16,7 +16,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.monitor import EXCEEDS, Alert, Watchdog
-from rlhf_cli.stages.ppo import PPORunner
+from rlhf_cli.stages.ppo.run import PPORunner
 
 
 def update(

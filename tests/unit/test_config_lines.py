@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bad_configs import HEAD, only
 
-from rlhf_cli.config.aliases import ALIASES
-from rlhf_cli.config.loading import keys, load
-from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.config.machinery.aliases import ALIASES
+from rlhf_cli.config.machinery.loading import keys, load
+from rlhf_cli.config.stages import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -285,7 +285,7 @@ def test_old_names_point_at_keys_that_exist() -> None:
 def test_the_list_of_trl_fields_is_current() -> None:
     pytest.importorskip("trl")
     root = Path(__file__).parents[2]
-    text = (root / "rlhf_cli" / "config" / "trl_fields.json").read_text(encoding="utf-8")
+    text = (root / "rlhf_cli" / "config" / "machinery" / "trl_fields.json").read_text(encoding="utf-8")
     made_from = json.loads(text)["made_from"]
     pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().split() if "==" in line)
     assert made_from == {name: pins[name] for name in made_from}, "run scripts/trl_fields.py with the pinned versions"

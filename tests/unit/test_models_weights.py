@@ -35,7 +35,7 @@ from rlhf_cli.models.load import (
     load_classifier,
     load_reward_model,
 )
-from rlhf_cli.stages import setup
+from rlhf_cli.stages.common import model_loading
 
 LOADERS = (load_causal_lm, loading.read_causal_lm_config, init_reward_model, loading.read_init_config)
 REWARD_LOADERS = (load_reward_model, loading.read_reward_model_config, loading.read_classifier_config)
@@ -298,7 +298,7 @@ def test_a_file_whose_matrices_were_converted_to_bf16_does_not_stay_in_memory(ca
     model = load_causal_lm(causal)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     assert is_mapped()
-    setup.place_frozen(model, bf16=True)
+    model_loading.place_frozen(model, bf16=True)
     assert not is_mapped() and lora.has_bf16_matrices(model)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name].to(weight.dtype)), name

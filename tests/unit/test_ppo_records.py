@@ -7,12 +7,13 @@ import pytest
 import torch
 import yaml
 
-from rlhf_cli.config.loading import load
+from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
-from rlhf_cli.stages import ppo_setup, training_setup
+from rlhf_cli.stages.common import training
+from rlhf_cli.stages.ppo import setup
 
 
 def test_rollout_from_lists_table():
@@ -100,12 +101,12 @@ def test_rows_and_steps_of_training(
     tmp_path: Path, stage: str, settings: Any, rows: Any, processes: int, packed: int | None, text: str
 ) -> None:
     config = config_of(tmp_path, stage, **settings)
-    assert training_setup.describe_batches(config, rows, processes, packed=packed) == text
+    assert training.describe_batches(config, rows, processes, packed=packed) == text
 
 
 def test_prompts_and_updates_of_ppo_in_two_processes(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "total_episodes": 64}
-    config = ppo_setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
+    config = setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
     text = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 per prompt; 4 epochs x 1 minibatches = 4 "
     text += "optimizer steps; in all 4 updates, 64 episodes"
-    assert ppo_setup.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text
+    assert setup.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text

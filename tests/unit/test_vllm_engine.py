@@ -16,7 +16,7 @@ from stand_in_vllm import BASE, StandIn
 from test_ppo_rollout import responses, seeded
 
 from rlhf_cli import http_client
-from rlhf_cli.config.common import LoRA
+from rlhf_cli.config.sections import LoRA
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import lora, save

@@ -25,8 +25,9 @@ from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.resolve import resolve_model
-from rlhf_cli.stages import ppo_models, ppo_setup, setup
-from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.common import reading, scoring
+from rlhf_cli.stages.eval.run import sequence_kl
+from rlhf_cli.stages.ppo import setup, shared_models
 
 REFERENCE = "models.sft"
 
@@ -52,7 +53,7 @@ class ChatModels:
     parents: dict[str, Parent]  # of the rewards, by config key
     rewards: list[str]  # names of the config's rewards that are available
     missing: list[str]  # what is not available and why, a line per item
-    written: setup.PromptForm | None  # how the training prompts were formatted; None: unknown
+    written: reading.PromptForm | None  # how the training prompts were formatted; None: unknown
 
 
 # Resolving
@@ -84,7 +85,7 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
         missing.insert(0, "no PPO policy: PPO was not started, so the SFT model replies")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    form, reference = setup.training_prompt_form(model), parents.pop(REFERENCE, None)
+    form, reference = reading.training_prompt_form(model), parents.pop(REFERENCE, None)
     return ChatModels(models, config, reference, parents, rewards, missing, form)
 
 
@@ -106,7 +107,7 @@ def _config(model: Parent) -> PPOConfig:
     run = model.path.resolve().parent
     ppo = model.path if model.stage == "ppo" else run / "ppo"
     if model.stage == "ppo" or (ppo / "config.yaml").is_file():
-        return ppo_setup.load_run_config(ppo)
+        return setup.load_run_config(ppo)
     if (run / "ppo.yaml").is_file():
         return configs.load("ppo", run / "ppo.yaml")
     models = {"sft": str(run / "sft"), "reward": str(run / "reward")}
@@ -184,7 +185,7 @@ def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatMod
         sft = weights[chat_models.sft.model] if chat_models.sft else None
         loaded = [replace(info, weights=weights[info.parent.model]) for info in chat_models.models]
         vocab_size = loaded[0].weights.get_input_embeddings().weight.shape[0]
-        stop = ppo_setup.stop_token_id(chat_models.config, tokenizer, chat_models.models[0].parent, vocab_size)
+        stop = setup.stop_token_id(chat_models.config, tokenizer, chat_models.models[0].parent, vocab_size)
         scorer = ReplyScorer(chat_models, options, tokenizer, stop, sft)
         bar.advance(len(chat_models.rewards), note="rewards")
     return loaded, scorer
@@ -216,7 +217,7 @@ class ReplyScorer:
             section = {name: self.config.rewards[name]}
             config = self.config.model_copy(update={"rewards": section})
             try:
-                built = ppo_models.build_reward_fns(config, options, chat_models.parents)
+                built = shared_models.build_reward_fns(config, options, chat_models.parents)
                 check_columns(built, [], "a chat", str)
             except RLHFError as error:
                 self.missing.append(f"no {name}: {error.problems[0].text}")
@@ -224,9 +225,9 @@ class ReplyScorer:
                 functions |= built
                 rewards |= section
         config = self.config.model_copy(update={"rewards": rewards})
-        policy_text = setup.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
-        cache = ppo_models.RewardModelCache(config, options, chat_models.parents, policy_text)
-        self.sources: dict[str, RewardSource] = ppo_models.build_reward_sources(config, functions, cache)
+        policy_text = scoring.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
+        cache = shared_models.RewardModelCache(config, options, chat_models.parents, policy_text)
+        self.sources: dict[str, RewardSource] = shared_models.build_reward_sources(config, functions, cache)
 
     def score(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> ReplyMetrics:
         """Return the metrics of one reply of `policy`, given as token ids. The KL is at the training temperature.

@@ -10,8 +10,8 @@ from rlhf_cli import config, system, terminal
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
-from rlhf_cli.config.paths import path_entries, relative, resolve_paths
-from rlhf_cli.config.yaml_io import to_yaml, with_comment
+from rlhf_cli.config.machinery.paths import path_entries, relative, resolve_paths
+from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 
 FILE = "ppo.yaml"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from rlhf_cli.commands.convert.read import Setting, Source
-from rlhf_cli.config import trl_fields, yaml_io
-from rlhf_cli.config.aliases import ALIASES
-from rlhf_cli.config.fields import key_at, keys_of
+from rlhf_cli.config.machinery import trl_fields, yaml_io
+from rlhf_cli.config.machinery.aliases import ALIASES
+from rlhf_cli.config.machinery.fields import key_at, keys_of
+from rlhf_cli.config.machinery.secret_values import remove_secrets
+from rlhf_cli.config.machinery.yaml_io import parse_value, to_yaml
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.secret_values import remove_secrets
-from rlhf_cli.config.yaml_io import parse_value, to_yaml
 from rlhf_cli.errors import RLHFError, closest_match, redact
 
 OLD, NEW = "0.11", "1.12"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.convert import foreign
-from rlhf_cli.config import yaml_io
+from rlhf_cli.config.machinery import yaml_io
 from rlhf_cli.errors import RLHFError
 
 PPO_CONFIGS = ("PPOConfig", "PPOv2Config")

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, jsonl, runs, system, terminal
-from rlhf_cli.config import json_schema, yaml_io
+from rlhf_cli.config.machinery import json_schema, yaml_io
+from rlhf_cli.config.machinery.yaml_io import align_comments, to_yaml
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import RewardConfig, SFTConfig, TrainerSettings
-from rlhf_cli.config.yaml_io import align_comments, to_yaml
+from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.config.sections import TrainerSettings
+from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
@@ -181,7 +183,7 @@ def init(
         json_schema.write_schemas(scratch, sorted(stages))
         preset.write_data(scratch, seed)
         if preset.base:
-            from rlhf_cli.commands.init.placement import fit_preset
+            from rlhf_cli.planning.placement import fit_preset
 
             memory = fit_preset(scratch, preset.base, preset.prompt, adapters, gpu)
         if baselines:

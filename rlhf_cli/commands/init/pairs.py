@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlhf_cli import data, terminal
-from rlhf_cli.config.common import MAX_DROPPED
+from rlhf_cli.config.sections import MAX_DROPPED
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.texts import Pair
 from rlhf_cli.data.tokens import as_answer
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
+from rlhf_cli.stages.common.reading import WARN_DROPPED_FRACTION
 
 SHARES = {"sft": 0.3, "pairs": 0.45, "prompts": 0.15, "held-out": 0.1}  # of the prompts
 PART_USES = {

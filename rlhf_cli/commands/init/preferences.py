@@ -23,18 +23,18 @@ from rlhf_cli.commands.init.pairs import (
     rows_of_files,
     split_pairs,
 )
-from rlhf_cli.commands.init.placement import memory_line, require_known
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
-from rlhf_cli.config import json_schema
-from rlhf_cli.config.paths import resolve_data
+from rlhf_cli.config.machinery import json_schema
+from rlhf_cli.config.machinery.paths import resolve_data
+from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.config.yaml_io import to_yaml
 from rlhf_cli.data.rendering import WITHOUT_MARKUP, check_rendering, rendered_rows
 from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
+from rlhf_cli.planning.placement import memory_line, require_known
+from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.runs import discover
-from rlhf_cli.stages.plan_models import Target
 from rlhf_cli.statistics import wilson
 
 STAGES = tuple(stage for stage in discover.STAGES if stage not in discover.OPTIONAL_STAGES)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.init.pairs import Lengths
-from rlhf_cli.commands.init.placement import ADAPTER_RATE, BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
-from rlhf_cli.commands.plan.duration import measure_passes
 from rlhf_cli.models import build, devices, load
+from rlhf_cli.planning import fits
+from rlhf_cli.planning.duration import measure_passes
+from rlhf_cli.planning.placement import ADAPTER_RATE, BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
+from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware
-from rlhf_cli.stages.plan_models import Target
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
 # of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what works for the demo's 0.6 M (docs/results/demo.md).
@@ -71,8 +71,8 @@ def measure_inputs(
     config = load.read_config(base.model)
     placement, whole = MemoryPlanner.of(config, lengths, target, baselines=baselines).choose(adapters, hint=hint)
     parameters = build.causal_lm_from_config(config).num_parameters()
-    measurable = not target.planned and hardware.count_parameters(base) > 0
-    fits = 20 * parameters < target.memory  # float32 weights, gradients and some activations
+    measurable = not target.planned and fits.count_parameters(base) > 0
+    can_train = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
         rows={name: len(rows) for name, rows in files.items()},
         lengths=lengths,
@@ -80,7 +80,7 @@ def measure_inputs(
         placement=placement,
         whole=whole,
         target=target,
-        speed=measure_speed(base.model) if measurable and fits else None,
+        speed=measure_speed(base.model) if measurable and can_train else None,
     )
 
 

@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import system, terminal
-from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.plan.duration import estimate_duration
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.loading import load, stage_of
+from rlhf_cli.config.machinery.loading import load, stage_of
+from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.training import SFTConfig, TRLConfig
-from rlhf_cli.config.yaml_io import to_yaml
+from rlhf_cli.config.sft import SFTConfig
+from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_word, shown
 from rlhf_cli.models import devices, lora
+from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.planning.duration import estimate_duration
+from rlhf_cli.planning.estimate import Estimate, estimate_stage, overhead_bytes
+from rlhf_cli.planning.phase_memory import KINDS, MODES
+from rlhf_cli.planning.stage_inputs import ModelResolver
+from rlhf_cli.planning.stage_models import Target, models_in_memory
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages.plan_estimate import Estimate, estimate_stage, overhead_bytes
-from rlhf_cli.stages.plan_inputs import ModelResolver
-from rlhf_cli.stages.plan_models import Target, models_in_memory
-from rlhf_cli.stages.plan_phases import KINDS, MODES
 
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 GENERATING = ("ppo", "eval")

@@ -27,7 +27,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import ppo_samples, ppo_setup
+from rlhf_cli.stages.ppo import samples, setup
 from rlhf_cli.tracking import read_log
 
 TOLERANCE = 1e-6
@@ -181,10 +181,10 @@ def open_run(run: Path) -> PPORun:
     folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
     if folder is None or not (folder / "config.yaml").is_file():
         raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint="name a run folder with ppo/, e.g. runs/demo")
-    config = ppo_setup.load_run_config(folder)
+    config = setup.load_run_config(folder)
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})  # a repeated update is not pushed
     config = config.model_copy(update={"ppo": settings})
-    config = ppo_setup.scale_to_world_size(config, runs.recorded_num_processes(folder))
+    config = setup.scale_to_world_size(config, runs.recorded_num_processes(folder))
     lines = {line["step"]: line for line in read_log(folder / "metrics.jsonl")}
     return PPORun(folder, config, lines, read_log(folder / "samples.jsonl"))
 
@@ -240,7 +240,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
         text = "an update with 8-bit optimizer states cannot be repeated in float64"
         raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="verify a run with another ppo.optim")
     with terminal.muted_warnings():  # already printed by `rlhf ppo`
-        components = ppo_setup.load_components(config, options, run.open_parents())
+        components = setup.load_components(config, options, run.open_parents())
     trainer = components.trainer
     trace.cache_reward_fns(trainer)
     if step > 1:
@@ -282,12 +282,12 @@ def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
     return quantities | trace.weight_changes(before, after)
 
 
-def _samples(components: ppo_setup.PPOComponents, rows: Sequence[Mapping[str, Any]]) -> tuple[Quantities, Quantities]:
+def _samples(components: setup.PPOComponents, rows: Sequence[Mapping[str, Any]]) -> tuple[Quantities, Quantities]:
     """Return the logged and the repeated values of the update's rows in samples.jsonl."""
     if not rows:
         return {}, {}
-    experience = ppo_samples.experience_to_show(components)
-    repeated = [ppo_samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
+    experience = samples.experience_to_show(components)
+    repeated = [samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
 
     def quantities(table: Sequence[Mapping[str, Any]]) -> Quantities:
         texts = [

@@ -22,7 +22,7 @@ from chaos.world import STEPS, Run, World
 from rlhf_cli import runs, terminal, tracking
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs import stage_folder
-from rlhf_cli.stages import trl_common
+from rlhf_cli.stages.common import trl_trainer
 
 
 def full_quota(world: World, stage: str, seed: int) -> Outcome:
@@ -139,7 +139,7 @@ PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
     "random numbers forgotten": (
         "sft",
         Point("write metrics.jsonl", "after", STEPS),
-        (trl_common.TrainerMixin, "_load_rng_state", lambda self, checkpoint: None),
+        (trl_trainer.TrainerMixin, "_load_rng_state", lambda self, checkpoint: None),
     ),
 }
 

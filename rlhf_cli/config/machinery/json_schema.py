@@ -1,0 +1,123 @@
+"""JSON Schemas of the configs for editors, and the values that shell completion offers.
+
+The schemas are draft 7, which all editors support, without references and titles, so that an editor shows the
+description, type, choices and default of each key.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.machinery import trl_fields
+from rlhf_cli.config.machinery.fields import Key, fields_of, keys_of, parse_source
+from rlhf_cli.config.stages import CONFIGS
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+FOLDER = ".schema"  # inside the run folder, so that both move together
+MODELINE = "# yaml-language-server: $schema="
+
+
+def schema(stage: str | None = None) -> dict[str, Any]:
+    """Return the JSON Schema of one stage's config, or of any of the four."""
+    if stage is None:
+        return {"$schema": DIALECT, "anyOf": [_schema(model) for model in CONFIGS.values()]}
+    return {"$schema": DIALECT, **_schema(CONFIGS[stage])}
+
+
+@cache
+def schema_text(stage: str | None) -> str:
+    """Return the schema as the text that is printed and written to files."""
+    return json.dumps(schema(stage), indent=1, ensure_ascii=False) + "\n"
+
+
+def write_schemas(folder: Path, stages: Iterable[str]) -> None:
+    """Write the schemas of stages to the folder `.schema` of a run."""
+    (folder / FOLDER).mkdir()
+    for stage in stages:
+        (folder / FOLDER / f"{stage}.json").write_text(schema_text(stage), encoding="utf-8")
+
+
+def with_modeline(text: str, file: Path, schema_file: Path) -> str:
+    """Return a config with a first line that names its schema, relative to the folder of `file`."""
+    body = text.partition("\n")[2] if text.startswith(MODELINE) else text
+    return f"{MODELINE}{Path(os.path.relpath(schema_file, file.parent)).as_posix()}\n{body}"
+
+
+def _schema(model: type[Config]) -> dict[str, Any]:
+    tree = model.model_json_schema()
+    definitions = tree.get("$defs", {})
+    sections = {inner for key in keys_of(model).values() if (inner := (key.entry or key).section)}
+    for section in (model, *sections):
+        properties = (tree if section is model else definitions[section.__name__])["properties"]
+        for name, key in fields_of(section).items():
+            properties[name]["description"] = _editor_description(key)
+    simplified: dict[str, Any] = _simplify(tree, definitions)
+    if keys := trl_fields.trainer_keys(model):
+        fields = trl_fields.fields_of(model.model_fields["stage"].default)
+        properties = {name: _trl_field_schema(key, fields[name]) for name, key in keys.items()}
+        simplified["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
+    return simplified
+
+
+def _editor_description(key: Key) -> str:
+    """Return the meaning of a key, with the paper or system of its default and without pages."""
+    source = parse_source(key.source) if key.source else None
+    if source is None or source.kind == "page":
+        return key.meaning
+    where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
+    parts = [source.parts[part] for part in where]
+    name = ", ".join([" ".join(parts[:2]), *parts[2:]])
+    return f"{key.meaning} Source of the default: {name}{f'; {source.remark}' if source.remark else ''}."
+
+
+def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
+    """Return pydantic's schema with references inlined, without titles, and with `null` as an additional type."""
+    if isinstance(node, list):
+        return [_simplify(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        return _simplify({**target, **{key: value for key, value in node.items() if key != "$ref"}}, definitions)
+    simplified: dict[str, Any] = {}
+    for key, value in node.items():
+        if key == "properties":
+            simplified[key] = {name: _simplify(item, definitions) for name, item in value.items()}
+        elif key in ("default", "enum", "const"):
+            simplified[key] = value
+        elif key not in ("title", "$defs"):
+            simplified[key] = _simplify(value, definitions)
+    return _merge_null(simplified)
+
+
+def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
+    """Merge `anyOf` of one type and null to a list of types, with the description of the key, not of its section."""
+    null = {"type": "null"}
+    types = [item for item in node.get("anyOf", [null]) if item != null]
+    if len(types) != 1 or not isinstance(types[0].get("type"), str) or "const" in types[0]:
+        return node
+    merged = {**types[0], **{key: value for key, value in node.items() if key != "anyOf"}}
+    merged["type"] = [types[0]["type"], "null"]
+    return merged | ({"enum": [*types[0]["enum"], None]} if "enum" in merged else {})
+
+
+def _trl_field_schema(key: Key, field: dict[str, Any]) -> dict[str, Any]:
+    types = field["types"]
+    node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
+    return node | ({"enum": field["choices"]} if "choices" in field else {}) | {"description": key.description}
+
+
+def completion_values(stage: str) -> dict[str, list[str]]:
+    """Return completions for each key of a stage, by key path: a number's default, choices, true, false, null.
+
+    Fields of TRL under `trainer:` are included; entries of tables, whose names the user chooses, are not.
+    """
+    model = CONFIGS[stage]
+    values = {path: key.suggestions() for path, key in keys_of(model).items() if ".NAME" not in path}
+    values |= {key.path: key.suggestions() for key in trl_fields.trainer_keys(model).values()}
+    sections = {path.rpartition(".")[0] for path in values}
+    return {path: suggestions for path, suggestions in values.items() if path not in sections}

@@ -1,0 +1,215 @@
+"""Load a YAML file with overrides into a frozen config, or report all its problems together."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from pydantic import ValidationError
+
+from rlhf_cli import terminal
+from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.machinery import trl_fields, yaml_io
+from rlhf_cli.config.machinery.fields import Key, current_name, key_at, keys_of, with_current_names
+from rlhf_cli.config.machinery.messages import check_trainer, format_value, invalid_keys, translate_validation_error
+from rlhf_cli.config.machinery.paths import resolve_paths
+from rlhf_cli.config.machinery.secret_values import remove_secrets
+from rlhf_cli.config.machinery.yaml_io import YamlFile, parse_value
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.errors import Problem, RLHFError, shell_path, shown
+
+
+def check_override(text: str) -> Problem | None:
+    """Return the problem (C11) of an override that is not KEY=VALUE, or None."""
+    key, equals, _ = text.partition("=")
+    if equals and all(key.strip().removeprefix("*.").split(".")):
+        return None
+    return Problem("C11", "expected KEY=VALUE", f"--set {key or text}", "e.g. --set ppo.kl_coef=0.1")
+
+
+def apply_overrides(
+    overrides: Sequence[str], source: YamlFile, model: type[Config]
+) -> tuple[frozenset[str], list[Problem]]:
+    """Write each override into `source`; return the keys written and the problems (C11)."""
+    written_keys: set[str] = set()
+    problems: list[Problem] = []
+    for text in overrides:
+        if problem := check_override(text):
+            problems.append(problem)
+            continue
+        key, _, value = text.partition("=")
+        # `*.seed=3` applies to every stage.
+        old, key = key.strip().removeprefix("*."), current_name(key.strip().removeprefix("*."))
+        if key != old:
+            terminal.warn("C19", f"is now {key}", where=f"--set {old}")
+        # `>= 0.6` is a requirement; in YAML it would start a folded text.
+        is_requirement = value.lstrip().startswith((">", "<", "=="))
+        try:
+            _write(source.tree, _split_key(model, key), value.strip() if is_requirement else parse_value(value))
+        except RLHFError as error:
+            problems += [Problem("C11", problem.text, f"--set {key}", problem.hint) for problem in error.problems]
+            continue
+        written_keys.add(key)
+        # The override replaces the value in the file, so its line numbers no longer apply.
+        for replaced in [path for path in source.lines if path == key or path.startswith(f"{key}.")]:
+            del source.lines[replaced]
+    return frozenset(written_keys), problems
+
+
+def _split_key(model: type[Config], key: str) -> list[str]:
+    """Split a key path; below a table of texts (data.columns, eval.require) the rest is one name."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        table = key_at(model, parts[:depth])
+        entry = table.entry if table else None
+        if entry and entry.section is None and entry.field.annotation is not Any:
+            return [*parts[:depth], ".".join(parts[depth:])]
+    return parts
+
+
+def _write(tree: dict[str, Any], segments: list[str], value: Any) -> None:
+    *sections, last = segments
+    for depth, name in enumerate(sections, start=1):
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+        if not isinstance(tree, dict):
+            raise RLHFError("C11", f"{'.'.join(segments[:depth])} is a single value without keys")
+    tree[last] = value
+
+
+def stage_of(path: Path) -> str:
+    """Return the stage of a file. Raises RLHFError C08, C09, S02 if it cannot be read, C07 if it is ambiguous."""
+    tree = yaml_io.read(path).tree
+    for stage in (tree.get("stage"), path.stem):
+        if isinstance(stage, str) and stage in CONFIGS:
+            return stage
+    counts = _count_sections(tree)
+    best = max(counts, key=lambda stage: (stage in tree, counts[stage]))
+    if best not in tree and list(counts.values()).count(counts[best]) > 1:
+        hint = f"add stage: {' or '.join(CONFIGS)}"
+        raise RLHFError("C07", "cannot tell which stage this config is for", where=str(path), hint=hint)
+    return best
+
+
+def _count_sections(tree: dict[str, Any]) -> dict[str, int]:
+    return {stage: len(model.model_fields.keys() & tree.keys()) for stage, model in CONFIGS.items()}
+
+
+def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
+    """Raise C07 if the file is for another stage, instead of listing its keys as unknown."""
+    file_stage, location = tree.get("stage"), origin.where("stage")
+    if file_stage is None:
+        counts = _count_sections(tree)
+        file_stage = stage if stage in tree else max(counts, key=lambda name: (counts[name], name == stage))
+    if file_stage == stage:
+        return
+    if isinstance(file_stage, str) and file_stage in CONFIGS:
+        text = f"this config is for {file_stage}, not for {stage}"
+        hint = f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
+        raise RLHFError("C07", text, where=location, hint=hint)
+    raise RLHFError("C07", f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}", where=location)
+
+
+@overload
+def load(stage: Literal["ppo"], path: str | Path, overrides: Sequence[str] = ()) -> PPOConfig: ...
+@overload
+def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
+
+
+def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Load the config of `stage` from the YAML file `path` with `overrides` ("key.path=value").
+
+    Raises RLHFError with all problems together: C01-C03, C05-C11, C16, C17, S02, S03, and those of the ppo settings.
+    """
+    config, problems = load_partial(stage, path, overrides)
+    if problems or config is None:
+        raise RLHFError.from_problems(problems)
+    return config
+
+
+def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[Problem]]:
+    """Load a config together with its problems, so that its files can be checked even if other values are invalid.
+
+    Invalid values in sections without paths have their defaults; the config is None if a path may be invalid. Raises
+    RLHFError if the file cannot be read as a config of `stage`.
+    """
+    model = CONFIGS[stage]
+    source = _rename_keys(yaml_io.read(path))
+    overridden, problems = apply_overrides(overrides, source, model)
+    file = Path(os.path.abspath(path))
+    origin = Origin(file, source.name, source.lines, overridden)
+    require_stage(stage, source.tree, origin)
+    problems += source.problems + remove_secrets(source.tree, origin.where)
+    is_incomplete = bool(problems)  # parts of the YAML or an override could not be read
+    folder, working_dir = str(file.parent), os.getcwd()
+    resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else folder)
+    trainer = source.tree.get("trainer") if "trainer" in model.model_fields else None
+    problems += check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
+    try:
+        config: Config | None = model.model_validate(source.tree)
+    except ValidationError as error:
+        config = _without_invalid_keys(invalid_keys(error, source.tree), model, source.tree)
+        problems += translate_validation_error(error, source.tree, model, origin.where)
+    if config is not None:
+        config._origin = origin
+    return None if is_incomplete else config, sorted(problems, key=_line_number)
+
+
+def _rename_keys(source: YamlFile) -> YamlFile:
+    """Return the file with today's names of renamed keys, and warn about each, unless a stage wrote the file."""
+    problems, is_resolved = [*source.problems], os.path.basename(source.name) == "config.yaml"
+    for old, line in source.lines.items():
+        new, location = current_name(old), f"{shown(source.name)}:{line}"
+        if new in source.lines and new != old:
+            problems.append(Problem("C03", f"{old} is the old name of {new}", location, "remove this line"))
+        elif not is_resolved and new != old and new.rpartition(".")[0] == old.rpartition(".")[0]:
+            terminal.warn("C19", f"{old} is now {new}", where=location)
+    lines = {current_name(path): line for path, line in source.lines.items()}
+    return YamlFile(source.name, with_current_names(source.tree), lines, problems)
+
+
+def keys(stage: str) -> dict[str, Key]:
+    """Return every key of a stage's config by its path."""
+    return keys_of(CONFIGS[stage])
+
+
+def accepts_key(stage: str, key: str) -> bool:
+    """Return True if a stage accepts an override of this key: a key of its config, or an entry of one of its tables.
+
+    `*.KEY` belongs to every stage that has KEY.
+    """
+    parts = current_name(key.removeprefix("*.")).split(".")
+    if parts[0] == "trainer" and len(parts) > 1:
+        return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
+    *tables, own = (key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts) + 1))
+    return own is not None or any(table is not None and table.allows_any_key for table in tables)
+
+
+def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
+    """Validate the config without its invalid keys; None if one is in a section with paths, or if that fails too."""
+    holders = {path: key.entry or key for path, key in keys_of(model).items()}
+    with_paths = {path.partition(".")[0] for path, holder in holders.items() if holder.path_field}
+    tree = deepcopy(tree)
+    for path in sorted(set(paths), key=len, reverse=True):
+        if not path or path[0] not in model.model_fields or path[0] in with_paths:
+            return None
+        section: Any = tree
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            return None
+        section.pop(path[-1], None)
+    try:
+        return model.model_validate(tree)
+    except ValidationError:
+        return None
+
+
+def _line_number(problem: Problem) -> int:
+    """Return the sort key of a problem: its line in the file; overrides come last."""
+    match = re.search(r":([0-9]+)(:[0-9]+)?$", problem.where or "")
+    return int(match[1]) if match else 10**9 * (problem.where or "").startswith("--set")

@@ -1,0 +1,1 @@
+"""The configs of a run folder as one thing: load, decide, run, status and check."""

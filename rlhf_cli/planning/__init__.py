@@ -1,0 +1,1 @@
+"""Memory, time and placement of a stage on a machine, computed before anything is loaded."""

@@ -1,0 +1,1 @@
+"""What the stages share: start and end, models, rows, reward models, and training by TRL."""

@@ -1,0 +1,98 @@
+"""Start and completion of a stage."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlhf_cli import data, runs, system, terminal
+from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.dpo import DPOConfig
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.config.sft import SFTConfig
+from rlhf_cli.config.stages import TRLConfig
+from rlhf_cli.models import devices, tokenizers
+from rlhf_cli.models.batch import StopTokenId
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.planning import fits
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages.common.reading import DATA_KEYS
+
+Check = Callable[[Mapping[str, Parent]], None]
+
+
+C = TypeVar("C", SFTConfig, RewardConfig, DPOConfig, PPOConfig, EvalConfig)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A stage that was started by `run_stage`."""
+
+    config: Config
+    options: Options
+    parents: dict[str, Parent]
+    process_group: ProcessGroup
+    identity: dict[str, Any]
+    resumes: bool
+    memory: str
+
+    def begin_training(self) -> None:
+        """Print the memory of a stage whose inputs are loaded. Raises RLHFError as `runs.require_unchanged`."""
+        runs.require_unchanged(self.parents)
+        if self.memory:
+            terminal.say(f"{self.config.stage:<8} {self.memory}")
+
+    def complete(self, fields: Mapping[str, Any]) -> None:
+        """Write the manifest with these fields, which completes the stage."""
+        fields = {**fields, "trust_remote_code": self.options.trust_remote_code}
+        self.process_group.run_on_main(
+            lambda: runs.complete_stage(self.config, self.identity, parents=self.parents, fields=fields)
+        )
+
+
+def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None], check: Check | None = None) -> None:
+    """Start a stage on all ranks and call `train`, unless the stage is finished already.
+
+    `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `hardware.check`.
+    """
+    system.remove_accelerate_variables()
+    with open_process_group() as process_group:
+        parents = runs.open_parents(config)
+        identity = runs.compute_identity(config, parents, config.sources())
+        if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
+            check(parents)
+        status = process_group.run_on_main(
+            lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        )
+        if status == "finished":
+            terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
+        else:
+            memory = fits.check(config, parents)
+            train(config, StageRun(config, options, parents, process_group, identity, status == "resume", memory))
+
+
+def manifest_fields(config: Config, tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
+    """Return the manifest's fields about the tokenizer and the form of the prompts that the stage trained on."""
+    source = config.sources()[DATA_KEYS[config.stage]]
+    form = data.prompt_form(source, in_turns=data.speaks_in_turns(tokenizer))
+    return {**tokenizers.manifest_fields(tokenizer, stop_token_id), "prompt_form": form}
+
+
+def warn_long_intervals(config: Config, steps: int) -> None:
+    """Warn (C14) if a save or evaluation interval is longer than the run."""
+    intervals = {"save": ("output.save_steps", config.output.save_steps)}
+    if isinstance(config, TRLConfig) and "data.eval" in config.sources():
+        intervals["evaluation"] = (f"{config.stage}.eval_steps", getattr(config, config.stage).eval_steps)
+    unit = "updates" if config.stage == "ppo" else "steps"
+    for event, (key, every) in intervals.items():
+        if every and every > steps:
+            text = f"one {event} every {every} {unit} exceeds the {steps} of the run: only the last one gets one"
+            terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or remove it")
+
+
+def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -> str:
+    """Return the batch size of a step as text: `8 x 2 x 4 processes = 64 rows`."""
+    group = f" x {processes} processes" if processes > 1 else ""
+    return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"
