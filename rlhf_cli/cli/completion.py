@@ -143,7 +143,7 @@ def _stages_of(ctx: typer.Context) -> list[str]:
     """Return the stages whose configs the command reads: its own, that of the given file, or those of a folder."""
     if ctx.info_name in discover.STAGES:
         return [ctx.info_name]
-    from rlhf_cli.config.machinery.loading import stage_of
+    from rlhf_cli.config.loading import stage_of
 
     paths = _paths(ctx)
     if paths and paths[0].is_file():

@@ -200,7 +200,7 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a config, for editors."""
-    from rlhf_cli.config.machinery import json_schema
+    from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
         raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=did_you_mean(stage, STAGES))

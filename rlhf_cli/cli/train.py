@@ -198,7 +198,7 @@ def stage_command(stage: str) -> Callable[..., None]:
     ) -> None:
         from rlhf_cli.config.base import Options
         from rlhf_cli.config.eval import EvalConfig
-        from rlhf_cli.config.machinery.loading import load
+        from rlhf_cli.config.loading import load
 
         file, assignments = _config_file(stage, config, words or [])
         overrides = [*(set_ or []), *assignments]

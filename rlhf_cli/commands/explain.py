@@ -16,8 +16,8 @@ from rlhf_cli import config, terminal
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.machinery.aliases import ALIASES, find_alias
 from rlhf_cli.config.machinery.fields import RENAMED, Key, current_name, key_at
-from rlhf_cli.config.machinery.messages import check_trainer
-from rlhf_cli.config.ppo_options import RECIPES, TimesLearningRate
+from rlhf_cli.config.messages import check_trainer
+from rlhf_cli.config.ppo import RECIPES, TimesLearningRate
 from rlhf_cli.errors import CODES, RLHFError, closest_match
 
 PATH_TEXTS = {

@@ -1,16 +1,16 @@
-"""Base of all configs: strict sections, run folder, output options, and the file location of each key."""
+"""The keys of every config: stage, run folder, seed and output; and the options of the command line beside them."""
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.machinery.paths import FUNCTION, is_path, path_entries, relative
+from rlhf_cli.config.machinery.section import Origin, Section, invalid
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]
@@ -18,11 +18,6 @@ ModelPath = Annotated[str, PathField("model")]
 JudgePath = Annotated[str, PathField("judge")]
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-
-
-def invalid(text: str, hint: str | None = None, key: str = "", code: str = "C17") -> PydanticCustomError:
-    """Return the error that a validator raises; `key` is the key to locate, below the section of the validator."""
-    return PydanticCustomError(code, "{text}", {"text": text, "hint": hint, "key": key})
 
 
 def _check_name(name: str) -> str:
@@ -48,25 +43,6 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 TRACKERS: tuple[str, ...] = get_args(Tracker)
 
 
-class Section(BaseModel):
-    """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-
-
-class Range(Section):
-    """Integer that is sampled uniformly from min..max (inclusive) on each use."""
-
-    min: int = Field(ge=1)
-    max: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise invalid("min is greater than max", "swap them", code="C06")
-        return self
-
-
 class Output(Section):
     """Checkpoints, snapshots and trackers of a stage."""
 
@@ -87,30 +63,6 @@ class Options:
     trust_remote_code: bool = False
     debug: bool = False
     nproc: str | None = None  # a number, or auto
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a config. `name` is the file as the user wrote it, `overrides` the keys set by --set."""
-
-    file: Path
-    name: str
-    lines: dict[str, int] = field(default_factory=dict)
-    overrides: frozenset[str] = frozenset()
-
-    def where(self, key: str) -> str:
-        """Return the location of `key`, of the nearest enclosing section in the file, or the file name."""
-        while key:
-            if key in self.overrides:
-                return f"--set {key}"
-            if key in self.lines:
-                return f"{self.name}:{self.lines[key]}"
-            key = key.rpartition(".")[0]
-        return self.name
-
-    def overridden(self, key: str) -> bool:
-        """Return True if the value of `key` was set by --set."""
-        return any(key == override or key.startswith(f"{override}.") for override in self.overrides)
 
 
 class Config(Section):

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
+from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name
 from rlhf_cli.config.machinery.paths import FUNCTION
+from rlhf_cli.config.machinery.section import Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
@@ -58,7 +59,7 @@ class Select(Section):
     kl_max: float | None = Field(None, gt=0)
 
 
-class Limit(Section):
+class LimitSettings(Section):
     """Estimate of the highest reward at each KL from SFT."""
 
     samples: int = Field(64, ge=4)
@@ -70,7 +71,7 @@ class EvalSettings(Section):
     n: int = Field(512, gt=0)
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     best_of: list[Annotated[int, Field(ge=2)]] = Field(default=[2, 4, 8])
-    limit: Limit | None = None
+    limit: LimitSettings | None = None
     frontier: bool = True
     interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
     select: Name | Select | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rlhf_cli import runs, system
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, shown, translate_read_errors
 from rlhf_cli.evaluation.render import deciding_judge

@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlhf_cli import distributed, runs, system, terminal, tracking
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import compiled, devices, load, weight_files

@@ -23,8 +23,7 @@ from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conve
 from rlhf_cli.commands.convert.read import Setting, Source, read_settings
 from rlhf_cli.commands.convert.rules import BATCH_KEYS, convert_old_batch, convert_settings, trl_optimizer_steps
 from rlhf_cli.config.machinery import trl_fields
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import at
 

@@ -18,7 +18,7 @@ from typer.testing import Result
 
 from rlhf_cli import distributed, runs, system, tracking
 from rlhf_cli.commands import verify
-from rlhf_cli.config.machinery.loading import load as config_of
+from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.planning import duration, fits

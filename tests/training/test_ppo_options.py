@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import rollout

@@ -16,7 +16,7 @@ from stand_in_wandb import stand_in
 
 from rlhf_cli import jsonl, terminal, tracking
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.tracking import Log, MetricsLog, Trackers, read_log
 from rlhf_cli.tracking.trackers import TrackerRun, Trackio, WandB

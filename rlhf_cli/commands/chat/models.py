@@ -10,7 +10,8 @@ import torch
 
 from rlhf_cli import config as configs
 from rlhf_cli import runs
-from rlhf_cli.config.base import Options, Origin
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown

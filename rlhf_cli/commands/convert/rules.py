@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from rlhf_cli.commands.convert.mapping import NEW, OLD, VERSIONS, Conversion, Row, map_option
 from rlhf_cli.commands.convert.read import Setting, Source
 from rlhf_cli.config.machinery.aliases import ALIASES
-from rlhf_cli.config.machinery.messages import translate_validation_error
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import BELONGS_TO
+from rlhf_cli.config.messages import translate_validation_error
+from rlhf_cli.config.ppo import BELONGS_TO, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError
 
 PROMPTS = Row("", None, "data.prompts", "prompts.jsonl", "to be set by you", is_default=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
+from rlhf_cli.config.ppo import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
 Quantities = dict[str, Any]  # quantity -> values, by row and token, by row, or by optimizer step

@@ -22,7 +22,7 @@ from rlhf_cli.commands.verify.reference import (
     response_logits,
     response_values,
 )
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
 Step = dict[str, float]  # metrics of an optimizer step

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_cli import data, jsonl, runs, terminal
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores

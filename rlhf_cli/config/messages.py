@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_cli.config.base import Config, Section
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.aliases import SET_BY_RLHF, find_alias
 from rlhf_cli.config.machinery.fields import BOUNDS, Key, key_at, keys_of
+from rlhf_cli.config.machinery.section import Section
 from rlhf_cli.config.machinery.trl_fields import TRAINERS
 from rlhf_cli.config.machinery.yaml_io import FLOAT, INTEGER, is_yaml_1_1
-from rlhf_cli.config.ppo import BUILTINS, RewardSource
+from rlhf_cli.config.ppo import BUILTINS, RewardSourceSettings
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import CODES, OVERRIDE, Problem, closest_match, did_you_mean
 
@@ -45,7 +46,7 @@ def translate_validation_error(
         problem = _translate_key(path, details, model, where)
         if details[0]["type"] == "extra_forbidden" and path[0] in ("rewards", "judges") and len(path) == 3:
             section = tree[path[0]][path[1]]
-            if "builtin" in section and not closest_match(path[-1], RewardSource.model_fields, cutoff=0.8):
+            if "builtin" in section and not closest_match(path[-1], RewardSourceSettings.model_fields, cutoff=0.8):
                 problem = replace(problem, hint=f"write parameters: {yaml_io.to_yaml({path[-1]: section[path[-1]]})}")
         problems.append(problem)
     return problems

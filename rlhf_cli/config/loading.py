@@ -10,13 +10,14 @@ from typing import Any, Literal, overload
 from pydantic import ValidationError
 
 from rlhf_cli import terminal
-from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.fields import Key, current_name, key_at, keys_of, with_current_names
-from rlhf_cli.config.machinery.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.machinery.paths import resolve_paths
 from rlhf_cli.config.machinery.secret_values import remove_secrets
+from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.machinery.yaml_io import YamlFile, parse_value
+from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import Problem, RLHFError, shell_path, shown
