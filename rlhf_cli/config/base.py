@@ -39,8 +39,8 @@ def _check_path_length(path: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-Tracker = Literal["tensorboard", "wandb", "trackio"]
-TRACKERS: tuple[str, ...] = get_args(Tracker)
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
 
 
 class Output(Section):
@@ -50,7 +50,7 @@ class Output(Section):
     keep: int = Field(2, ge=2)
     snapshots: int = Field(8, ge=0)
     run_name: Name | None = None
-    report_to: list[Tracker] = Field(default=[])
+    report_to: list[TrackerName] = Field(default=[])
     project: Name | None = None
 
 

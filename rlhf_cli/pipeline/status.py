@@ -24,7 +24,7 @@ from rlhf_cli.runs.discover import STAGES, configs_in, find_run_folders, has_out
 from rlhf_cli.runs.locks import LockOwner, lock_owner
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus
-from rlhf_cli.tracking import newest_rows
+from rlhf_cli.tracking.logs import newest_rows
 
 MAX_DEPTH = 4  # levels of folders to search for runs
 STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}

@@ -18,10 +18,10 @@ from ppo_folder import lines, must_succeed
 from run_cli import ROOT, is_one_error, rlhf
 
 from rlhf_cli import config
-from rlhf_cli.commands.convert import page
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conversion, target_key
 from rlhf_cli.commands.convert.read import Setting, Source, read_settings
 from rlhf_cli.commands.convert.rules import BATCH_KEYS, convert_old_batch, convert_settings, trl_optimizer_steps
+from rlhf_cli.commands.convert.write import page
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.errors import RLHFError

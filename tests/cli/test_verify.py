@@ -17,7 +17,8 @@ from bad_inputs import replace
 from ppo_folder import fails, lines, must_succeed, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
+from rlhf_cli.commands.verify import reference, reference_update
+from rlhf_cli.commands.verify.comparison import Quantity, compare, difference, only_rounding, worst
 from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
 from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding

@@ -18,7 +18,7 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import EnsembleReward
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking.logs import MetricsLog
 
 ROOT = Path(__file__).parents[2]
 

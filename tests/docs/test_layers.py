@@ -22,10 +22,10 @@ CONFIG_LAYERS = (
     {"messages", "loading", "json_schema"},
 )
 TORCH_FREE = (
-    "cli commands.explain commands.convert commands.init commands.report pipeline.check pipeline.run "
+    "cli commands.explain commands.convert.write commands.init commands.report pipeline.check pipeline.run "
     "commands.status config config.ppo data.sources distributed errors "
     "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
-    "statistics system terminal tracking"
+    "statistics system terminal tracking.logs tracking.trackers"
 )
 
 

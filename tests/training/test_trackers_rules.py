@@ -14,12 +14,14 @@ from ppo_folder import PPO, lines, rlhf, write
 from run_cli import ROOT, must_succeed, python
 from stand_in_wandb import stand_in
 
-from rlhf_cli import jsonl, terminal, tracking
+from rlhf_cli import jsonl, terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.tracking import Log, MetricsLog, Trackers, read_log
-from rlhf_cli.tracking.trackers import TrackerRun, Trackio, WandB
+from rlhf_cli.tracking import trackers
+from rlhf_cli.tracking.backends import TrackerRun, Trackio, WandB
+from rlhf_cli.tracking.logs import Log, MetricsLog, read_log
+from rlhf_cli.tracking.trackers import Trackers
 
 
 class Listener:
@@ -50,7 +52,7 @@ class Listener:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A config whose only tracker is a Listener."""
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Listener)
     monkeypatch.setattr(Listener, "logged", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
     return load("sft", tmp_path / "sft.yaml")

@@ -16,7 +16,8 @@ from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.signature import named_columns
 from rlhf_cli.stages.ppo.setup import PPOComponents
-from rlhf_cli.tracking import Log, LogPosition, Trackers
+from rlhf_cli.tracking.logs import Log, LogPosition
+from rlhf_cli.tracking.trackers import Trackers
 
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
