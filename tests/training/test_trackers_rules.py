@@ -181,7 +181,8 @@ import sys
 from pathlib import Path
 from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import MetricsLog, Trackers
+from rlhf_cli.tracking.logs import MetricsLog
+from rlhf_cli.tracking.trackers import Trackers
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
     MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
@@ -201,7 +202,8 @@ ONLINE = """
 import sys
 from pathlib import Path
 from rlhf_cli.config import load
-from rlhf_cli.tracking import MetricsLog, Trackers
+from rlhf_cli.tracking.logs import MetricsLog
+from rlhf_cli.tracking.trackers import Trackers
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)
