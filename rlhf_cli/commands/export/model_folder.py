@@ -94,7 +94,9 @@ def held_out_prompt(run_folder: Path) -> Prompt:
         text = f"--show-prompt: {shown(run_folder)} has no evaluation to take a prompt from"
         raise RLHFError("M01", text, hint="run `rlhf eval` first, or remove --show-prompt")
     source = config.load("eval", file).sources()["data.prompts"]
-    prompts = [row.text for row in data.prompt_rows(replace(source, max_rows=EXAMPLE_ROWS), None, max_length=None)]
+    prompts: list[Prompt] = [
+        row.text for row in data.prompt_rows(replace(source, max_rows=EXAMPLE_ROWS), None, max_length=None)
+    ]
     short_prompts = [prompt for prompt in prompts if len(str(prompt)) <= EXAMPLE_LENGTH]
     return short_prompts[0] if short_prompts else min(prompts, key=lambda prompt: len(str(prompt)))
 

@@ -138,7 +138,8 @@ def row_ids(prompt: list[int], response: list[int], model: Any) -> Tensor:  # (1
 
 def response_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     """Return the logits that predict each response token, (T, V)."""
-    return model(input_ids=row_ids(prompt, response, model), use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
+    logits: Tensor = model(input_ids=row_ids(prompt, response, model), use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1].cpu()
 
 
 def response_values(state: ReferenceState, row: int) -> Tensor:
@@ -158,7 +159,7 @@ def response_values(state: ReferenceState, row: int) -> Tensor:
 
 def classifier_score(model: Any, hidden: Tensor) -> Tensor:
     """Return a classifier's score of each hidden state, normalized by its config's reward_mean and reward_std."""
-    raw = model.score(hidden)[..., 0]
+    raw: Tensor = model.score(hidden)[..., 0]
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
 
 

@@ -54,9 +54,10 @@ class PPORun:
         """Load the trainer's state after update `step`. Raises RLHFError M05 if it is damaged or missing."""
         folder = runs.state_at(self.folder / "state", step)
         try:
-            return save.load_tree(folder)["trainer"]
+            state: dict[str, Any] = save.load_tree(folder)["trainer"]
         except OSError as error:  # a running stage deletes old checkpoints
             raise RLHFError("M05", f"{shown(folder)} no longer exists", hint="choose another step") from error
+        return state
 
     def open_parents(self) -> dict[str, Parent]:
         """Open the run's input models. Raises RLHFError as a stage does, and C15 if they or the data have changed."""
