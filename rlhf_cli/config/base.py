@@ -16,7 +16,8 @@ from rlhf_cli.config.sources import DataSource
 DataPath = Annotated[str, PathField("data")]
 ModelPath = Annotated[str, PathField("model")]
 JudgePath = Annotated[str, PathField("judge")]
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
+MAX_NAME_BYTES = 255  # Linux's NAME_MAX
+MAX_PATH_BYTES = 3500  # its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -32,7 +33,8 @@ def _check_path_length(path: str) -> str:
     if longest > MAX_NAME_BYTES:
         text = f"a path component has {longest} bytes; file systems allow {MAX_NAME_BYTES}"
         raise invalid(text, "set a folder with a shorter name", code="S03")
-    if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
         text = f"the path has {length} bytes; at most {MAX_PATH_BYTES} are allowed"
         raise invalid(text, "set a folder with a shorter path", code="S03")
     return path
@@ -140,15 +142,26 @@ class Config(Section):
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values, by key path; beside the config, else where rlhf runs."""
-        sources = getattr(self, "rewards", {})
-        functions = {f"rewards.{name}.function": source.function for name, source in sources.items()}
-        functions |= {f"judges.{name}": judge for name, judge in getattr(self, "judges", {}).items()}
-        texts = {key: name for key, name in functions.items() if isinstance(name, str) and FUNCTION.fullmatch(name)}
-        modules = {key: name.partition(":")[0] for key, name in texts.items()}
+        functions: dict[str, Any] = {}
+        for name, source in getattr(self, "rewards", {}).items():
+            functions[f"rewards.{name}.function"] = source.function
+        for name, judge in getattr(self, "judges", {}).items():
+            functions[f"judges.{name}"] = judge
+
         found: dict[str, Path] = {}
-        for key, module in modules.items():  # in the order of imports
-            stems = (folder / module.replace(".", "/") for folder in (self.file.parent, Path.cwd()))
-            files = (path for stem in stems for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")))
-            if (file := next(filter(os.path.isfile, files), None)) is not None:
-                found[key] = file
+        for key, function in functions.items():
+            if isinstance(function, str) and FUNCTION.fullmatch(function):
+                module = function.partition(":")[0]
+                file = self._find_module(module)
+                if file is not None:
+                    found[key] = file
         return found
+
+    def _find_module(self, module: str) -> Path | None:
+        """Return the file that `import module` would find beside the config or where rlhf runs."""
+        for folder in (self.file.parent, Path.cwd()):
+            stem = folder / module.replace(".", "/")
+            for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
+                if file.is_file():
+                    return file
+        return None

@@ -78,15 +78,23 @@ class RewardSourceSettings(Section):
             raise invalid("an ensemble needs at least two models", "use model for a single one")
         if self.clip is not None and self.weight == 0:
             raise invalid("clip has no effect on a source of weight 0", "remove it", "clip")
-        for key in (option for options in OPTIONS.values() for option in options):
-            kinds = [kind for kind, options in OPTIONS.items() if key in options]
-            needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
-            used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
-            if key == "output" and self.kind == "url" and self.protocol == "scores":
-                needs, used = "a protocol that can apply a sigmoid: pooling, classify or rerank", False
-            if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise invalid(f"{key} has no effect without {needs}", "remove it", key)
+
+        for options in OPTIONS.values():
+            for key in options:
+                default = type(self).model_fields[key].get_default(call_default_factory=True)
+                needs = self._missing(key)
+                if needs and getattr(self, key) != default:
+                    raise invalid(f"{key} has no effect without {needs}", "remove it", key)
         return self
+
+    def _missing(self, key: str) -> str | None:
+        """Return what an option needs to have an effect and this source lacks, or None."""
+        kinds = [kind for kind, options in OPTIONS.items() if key in options]
+        if key == "output" and self.kind == "url" and self.protocol == "scores":
+            return "a protocol that can apply a sigmoid: pooling, classify or rerank"
+        if key == "std_coef":
+            return None if self.kind in kinds and self.combine == "mean_minus_std" else "combine: mean_minus_std"
+        return None if self.kind in kinds else " or ".join(kinds)
 
 
 class VLLMServerSettings(Section):
@@ -353,16 +361,21 @@ class RolloutSettings(Section):
         if self.overlong_penalty and self.overlong_penalty.tokens > limit:
             text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {limit}"
             raise invalid(text, f"at most {limit}", code="C06")
-        batch = self.episodes_per_update
         for key in ("num_mini_batches", "num_samples_per_prompt"):
-            parts = getattr(self, key)
-            if batch % parts:
-                divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
-                near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2])
-                sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
-                text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
-                raise invalid(text, f"nearest values that fit: {' or '.join(map(str, near))}", key, code="C12")
+            self._check_divides_the_batch(key)
         return self
+
+    def _check_divides_the_batch(self, key: str) -> None:
+        batch = self.episodes_per_update
+        parts = getattr(self, key)
+        if batch % parts == 0:
+            return
+        divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
+        nearest = sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2]
+        sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
+        text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
+        hint = f"nearest values that fit: {' or '.join(map(str, sorted(nearest)))}"
+        raise invalid(text, hint, key, code="C12")
 
     @property
     def episodes_per_update(self) -> int:
@@ -456,13 +469,15 @@ VALUE_KEYS = (
 def recipe_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the recipe in the keys of `ppo`, without those that these keys exclude."""
     recipe = keys.get("recipe")
-    defaults = {key: value for key, (value, _) in RECIPES.get(recipe if isinstance(recipe, str) else "", {}).items()}
+    changes = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
+    excluded: set[str] = set()
     if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
-        defaults.pop("warmup_ratio", None)
-    without_effect = VALUE_KEYS if keys.get("advantage", "gae") != "gae" else ()
-    for key in (*without_effect, *(["average"] if keys.get("fsdp") else [])):
-        defaults.pop(key, None)
-    return defaults
+        excluded.add("warmup_ratio")
+    if keys.get("advantage", "gae") != "gae":
+        excluded.update(VALUE_KEYS)
+    if keys.get("fsdp"):
+        excluded.add("average")
+    return {key: value for key, (value, _) in changes.items() if key not in excluded}
 
 
 class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
@@ -582,13 +597,18 @@ class PPOConfig(TrainingConfig):
     @classmethod
     def _fill_in_value(cls, keys: Any) -> Any:
         """Fill in models.value: none if ppo.advantage needs no value model, policy_head if there is no reward model."""
-        settings, models, rewards = keys.get("ppo"), keys.get("models") or {}, keys.get("rewards")
+        settings = keys.get("ppo")
+        models = keys.get("models") or {}
+        rewards = keys.get("rewards")
         if not isinstance(settings, dict) or not isinstance(models, dict):
             return keys
         if settings.get("advantage", "gae") != "gae":
             return {**keys, "models": {"value": "none", **models}}
-        functions = isinstance(rewards, dict) and [source for source in rewards.values() if isinstance(source, dict)]
-        if functions and not any({"model", "models"} & source.keys() for source in functions):
+
+        entries = rewards.values() if isinstance(rewards, dict) else ()
+        sources = [source for source in entries if isinstance(source, dict)]
+        has_reward_model = any({"model", "models"} & source.keys() for source in sources)
+        if sources and not has_reward_model:
             return {**keys, "models": {"value": "policy_head", **models}}
         return keys
 
@@ -600,26 +620,45 @@ class PPOConfig(TrainingConfig):
         path = models.get("reward") if isinstance(models, dict) else None
         if path is None or not isinstance(keys.get("rewards"), dict | None):
             return keys
+
         sources = keys.get("rewards") or {"reward": {}}
-        source = {} if sources.get("reward", 0) is None else sources.get("reward")
-        if isinstance(source, dict) and not source.keys() & set(KINDS):
-            sources = {**sources, "reward": {"model": path, **source}}
+        if "reward" in sources:
+            source = {} if sources["reward"] is None else sources["reward"]
+            if isinstance(source, dict) and not source.keys() & set(KINDS):
+                sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
-        if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
-            key, missing, example = "ppo.ptx_coef", "data.ptx_data", "the rows of SFT, e.g. data/sft.jsonl"
-            if self.data.ptx_data:
-                key, missing, example = missing, key, "e.g. 27.8, as in InstructGPT"
-            raise invalid(f"{key} has no effect without {missing}", f"set {missing}: {example}", key)
-        if self.ppo.needs_value_model == (self.models.value == "none"):
-            estimator, value = self.ppo.advantage, self.models.value
-            text, hint = f"models.value {value} has no effect with ppo.advantage {estimator}", "remove it, or set none"
-            if value == "none":
-                text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
-                hint = "remove models.value, or set ppo.advantage: rloo"
-            raise invalid(text, hint, "models.value")
+        self._check_ptx()
+        self._check_value_model()
+        self._check_engine_and_sharding()
+        if self.rewards and len(self.held_out) == len(self.rewards):
+            text = "all rewards have weight 0, so there is nothing to optimise"
+            raise invalid(text, "set the weight of at least one of them", "rewards")
+        if self.ppo.watchdog is not None:
+            self._check_signals(self.ppo.watchdog)
+        return self
+
+    def _check_ptx(self) -> None:
+        if self.ppo.ptx_coef and not self.data.ptx_data:
+            hint = "set data.ptx_data: the rows of SFT, e.g. data/sft.jsonl"
+            raise invalid("ppo.ptx_coef has no effect without data.ptx_data", hint, "ppo.ptx_coef")
+        if self.data.ptx_data and not self.ppo.ptx_coef:
+            hint = "set ppo.ptx_coef: e.g. 27.8, as in InstructGPT"
+            raise invalid("data.ptx_data has no effect without ppo.ptx_coef", hint, "data.ptx_data")
+
+    def _check_value_model(self) -> None:
+        estimator = self.ppo.advantage
+        value = self.models.value
+        if self.ppo.needs_value_model and value == "none":
+            text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
+            raise invalid(text, "remove models.value, or set ppo.advantage: rloo", "models.value")
+        if not self.ppo.needs_value_model and value != "none":
+            text = f"models.value {value} has no effect with ppo.advantage {estimator}"
+            raise invalid(text, "remove it, or set none", "models.value")
+
+    def _check_engine_and_sharding(self) -> None:
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
@@ -631,22 +670,20 @@ class PPOConfig(TrainingConfig):
         if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:
             text = "sync: lora sends adapters, and all weights are trained"
             raise invalid(text, "set disk, or models.adapters", "models.engine.vllm.sync")
-        if self.rewards and len(self.held_out) == len(self.rewards):
-            text = "all rewards have weight 0, so there is nothing to optimise"
-            raise invalid(text, "set the weight of at least one of them", "rewards")
+
+    def _check_signals(self, watchdog: WatchdogSettings) -> None:
+        """Refuse settings of a signal that no source of the rewards gives."""
         ensembles = [name for name, source in self.rewards.items() if source.models]
         needs = {
             "judge": (self.held_out, "a source of weight 0 in rewards"),
             "disagreement": (ensembles, "an ensemble in rewards"),
         }
-        if (watchdog := self.ppo.watchdog) is None:
-            return self
         for signal, (sources, what) in needs.items():
             acts = signal in watchdog.actions
-            if not sources and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
-                key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
+            is_default = getattr(watchdog, signal) == WatchdogSettings.model_fields[signal].default
+            if not sources and (acts or not is_default):
+                key = f"ppo.watchdog.actions.{signal}" if acts else f"ppo.watchdog.{signal}"
                 raise invalid(f"{key} has no effect without {what}", "docs/rewards.md has an example", key)
-        return self
 
     def identity(self) -> dict[str, Any]:
         """Return the keys that can change the result; a run can resume with a server at another address."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, system, terminal
-from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, detect_version
+from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.machinery.paths import path_entries, relative, resolve_paths
@@ -44,8 +44,9 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
     detected, reason = detect_version(source)
     conversion = convert_settings(source, version or detected)
-    tree, base = conversion.tree(), os.getcwd()
-    resolve_paths(config.PPOConfig, tree, lambda key: base)
+    tree = conversion.tree()
+    working_dir = os.getcwd()
+    resolve_paths(config.PPOConfig, tree, lambda key: working_dir)
     for container, name, key, field in path_entries(config.PPOConfig, tree):
         row = conversion.rows.get(key)
         if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
@@ -67,35 +68,48 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
 
 def page(conversion: Conversion, name: str) -> str:
     """Return the text of ppo.yaml; `name` is the converted file."""
-    order = list(config.PPOConfig.model_fields)
-    tree = dict(sorted(conversion.tree().items(), key=lambda item: order.index(item[0])))
-    lines = [HEAD.format(name=_line(name), version=conversion.version), *_keys(tree, "", conversion)]
+    keys = conversion.tree()
+    in_order = {section: keys[section] for section in config.PPOConfig.model_fields if section in keys}
+    lines = [HEAD.format(name=_line(name), version=conversion.version)]
+    lines += _keys(in_order, "", conversion)
     lines += [line and f"# {line}" for line in _lists(conversion)]
     return "\n".join(lines) + "\n"
 
 
 def _lists(conversion: Conversion) -> Iterator[str]:
     """Yield lists of the keys that the user has to set, and of the options that were not converted."""
-    to_set = [f"{key}: {note}" for key, note in conversion.to_set.items()]
-    unconverted = [f"{row.option}: {to_yaml(row.trl_value)} ({row.note})" for row in conversion.unconverted]
-    for title, lines in (("To be set by you:", to_set), ("Not converted:", unconverted)):
-        if lines:
-            yield from ("", title, *map(_line, lines))
+    if conversion.to_set:
+        yield from ("", "To be set by you:")
+    for key, note in conversion.to_set.items():
+        yield _line(f"{key}: {note}")
+
+    if conversion.unconverted:
+        yield from ("", "Not converted:")
+    for row in conversion.unconverted:
+        yield _line(f"{row.option}: {to_yaml(row.trl_value)} ({row.note})")
 
 
 def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[str]:
     """Yield a line for each key, with a comment: the TRL option, its value in TRL if that differs, and the note."""
     indent = "  " * above.count(".")
     for name, value in tree.items():
-        if row := conversion.rows.get(above + name):
-            same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
-            option = row.option if same or not row.option else f"{row.option}: {to_yaml(row.trl_value)}"
-            remark = "; ".join(part for part in (option, row.note) if part and part != name)
-            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(remark))
-        else:
-            yield from ([] if above else [""])
-            yield f"{indent}{name}:"
-            yield from _keys(value, f"{above}{name}.", conversion)
+        row = conversion.rows.get(above + name)
+        if row:
+            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(row, name)))
+            continue
+        if not above:
+            yield ""
+        yield f"{indent}{name}:"
+        yield from _keys(value, f"{above}{name}.", conversion)
+
+
+def _remark(row: Row, name: str) -> str:
+    """Return the comment of a key: the TRL option, its value in TRL if that differs, and the note."""
+    is_same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
+    option = row.option
+    if option and not is_same:
+        option += f": {to_yaml(row.trl_value)}"
+    return "; ".join(part for part in (option, row.note) if part and part != name)
 
 
 def _line(text: str) -> str:

@@ -63,7 +63,10 @@ def trainer_keys(model: type[Section]) -> dict[str, Key]:
 
 def _key(name: str, field: dict[str, Any]) -> Key:
     types: list[Any] = [TYPES[kind] for kind in field["types"]]
-    types = [Literal[tuple(field["choices"])] if kind is str and "choices" in field else kind for kind in types]
+    if "choices" in field:
+        choices: Any = Literal[tuple(field["choices"])]
+        types = [choices if kind is str else kind for kind in types]
     version = made_from()["trl"].rpartition(".")[0]  # without its patch number
     text = f"The field {name} of TRL {version}'s trainer, handed on as it is."
-    return Key(f"trainer.{name}", FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text))
+    info = FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text)
+    return Key(f"trainer.{name}", info)
