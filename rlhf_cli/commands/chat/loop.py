@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.chat.models import ChatModels, display_name, load_models, resolve_models
-from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, SamplingParams
+from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, ReplySampling
 from rlhf_cli.commands.chat.slash_commands import QUOTES, run_command
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shown
@@ -57,14 +57,14 @@ def run(folder: Path, chat_options: ChatOptions, options: Options) -> None:
 
 def open_session(chat_models: ChatModels, chat_options: ChatOptions, options: Options) -> ChatSession:
     """Load the models. Sampling is as in PPO's training, unless the command line overrides it."""
-    temperature, defaults = chat_options.temperature, chat_models.config.ppo
-    if temperature is not None and not math.isfinite(temperature):
+    defaults = chat_models.config.ppo
+    temperature = defaults.temperature if chat_options.temperature is None else chat_options.temperature
+    if not math.isfinite(temperature):
         raise RLHFError("C06", f"--temperature {temperature}: a number from 0 up is needed")
-    temperature = defaults.temperature if temperature is None else temperature
     length = chat_options.max_new_tokens or defaults.max_response_length
     models, scorer = load_models(chat_models, options)
     prompt_format = ConversationFormat(reading.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer)
-    sampling = SamplingParams(temperature, length, chat_options.seed)
+    sampling = ReplySampling(temperature, length, chat_options.seed)
     return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
 
 
@@ -79,7 +79,8 @@ def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]
         metrics.append(
             f"KL from {display_name(chat_models.sft)} at temperature {chat_models.config.ppo.temperature:g}, in nats"
         )
-    yield from [f"below each reply: {', '.join(metrics)}"] if metrics else []
+    if metrics:
+        yield f"below each reply: {', '.join(metrics)}"
     yield from session.scorer.missing
     if session.live:
         yield "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat"

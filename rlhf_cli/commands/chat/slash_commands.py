@@ -42,7 +42,8 @@ def run_command(session: ChatSession, line: str) -> bool:
     """
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        near, names = closest_match(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
+        names = ", ".join(f"/{command}" for command in COMMANDS)
+        near = closest_match(name, COMMANDS)
         hint = f"did you mean /{near}?" if near else "to send a prompt that starts with /, type //"
         raise RLHFError("C07", f"/{name}: not one of {names}", hint=hint)
     command = COMMANDS[name]
@@ -74,19 +75,27 @@ def _system(session: ChatSession, text: str) -> None:
 
 def _set_parameter(name: str, session: ChatSession, text: str) -> None:
     """Set a sampling parameter, if there is a text; show all. Raises RLHFError C06 for an invalid number."""
-    field, kind, minimum, maximum = PARAMETERS[name]
     if text:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not minimum <= value <= maximum or math.isinf(value):
-            noun = "a whole number" if kind is int else "a number"
-            bounds = f"from {minimum} up" if math.isinf(maximum) else f"from {minimum} to {maximum}"
-            raise RLHFError("C06", f"/{name} {text}: {noun} {bounds} is needed")
-        changes: dict[str, Any] = {field: value} | ({"reply_index": 0} if name == "seed" else {})
+        field = PARAMETERS[name][0]
+        changes: dict[str, Any] = {field: _parse_parameter(name, text)}
+        if name == "seed":
+            changes["reply_index"] = 0
         session.sampling = replace(session.sampling, **changes)
     terminal.say(str(session.sampling))
+
+
+def _parse_parameter(name: str, text: str) -> float:
+    """Return the number in the text. Raises RLHFError C06 if the parameter cannot have it."""
+    _, kind, minimum, maximum = PARAMETERS[name]
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if minimum <= value <= maximum and not math.isinf(value):
+        return value
+    noun = "a whole number" if kind is int else "a number"
+    bounds = f"from {minimum} up" if math.isinf(maximum) else f"from {minimum} to {maximum}"
+    raise RLHFError("C06", f"/{name} {text}: {noun} {bounds} is needed")
 
 
 def _undo(session: ChatSession, text: str) -> None:
@@ -101,7 +110,8 @@ def _clear(session: ChatSession, text: str) -> None:
 def _save(session: ChatSession, text: str) -> None:
     if not text:
         raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
-    path, rows = Path(os.path.expanduser(text)), list(export_rows(session))
+    path = Path(os.path.expanduser(text))
+    rows = list(export_rows(session))
     if os.path.lexists(path):
         raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten")
     try:
@@ -111,7 +121,8 @@ def _save(session: ChatSession, text: str) -> None:
             path.unlink()
         reason = getattr(error, "strerror", error)
         raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
-    terminal.say(f"saved: {shown(path)}, {len(rows)} row{'s' * (len(rows) != 1)}")
+    count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+    terminal.say(f"saved: {shown(path)}, {count}")
 
 
 COMMANDS: dict[str, Command] = {

@@ -70,17 +70,26 @@ def compare(
     `float64` is the trainer in float64, `native` the trainer in the run's dtype, `recorded` from the run's files.
     The quantities of `only_rounding` are not compared in float64.
     """
-    native, recorded = native or {}, recorded or {}
+    native = native or {}
+    recorded = recorded or {}
     not_compared = {*BY_COUNT, *only_rounding(reference)}
 
     def between(name: str, values: Quantities, expected: Quantities) -> float | None:
-        return difference(name, values[name], expected[name]) if name in values and name in expected else None
+        if name not in values or name not in expected:
+            return None
+        return difference(name, values[name], expected[name])
 
     quantities = []
     for name, values in {**reference, **float64, **recorded, **native, **reference}.items():
-        exact = None if name in not_compared else between(name, float64, reference)
-        again, rounding = between(name, recorded, native), between(name, native, reference)
-        quantities.append(Quantity(name, len(values), _largest(values), again, exact, rounding))
+        quantity = Quantity(
+            name,
+            count=len(values),
+            largest=_largest(values),
+            recorded=between(name, recorded, native),
+            float64=None if name in not_compared else between(name, float64, reference),
+            rounding=between(name, native, reference),
+        )
+        quantities.append(quantity)
     return quantities
 
 
@@ -90,7 +99,8 @@ def only_rounding(reference: Quantities) -> dict[str, str]:
     Two correct implementations may differ in them.
     """
     reasons = {}
-    returns, norms = reference.get("returns"), reference.get("policy/grad_norm", torch.ones(1))
+    returns = reference.get("returns")
+    norms = reference.get("policy/grad_norm", torch.ones(1))
     if returns is not None and returns.std(unbiased=False) <= ZERO * _largest(returns):
         reasons["val/explained_variance"] = "all returns are equal"
     if _largest(reference["advantages"]) < ZERO:

@@ -1,10 +1,12 @@
 """Open a PPO run, and repeat one of its updates in all three ways."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.commands.verify import trace
@@ -64,16 +66,21 @@ class PPORun:
         parents = runs.open_parents(self.config)
         logged = read_json_object(self.folder / "identity.json") or {}
         current = runs.compute_identity(self.config, parents, self.config.sources())
-        old, new = ({key: identity.get(key, {}) for key in ("parents", "data")} for identity in (logged, current))
-        if changes := runs.identity_difference(old, new):
+        changes = runs.identity_difference(_inputs_of(logged), _inputs_of(current))
+        if changes:
             text = f"the inputs of {shown(self.folder)} have changed: {'; '.join(changes[:5])}"
             raise RLHFError("C15", text, hint="restore the inputs, or run the stage again and verify the new run")
         return parents
 
 
+def _inputs_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: identity.get(key, {}) for key in ("parents", "data")}
+
+
 def open_run(run: Path) -> PPORun:
     """Open the PPO run of a run folder or of RUN/ppo itself. Raises RLHFError M01 if there is none."""
-    folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
+    candidates = (run / "ppo", run)
+    folder = next((path for path in candidates if (path / "identity.json").is_file()), None)
     if folder is None or not (folder / "config.yaml").is_file():
         raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint="name a run folder with ppo/, e.g. runs/demo")
     config = setup.load_run_config(folder)
@@ -107,6 +114,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> ReplayRepo
     if settings.optim == "adamw_8bit":
         text = "an update with 8-bit optimizer states cannot be repeated in float64"
         raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="verify a run with another ppo.optim")
+
     with terminal.muted_warnings():  # already printed by `rlhf ppo`
         components = setup.load_components(config, options, run.open_parents())
     trainer = components.trainer
@@ -115,6 +123,7 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> ReplayRepo
         trainer.load_state_dict(run.load_state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
     before = trace.weights_of(trainer)
+
     picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     dtype = "bfloat16" if settings.bf16 else str(trainer.policy.dtype).removeprefix("torch.")
     with Progress("verify", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
@@ -122,17 +131,31 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> ReplayRepo
         native = trace.run_update(trainer, rollout)
         native |= trace.weight_changes(before, trace.weights_of(trainer))
         recorded = _recorded(run, step, before)
-        logged, repeated = _samples(components, [row for row in run.samples if row["step"] == step])
-        recorded, native = recorded | logged, native | repeated
+        rows = [row for row in run.samples if row["step"] == step]
+        logged_samples, repeated_samples = _samples(components, rows)
         trainer.load_state_dict(start)
         float64, reference = trace.run_in_float64(
             trainer, rollout, updates=components.num_updates, stop_token_id=components.stop_token_id,
             near_tie=NEAR_TIE[dtype], tick=bar.advance,
         )  # fmt: skip
-    quantities = compare(reference, float64, native, recorded)
-    logged, current = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {}), runs.versions()
-    changed = [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
-    return ReplayReport(shown(run.folder), step, dtype, quantities, only_rounding(reference), changed)
+
+    quantities = compare(reference, float64, native=native | repeated_samples, recorded=recorded | logged_samples)
+    return ReplayReport(
+        run=shown(run.folder),
+        step=step,
+        dtype=dtype,
+        quantities=quantities,
+        only_rounding=only_rounding(reference),
+        versions=_changed_versions(run.folder),
+    )
+
+
+def _changed_versions(folder: Path) -> list[str]:
+    """Return the libraries whose version has changed since the run, as `name old -> new`."""
+    manifest = read_json_object(folder / "manifest.json") or {}
+    current = runs.versions()
+    logged = manifest.get("versions", {}).items()
+    return [f"{name} {old} -> {current.get(name)}" for name, old in logged if current.get(name) != old]
 
 
 def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
@@ -146,8 +169,12 @@ def _recorded(run: PPORun, step: int, before: trace.Weights) -> Quantities:
     except RLHFError as error:
         terminal.warn(error.problems[0].code, f"{error.problems[0].text}; its weights are not compared")
         return quantities
-    after = {name: {key: state[name][key].double() for key in keys} for name, keys in before.items()}
+    after = {name: _as_double(state[name], keys) for name, keys in before.items()}
     return quantities | trace.weight_changes(before, after)
+
+
+def _as_double(weights: Mapping[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
+    return {key: weights[key].double() for key in keys}
 
 
 def _samples(components: setup.PPOComponents, rows: Sequence[Mapping[str, Any]]) -> tuple[Quantities, Quantities]:
@@ -158,12 +185,18 @@ def _samples(components: setup.PPOComponents, rows: Sequence[Mapping[str, Any]])
     repeated = [samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
 
     def quantities(table: Sequence[Mapping[str, Any]]) -> Quantities:
-        texts = [
-            any(row[key] != old[key] for key in ("prompt", "response")) for row, old in zip(table, rows, strict=True)
-        ]
-        columns = {"other texts": texts} | {name: [row[name] for row in table] for name in ("kl", "score")}
+        columns = {
+            "other texts": [_differ(row, logged) for row, logged in zip(table, rows, strict=True)],
+            "kl": [row["kl"] for row in table],
+            "score": [row["score"] for row in table],
+        }
         for name in experience.score_result.raw:
-            columns[f"score {name}"] = [s for row in table if (s := row["scores"][name]) is not None]
+            scores = [row["scores"][name] for row in table]
+            columns[f"score {name}"] = [score for score in scores if score is not None]
         return {f"samples: {name}": trace.as_float64(values) for name, values in columns.items()}
 
     return quantities(rows), quantities(repeated)
+
+
+def _differ(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(row[key] != other[key] for key in ("prompt", "response"))
