@@ -77,7 +77,8 @@ def heavy_imports() -> Iterator[None]:
 
     These million objects are never garbage. Traversing them took a sixth of the CPU time of a tiny chain.
     """
-    num_modules, was_enabled = len(sys.modules), gc.isenabled()
+    num_modules = len(sys.modules)
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield

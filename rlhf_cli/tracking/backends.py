@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,10 @@ class TensorBoard:
         self.place = f"{shown(folder)} (tensorboard --logdir {shell_path(run.folder.parent)})"
         if self.last == NO_STEP:
             assert self.writer.file_writer
-            hyperparameters = {  # by keys as for --set
+            by_key = flatten(run.config)  # by keys as for --set
+            hyperparameters = {
                 key: value if isinstance(value, str | int | float) else json.dumps(value)
-                for key, value in flatten(run.config).items()
+                for key, value in by_key.items()
             }
             for summary in hparams(hyperparameters, {}):
                 self.writer.file_writer.add_summary(summary)
@@ -148,7 +149,8 @@ class WandB:
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Log a Table of the library."""
         columns = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may lack a score
-        self._log(step, {name: self.library.Table(columns, [[row.get(column) for column in columns] for row in rows])})
+        cells = [list(map(row.get, columns)) for row in rows]
+        self._log(step, {name: self.library.Table(columns, cells)})
 
     def histograms(self, step: int, values: Samples) -> None:
         """Log a Histogram of the library, of 64 bins, per name."""
@@ -172,11 +174,13 @@ class Trackio(WandB):
     def __init__(self, run: TrackerRun) -> None:
         import trackio
 
-        self.library, self._problem = trackio, ""
+        self.library = trackio
+        self._problem = ""
         self._show = warnings.showwarning
         warnings.showwarning = self._record_warning
+        project = run.project or PROJECT
         try:
-            name_file, project = run.name_file("trackio", "rlhf-run-name"), run.project or PROJECT
+            name_file = run.name_file("trackio", "rlhf-run-name")
             resumed = name_file.is_file()
             name = name_file.read_text(encoding="utf-8").strip() if resumed else self._unused_name(project, run.name)
             with self._silenced():
@@ -211,7 +215,12 @@ class Trackio(WandB):
         taken: set[str] = set()
         with suppress(ValueError):  # no such project yet
             taken = {run.name for run in self.library.Api().runs(project)}
-        return next(free for free in chain([name], (f"{name}-{n}" for n in count(2))) if free not in taken)
+        number = 1
+        unused = name
+        while unused in taken:
+            number += 1
+            unused = f"{name}-{number}"
+        return unused
 
     @contextmanager
     def _silenced(self) -> Iterator[None]:

@@ -34,11 +34,14 @@ class Log:
 
     def __init__(self, path: Path, position: LogPosition | None = None) -> None:
         self.path = path
-        is_main = distributed.is_main_process()
-        content = _truncate(path, position) if is_main and position else b""
-        if is_main and not position:
-            path.unlink(missing_ok=True)
-        self._bytes, self._sha256 = len(content), hashlib.sha256(content)
+        content = b""
+        if distributed.is_main_process():
+            if position:
+                content = _truncate(path, position)
+            else:
+                path.unlink(missing_ok=True)
+        self._bytes = len(content)
+        self._sha256 = hashlib.sha256(content)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row in one write, on the main process only."""
@@ -75,9 +78,9 @@ class MetricsLog(Log):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step. Raises RLHFError R01 for a metric that is not finite."""
-        invalid = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if invalid:
-            raise RLHFError("R01", f"step {step}: {invalid[0]} is {metrics[invalid[0]]}")
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise RLHFError("R01", f"step {step}: {name} is {value}")
         line = {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)}
         self.append(line)
         if self._trackers is not None:

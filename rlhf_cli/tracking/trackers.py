@@ -36,7 +36,8 @@ class Trackers:
 
     def resume(self, before: Iterable[Line], kept: Sequence[Line]) -> None:
         """Pass the lines of the earlier log, and those kept on resume. Call it before entering the context."""
-        self._logged, self._kept = {(line["step"], frozenset(line)) for line in before}, kept
+        self._logged = {_identity(line) for line in before}
+        self._kept = kept
 
     def __enter__(self) -> "Trackers":
         if distributed.is_main_process():
@@ -48,17 +49,20 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        code = error.code if isinstance(error, SystemExit) else 0 if error is None else 1
+        exit_code = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            exit_code = int(error.code or 0)
         for name in list(self._open):
-            self._guarded(name, self._open.pop(name).close, int(code or 0))
+            self._guarded(name, self._open.pop(name).close, exit_code)
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def metrics(self, line: Line) -> None:
         """Log a line of metrics.jsonl: `step` and numbers."""
-        step, values = line["step"], {name: value for name, value in line.items() if name != "step"}
-        self._send(step, lambda tracker: tracker.metrics(step, values), again=(step, frozenset(line)) in self._logged)
+        step = line["step"]
+        values = {name: value for name, value in line.items() if name != "step"}
+        self._send(step, lambda tracker: tracker.metrics(step, values), again=_identity(line) in self._logged)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table whose rows have the same keys; values other than text and numbers are dropped."""
@@ -74,20 +78,22 @@ class Trackers:
     def _send(self, step: int, send: Callable[[Tracker], None], *, again: bool = True) -> None:
         """Send to all trackers. With `again`, skip those that have the step from an earlier start."""
         for name, tracker in list(self._open.items()):
-            if not (again and step <= tracker.last):
-                self._guarded(name, send, tracker)
+            if again and step <= tracker.last:
+                continue
+            self._guarded(name, send, tracker)
 
     def _begin(self, name: str) -> None:
-        config, group = self.config, Path(self.config.run).name
+        config = self.config
+        group = Path(config.run).name
         run = TrackerRun(
-            config.stage,
-            config.folder,
-            config.output.project,
-            config.output.run_name or "-".join(part for part in (group, config.stage) if part),
-            group,
-            _redacted(config.dump(relative_to=config.folder)),
-            max((line["step"] for line in self._kept), default=NO_STEP),
-            max((step for step, _ in self._logged), default=NO_STEP),
+            stage=config.stage,
+            folder=config.folder,
+            project=config.output.project,
+            name=config.output.run_name or (f"{group}-{config.stage}" if group else config.stage),
+            group=group,
+            config=_redacted(config.dump(relative_to=config.folder)),
+            saved_step=max((line["step"] for line in self._kept), default=NO_STEP),
+            logged_step=max((step for step, _ in self._logged), default=NO_STEP),
         )
         tracker = self._open[name] = TRACKERS[name](run)
         terminal.say(f"{config.stage:<8} {name}: {tracker.place}")
@@ -114,13 +120,20 @@ def require(config: Config) -> None:
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
 
 
+def _identity(line: Line) -> tuple[int, frozenset[str]]:
+    """Return what identifies a line of the log: a step may have several, with different names."""
+    return line["step"], frozenset(line)
+
+
 def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
     cells: dict[str, str | float] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
             cells |= _cells(value, f"{prefix}{key}/")
-        elif isinstance(value, str | int | float):
-            cells[prefix + key] = redact(value) if isinstance(value, str) else value
+        elif isinstance(value, str):
+            cells[prefix + key] = redact(value)
+        elif isinstance(value, int | float):
+            cells[prefix + key] = value
     return cells
 
 
