@@ -15,8 +15,6 @@ from rlhf_cli.rewards.signature import RewardFn
 from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
 
 Call = Callable[..., Any]
-
-
 MAX_PATTERN_SECONDS = 10.0  # CPU time of a pattern on one response: some patterns take years
 
 
@@ -38,8 +36,11 @@ def by_column(
     an empty response, for each row of the data. `call` is used as `map`.
     """
 
+    def score_row(response: str, value: Any) -> float | None:
+        return None if value is None else score(response, value)
+
     def reward(responses: list[str], **columns: list[Any]) -> list[float | None]:
-        return list(call(lambda text, value: None if value is None else score(text, value), responses, columns[column]))
+        return list(call(score_row, responses, columns[column]))
 
     names = [Parameter(name, Parameter.KEYWORD_ONLY) for name in ("responses", column)]
     reward.__signature__ = Signature(names)  # type: ignore[attr-defined]

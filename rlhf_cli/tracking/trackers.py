@@ -17,8 +17,6 @@ from rlhf_cli.errors import RLHFError, install_hint, redact
 from rlhf_cli.tracking.backends import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
 Tracker = TensorBoard | WandB
-
-
 Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 
 

@@ -14,9 +14,7 @@ from rlhf_cli.commands.chat.session import ChatSession, export_rows
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.jsonl import write_jsonl
 
-QUOTES = '"""'
-
-
+QUOTES = '"""'  # around a prompt of several lines
 # Sampling parameters that a command sets: field, type, minimum and maximum.
 PARAMETERS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "temp": ("temperature", float, 0, math.inf),

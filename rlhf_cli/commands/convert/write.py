@@ -15,8 +15,6 @@ from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 
 FILE = "ppo.yaml"
-
-
 HEAD = """\
 # PPO settings of {name} for TRL {version}, converted by `rlhf convert`. A comment gives the TRL option of a key, and
 # its value in TRL if it differs. `rlhf explain KEY` describes a key; docs/commands.md lists differences from TRL.

@@ -15,15 +15,11 @@ from rlhf_cli.models import load, tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
 from rlhf_cli.runs.parents import Parent
 
-STORED_ROWS, RANDOM_ROWS, ROW_LENGTH = 6, 2, 64
-
-
+STORED_ROWS = 6
+RANDOM_ROWS = 2
+ROW_LENGTH = 64  # tokens
 TOLERANCE = 1e-4  # of the largest logit
-
-
 ROUNDINGS = 10  # tolerance of lower precision, in rounding errors: 0.8 % each in bfloat16, 0.1 % in float16
-
-
 Rows = list[list[int]]
 
 
@@ -36,7 +32,9 @@ def stored_rows(model: Parent, tokenizer: Any) -> Rows:
         with suppress(RLHFError):  # missing or incomplete
             samples = [row for _, row in islice(read_jsonl(path), STORED_ROWS)]
             texts = [row["prompt"] + row["response"] for row in samples if {"prompt", "response"} <= row.keys()]
-            if rows := [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids]:
+            tokenized = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rows = [ids for ids in tokenized if ids]
+            if rows:
                 return rows
     return []
 
@@ -69,17 +67,20 @@ def verify_export(
         folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=trust,
         output_loading_info=True,
     )  # fmt: skip
-    if mismatched := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+    mismatched = sorted({*report["missing_keys"], *report["unexpected_keys"]})
+    if mismatched:
         raise _mismatch(f"the weights of {', '.join(mismatched[:3])} are missing or unexpected")
+
     exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     for name, sha256_of in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
         if sha256_of(exported) != sha256_of(tokenizer):
             raise _mismatch(f"its {name} differs")
     if token_difference := tokenizers.first_difference(tokenizer, exported):
         raise _mismatch(f"its tokenizer differs: {token_difference}")
+
     pairs = zip(expected, logits(model.eval(), rows), strict=True)
-    difference = max(float((row - exported_row).abs().max()) for row, exported_row in pairs)
-    difference /= max(float(row.abs().max()) for row in expected)
+    largest_difference = max(float((row - exported_row).abs().max()) for row, exported_row in pairs)
+    difference = largest_difference / max(float(row.abs().max()) for row in expected)
     allowed = TOLERANCE if dtype == torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
     if not difference <= allowed:  # also true of nan
         raise _mismatch(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")

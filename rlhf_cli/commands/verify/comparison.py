@@ -10,14 +10,8 @@ from torch import Tensor
 from rlhf_cli.commands.verify.trace import Quantities
 
 TOLERANCE = 1e-6
-
-
 FLOOR = 1e-3  # least denominator of a relative difference
-
-
 ZERO = 1e-9  # smaller values are rounding errors
-
-
 BY_COUNT = ("response tokens",)  # ids: the number that differ
 
 

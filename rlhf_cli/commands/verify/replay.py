@@ -23,7 +23,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.ppo import samples, setup
 from rlhf_cli.tracking.logs import read_log
 
-# Rounding errors to expect: of a sampled token, in nats; of a quantity, relative (larger ones are reported).
+# Rounding error to expect of a sampled token, in nats.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}
 
 

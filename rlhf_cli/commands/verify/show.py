@@ -12,6 +12,7 @@ from rlhf_cli.commands.verify.replay import ReplayReport, open_run, verify_updat
 from rlhf_cli.config.base import Options
 from rlhf_cli.rewards.function import no_bytecode_files
 
+# Rounding error to expect of a quantity, relative; larger ones are reported.
 ROUNDING = {"float32": 0.05, "bfloat16": 0.5}
 
 
