@@ -161,7 +161,11 @@ def _key_or_table(stage: str, name: str) -> Key | None:
 def _find_replacement(name: str) -> tuple[list[StageKey], str] | None:
     """Return the keys that an old or external name stands for, with a text; None if there are none."""
     section, _, last = name.rpartition(".")
-    renamed = next((new for old, new in RENAMED.items() if name in (old, old.rpartition(".")[2])), current_name(name))
+    renamed = current_name(name)
+    for old, new in RENAMED.items():
+        if name in (old, old.rpartition(".")[2]):
+            renamed = new
+            break
     if renamed != name:
         return _find(renamed), f"{name} is called {renamed} now"
     alias = find_alias(last)
@@ -328,12 +332,13 @@ def _show_lines(stage_keys: Iterable[StageKey]) -> None:
     """Print a line per key, grouped by files."""
     for files, entries in _by_files(stage_keys).items():
         terminal.out(f"\n{files}")
-        name = max(len(entry.name) for entry in entries)
-        default = max(len(entry.default) for entry in entries)
+        name_width = max(len(entry.name) for entry in entries)
+        default_width = max(len(entry.default) for entry in entries)
         for entry in entries:
-            start = f"  {entry.name:<{name}}  {entry.default:<{default}}  "
+            start = f"  {entry.name:<{name_width}}  {entry.default:<{default_width}}  "
             sentence = re.split(r"\. (?=[A-Z])", entry.meaning)[0].rstrip(".")
-            terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
+            room = max(20, _width() - len(start))
+            terminal.out(start + textwrap.shorten(sentence, room, placeholder=" ..."))
 
 
 def _show_labelled(texts: dict[str, str | None]) -> None:

@@ -76,10 +76,12 @@ def _key_path(detail: ErrorDetails, tree: Any) -> KeyPath:
     path: list[str] = []
     node = tree
     for depth, part in enumerate(detail["loc"], start=1):
-        in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
-        if in_list or (isinstance(node, dict) and part in node):
+        is_in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        is_in_dict = isinstance(node, dict) and part in node
+        is_missing_key = detail["type"] == "missing" and depth == len(detail["loc"])
+        if is_in_list or is_in_dict:
             node = node[part]
-        elif detail["type"] != "missing" or depth < len(detail["loc"]):
+        elif not is_missing_key:
             continue
         path.append(str(part))
     return tuple(path)

@@ -122,11 +122,15 @@ def lowbias32(x: Tensor) -> Tensor:
 
 def exponential(seed: int, step: int, count: int) -> Tensor:
     """Return E_v ~ Exp(1) of a token, (V,) float64: -log(1 - u_v), u_v from 31 bits of a hash of (seed, step, v)."""
-    low, high = torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32])
+    low = torch.tensor([seed % 2**32])
+    high = torch.tensor([seed // 2**32])
     first = lowbias32(low ^ lowbias32(torch.tensor([step])))
     second = lowbias32((high + first) % 2**32)
-    bits = lowbias32(((lowbias32(torch.arange(count)) ^ first) + second) % 2**32)
-    return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
+
+    tokens = lowbias32(torch.arange(count))
+    bits = lowbias32(((tokens ^ first) + second) % 2**32)
+    uniform = (bits % 2**31 + 0.5) * 2.0**-31
+    return -torch.log1p(-uniform)
 
 
 # 2. Model outputs, one unpadded row at a time
