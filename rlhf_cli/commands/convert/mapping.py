@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from rlhf_cli.commands.convert.read import Setting, Source
+from rlhf_cli.commands.convert.read import Setting, TRLSettings
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.aliases import ALIASES
 from rlhf_cli.config.machinery.fields import key_at, keys_of
@@ -37,7 +37,7 @@ class Row:
 class Conversion:
     """The options of a file, and the result for each."""
 
-    def __init__(self, source: Source, version: str) -> None:
+    def __init__(self, source: TRLSettings, version: str) -> None:
         self.source, self.version = source, version
         self.options: dict[str, Setting] = {}  # not converted yet
         self.rows: dict[str, Row] = {}  # by key
@@ -94,7 +94,7 @@ class Conversion:
         return tree
 
 
-def detect_version(source: Source) -> tuple[str, str]:
+def detect_version(source: TRLSettings) -> tuple[str, str]:
     """Return the TRL version of a file, and the reason."""
     of_old = _names_only_of(OLD, NEW, source)
     of_new = _names_only_of(NEW, OLD, source)
@@ -111,7 +111,7 @@ def detect_version(source: Source) -> tuple[str, str]:
     return version, reason
 
 
-def _names_only_of(version: str, other: str, source: Source) -> list[str]:
+def _names_only_of(version: str, other: str, source: TRLSettings) -> list[str]:
     """Return the classes and options of a file that only this version of TRL has, not the other one."""
     names = dict.fromkeys([*sorted(source.classes), *(setting.name for setting in source.settings)])
     known = {*VERSIONS[version]["options"], *VERSIONS[version]["names"]} - set(OPTIONS[other])

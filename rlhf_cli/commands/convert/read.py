@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass
-class Source:
+class TRLSettings:
     """The settings of a file, in its order. `classes` are the names in a script, such as PPOv2Config."""
 
     settings: list[Setting] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Source:
         self.settings += [Setting(name, value) for name, value in options.items()]
 
 
-def read_settings(path: Path) -> Source:
+def read_settings(path: Path) -> TRLSettings:
     """Parse a file; nothing in it is executed. Raises RLHFError C03, C08, C09 or S02 if it cannot be read."""
     name, suffix = str(path), path.suffix.lower()
     if suffix == ".ipynb":
@@ -89,7 +89,7 @@ def parse_word(text: str) -> Any:
     return text
 
 
-def _read_script(text: str, name: str) -> Source:
+def _read_script(text: str, name: str) -> TRLSettings:
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python, about escapes in the script
             tree = ast.parse(text)
@@ -99,7 +99,7 @@ def _read_script(text: str, name: str) -> Source:
         raise RLHFError("C08", "Python nested too deeply", where=name) from error
 
     nodes = list(ast.walk(tree))
-    source = Source(classes={node.id for node in nodes if isinstance(node, ast.Name)})
+    source = TRLSettings(classes={node.id for node in nodes if isinstance(node, ast.Name)})
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) in CONFIGS]
     converted: set[str] = set()
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
@@ -138,9 +138,9 @@ def _argument(keyword: ast.keyword, file: str) -> Setting:
         return Setting(keyword.arg or "**", f"{expression:.50}", f"{file}:{keyword.value.lineno}: not a literal")
 
 
-def _read_command(text: str, name: str) -> Source:
+def _read_command(text: str, name: str) -> TRLSettings:
     """Read one command line; line breaks do not end it."""
-    source = Source()
+    source = TRLSettings()
     words = _words(text, name)
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if len(scripts) > 1:
@@ -190,9 +190,9 @@ def _words(text: str, name: str) -> list[str]:
     return command
 
 
-def _read_tree(tree: Mapping[str, Any]) -> Source:
+def _read_tree(tree: Mapping[str, Any]) -> TRLSettings:
     """Return the options at the top and one section below."""
-    source = Source()
+    source = TRLSettings()
     for key, value in tree.items():
         is_section = isinstance(value, dict) and not DICT_OPTIONS.fullmatch(key)
         options = {

@@ -7,7 +7,7 @@ from math import ceil, gcd
 from pydantic import ValidationError
 
 from rlhf_cli.commands.convert.mapping import NEW, OLD, VERSIONS, Conversion, Row, map_option
-from rlhf_cli.commands.convert.read import Setting, Source
+from rlhf_cli.commands.convert.read import Setting, TRLSettings
 from rlhf_cli.config.machinery.aliases import ALIASES
 from rlhf_cli.config.messages import translate_validation_error
 from rlhf_cli.config.ppo import BELONGS_TO, PPOConfig
@@ -24,7 +24,7 @@ LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's 
 Batch = tuple[int, int, int]  # the values of BATCH_KEYS
 
 
-def convert_settings(source: Source, version: str) -> Conversion:
+def convert_settings(source: TRLSettings, version: str) -> Conversion:
     """Map the options of a file to the keys of a valid ppo.yaml, with TRL's defaults for the other keys.
 
     Raises RLHFError if the config is invalid and no option is responsible.

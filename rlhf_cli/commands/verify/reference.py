@@ -35,7 +35,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReferenceReward:
     """A reward source: a scorer, or an ensemble."""
 
     scorers: dict[str, Scorer]
@@ -59,7 +59,7 @@ class ReferenceState:
     ref: Any
     value: Any  # a one-label sequence classifier; a linear head on the policy's last hidden state; None without values
     value_is_head: bool
-    sources: dict[str, Source]
+    sources: dict[str, ReferenceReward]
     adam: dict[str, dict[str, Adam]]  # "policy" and "value" -> parameter name -> its state, if any
     ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
     prompts: list[list[int]]
@@ -217,7 +217,7 @@ def function_scores(score: Any, tokenizer: Any, prompts: list[list[int]], respon
     return [math.nan if value is None else float(value) for value in score(*texts, responses)]
 
 
-def ensemble_score(source: Source, scores: Sequence[float]) -> float:
+def ensemble_score(source: ReferenceReward, scores: Sequence[float]) -> float:
     """Return an ensemble's score of a row: its members' mean, minimum, or mean - std_coef * standard deviation.
 
     Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance.
@@ -283,7 +283,7 @@ def ended(state: ReferenceState, response: list[int]) -> bool:
 
 
 @dataclass
-class Experience:
+class ReferenceExperience:
     """Everything computed before the optimizer steps. Quantities of tokens are tensors (T,), one for each row."""
 
     logprobs: list[Tensor]
@@ -328,7 +328,7 @@ def full_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experience:
+def make_experience(state: ReferenceState, tick: Callable[[], None]) -> ReferenceExperience:
     """Compute log-probs, values and scores; then rewards, advantages and returns."""
     settings, rows = state.settings, range(len(state.prompts))
     logprobs, ref_logprobs, values, kl = [], [], [], []
@@ -363,7 +363,7 @@ def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experien
         returns = [advantages[row] + values[row] for row in rows]
     if settings.advantage_norm == "batch":
         advantages = whitened(advantages, keep_mean=False)
-    return Experience(
+    return ReferenceExperience(
         logprobs, ref_logprobs, values, kl, member_scores, raw, scores, moments, rewards, advantages, returns
     )
 

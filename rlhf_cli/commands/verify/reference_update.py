@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhf_cli.commands.verify.reference import (
     Adam,
-    Experience,
     Quantities,
+    ReferenceExperience,
     ReferenceState,
     ended,
     full_kl,
@@ -30,7 +30,7 @@ Step = dict[str, float]  # metrics of an optimizer step
 # 5. Losses of a row
 
 
-def row_losses(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, dict[str, Tensor]]:
+def row_losses(state: ReferenceState, experience: ReferenceExperience, row: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each response token, (T,) with gradient, and the metrics of each, (T,)."""
     settings = state.settings
     with torch.set_grad_enabled(state.policy_is_trained):
@@ -77,7 +77,7 @@ def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantages: Tensor) 
     return -objective, clipped
 
 
-def rollout_correction(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, Tensor]:
+def rollout_correction(state: ReferenceState, experience: ReferenceExperience, row: int) -> tuple[Tensor, Tensor]:
     """Return the weight of each token, (T,), and which ratios of policy to engine exceed the cap of rollout_correction.
 
     token_truncate: min(ratio, cap) (Ionides 2008, "Truncated importance sampling"). sequence_mask: the product of the
@@ -122,7 +122,7 @@ def kl_loss(state: ReferenceState, row: int, logp: Tensor, old: Tensor, ref: Ten
 
 
 def run_optimizer_steps(
-    state: ReferenceState, experience: Experience, tick: Callable[[], None]
+    state: ReferenceState, experience: ReferenceExperience, tick: Callable[[], None]
 ) -> tuple[list[Step], int]:
     """Run all optimizer steps of the update; return their metrics and the number of epochs."""
     settings = state.settings
@@ -165,7 +165,7 @@ def minibatches(state: ReferenceState, epoch: int) -> Iterator[list[int]]:
 
 
 def optimizer_step(
-    state: ReferenceState, experience: Experience, rows: list[int], epoch: int, tick: Callable[[], None]
+    state: ReferenceState, experience: ReferenceExperience, rows: list[int], epoch: int, tick: Callable[[], None]
 ) -> Step:
     """Take a step of AdamW on the mean loss of a minibatch's response tokens; return its metrics.
 
@@ -295,7 +295,7 @@ def learning_rate(state: ReferenceState, name: str) -> float:
 # 7. Metrics of an update (metrics.jsonl)
 
 
-def metrics(state: ReferenceState, experience: Experience, steps: list[Step], epochs: int) -> Quantities:
+def metrics(state: ReferenceState, experience: ReferenceExperience, steps: list[Step], epochs: int) -> Quantities:
     """Return the metrics: sums over a response's tokens, means over rows and over the optimizer steps."""
     rows = len(state.prompts)
     kl = mean_sum(experience.kl)
@@ -333,7 +333,7 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
     return {name: [value] for name, value in values.items()}
 
 
-def disagreements(state: ReferenceState, experience: Experience) -> dict[str, float]:
+def disagreements(state: ReferenceState, experience: ReferenceExperience) -> dict[str, float]:
     """Return the mean score of each ensemble member, and the mean over rows of the deviation between members."""
     values: dict[str, float] = {}
     for name, members in experience.member_scores.items():
@@ -345,7 +345,7 @@ def disagreements(state: ReferenceState, experience: Experience) -> dict[str, fl
     return values
 
 
-def engine_metrics(state: ReferenceState, experience: Experience) -> dict[str, float]:
+def engine_metrics(state: ReferenceState, experience: ReferenceExperience) -> dict[str, float]:
     """Return the distance of the engine's log-probs from the policy's, and the means of rollout_correction."""
     gap = (torch.cat(experience.logprobs) - torch.cat(state.drawn_logprobs)).abs()
     index_p99 = math.ceil(0.99 * len(gap)) - 1
@@ -389,7 +389,7 @@ def mean_metrics(steps: list[Step]) -> Step:
     return {name: value for name, value in means.items() if name not in ("ratio_error", "skipped")}
 
 
-def explained_variance(experience: Experience) -> float:
+def explained_variance(experience: ReferenceExperience) -> float:
     """Return 1 - Var(R - V) / Var(R) over all tokens; 0 if the returns do not vary."""
     returns = torch.cat(experience.returns)
     values = torch.cat(experience.values)
