@@ -162,6 +162,6 @@ class Config(Section):
         for folder in (self.file.parent, Path.cwd()):
             stem = folder / module.replace(".", "/")
             for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
-                if file.is_file():
+                if os.path.isfile(file):  # False for a name that is too long, too
                     return file
         return None
