@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
+.PHONY: help demo reviews bench bench-memory bench-learning gpu golden test test-slow distributed browser vllm-test chaos damage fuzz lint complexity check smoke sft reward ppo eval pipeline schemas clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -98,6 +98,9 @@ lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+complexity: $(VENV)/.installed-test ## where the code is hard to read: AST nodes a line, ruff's complexity rules; fails nothing
+	@$(VENV)/bin/python scripts/complexity.py
 
 check: lint ## style, types and the fast tests
 	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not training" $(PARALLEL)

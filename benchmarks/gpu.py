@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.speed.floor import Shape, forward_flops
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import compiled
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.graph_engine import GraphEngine

@@ -32,7 +32,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.gpu import PAD, STOP, Bench
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.config.sections import LoRA
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.models import compiled, forward, lora, packing

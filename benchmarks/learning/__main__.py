@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from transformers.utils import logging
 
 from benchmarks.learning import curves, heldout, report, train
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 
 REQUIRED = ("models/reviews-sft", "models/reviews-rm", "data/rt-polarity/pos.txt")
 BEST_OF = [1, 2, 4, 8, 16, 32, 64]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.learning import curves, train
 from benchmarks.speed.workload import Reference, prompts, sentences
 from rlhf_cli import statistics
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import Prompts

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.learning import curves
 from benchmarks.speed.workload import Reference, prompts
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.save import load_tree, save_tree
 from rlhf_cli.ppo.experience import apply_penalties

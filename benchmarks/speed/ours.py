@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from benchmarks.speed import floor
 from benchmarks.speed.counters import PhaseTimer, memory_mb, summary
 from benchmarks.speed.workload import Job
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.rollout import HFEngine

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.speed.floor import Shape, attention_share
 from benchmarks.speed.ours import silence_libraries
 from benchmarks.speed.workload import model_config
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer

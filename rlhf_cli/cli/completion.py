@@ -14,7 +14,9 @@ import typer
 
 from rlhf_cli.runs import discover
 
-MAX_DEPTH, MAX_FOLDERS = 3, 500  # search limits below the typed folder
+# Search limits below the typed folder.
+MAX_DEPTH = 3
+MAX_FOLDERS = 500
 
 
 def ignore_errors(complete: Callable[..., list[str]] | None) -> Callable[..., list[str]] | None:
@@ -44,7 +46,9 @@ def runs(incomplete: str) -> list[str]:
 def runs_and_configs(incomplete: str) -> list[str]:
     """Return the folders of runs and presets, and the configs in the typed folder."""
     typed, base, names = _runs_near(incomplete)
-    return [*(_joined(typed, name) for name in names), *(typed + path.name for path in discover.configs_in(base))]
+    folders = [_joined(typed, name) for name in names]
+    files = [typed + path.name for path in discover.configs_in(base)]
+    return folders + files
 
 
 def config(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -89,11 +93,15 @@ def presets(incomplete: str) -> list[str]:
 
 def steps(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the values of --step for the run on the command line: last, selected and its snapshots."""
-    from rlhf_cli import runs as checkpoints
+    from rlhf_cli import runs
 
-    ppo = next((path for run in _paths(ctx) for path in (run / "ppo", run) if discover.has_output(path)), None)
-    snapshots = checkpoints.state_steps(ppo / checkpoints.SNAPSHOTS) if ppo else []
-    return [checkpoints.LAST, checkpoints.SELECTED, *map(str, snapshots)]
+    offered = [runs.LAST, runs.SELECTED]
+    for run in _paths(ctx):
+        for folder in (run / "ppo", run):
+            if discover.has_output(folder):
+                snapshots = runs.state_steps(folder / runs.SNAPSHOTS)
+                return offered + [str(step) for step in snapshots]
+    return offered
 
 
 def keys_and_codes(incomplete: str) -> list[str]:
@@ -104,8 +112,10 @@ def keys_and_codes(incomplete: str) -> list[str]:
     if codes:
         return codes
     paths = _keys(discover.STAGES)
-    names = {path.rpartition(".")[2] for path in paths} if incomplete and "." not in incomplete else set()
-    return [*_next_parts(paths, incomplete), *sorted(names)]
+    offered = _next_parts(paths, incomplete)
+    if incomplete and "." not in incomplete:
+        offered += sorted({path.rpartition(".")[2] for path in paths})
+    return offered
 
 
 # Keys and values
@@ -121,18 +131,23 @@ def assignments(ctx: typer.Context, incomplete: str) -> list[str]:
     if len(names) > 1:
         return [name if name.endswith(".") else f"{name}=" for name in names]
     # Include the values even if there are few: a shell adds a space after a single candidate.
-    return [f"{name}={value}" for name in names for value in ("", *keys.get(name, []))]
+    offered = []
+    for name in names:
+        offered += [f"{name}={value}" for value in ("", *keys.get(name, []))]
+    return offered
 
 
 def words(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the stage's own YAML in each run, unless one is given already, and what `assignments` returns."""
     is_given = ctx.params.get("config") or ctx.params.get("words")
-    return [*([] if is_given else config(ctx, incomplete)), *assignments(ctx, incomplete)]
+    files = [] if is_given else config(ctx, incomplete)
+    return files + assignments(ctx, incomplete)
 
 
 def _key_before_equals_sign() -> str | None:
     """Return the key if the word to complete is its value: bash splits words at `=`."""
-    words, index = os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
+    words = os.environ.get("COMP_WORDS", "").split("\n")
+    index = int(os.environ.get("COMP_CWORD", "0"))
     typed = words[: index + 1]
     if typed[-1:] == ["="]:
         return typed[-2]
@@ -143,19 +158,25 @@ def _stages_of(ctx: typer.Context) -> list[str]:
     """Return the stages whose configs the command reads: its own, that of the given file, or those of a folder."""
     if ctx.info_name in discover.STAGES:
         return [ctx.info_name]
-    from rlhf_cli.config.machinery.loading import stage_of
+    from rlhf_cli.config.loading import stage_of
 
     paths = _paths(ctx)
     if paths and paths[0].is_file():
         return [stage_of(paths[0])]
-    return [path.stem for folder in paths for path in discover.configs_in(folder)] or list(discover.STAGES)
+    files: list[Path] = []
+    for folder in paths:
+        files += discover.configs_in(folder)
+    return [file.stem for file in files] or list(discover.STAGES)
 
 
 def _paths(ctx: typer.Context) -> list[Path]:
     """Return the files and folders on the command line; typer has them in `args` while an option lacks its value."""
-    values = [ctx.params.get(key) for key in ("folder", "folders", "path")]
-    flat = [path for value in values for path in (value if isinstance(value, list | tuple) else [value]) if path]
-    return [Path(str(path)) for path in (*flat, *ctx.args)]
+    given: list[object] = []
+    for key in ("folder", "folders", "path"):
+        value = ctx.params.get(key)
+        given += value if isinstance(value, list | tuple) else [value]
+    paths = [path for path in given if path]
+    return [Path(str(path)) for path in (*paths, *ctx.args)]
 
 
 def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
@@ -171,9 +192,18 @@ def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
 
 def _next_parts(paths: Iterable[str], incomplete: str) -> list[str]:
     """Return the sections (`ppo.`) and keys that come next; of a single section, its contents."""
-    all_paths, names = list(paths), [incomplete]
+    all_paths = list(paths)
+    names = [incomplete]
     while len(names) == 1 and names[0] not in all_paths:
-        depth = names[0].count(".") + 1
-        parts = [path.split(".") for path in all_paths if path.startswith(names[0])]
-        names = list(dict.fromkeys(".".join(path[:depth]) + "." * (len(path) > depth) for path in parts))
+        (start,) = names
+        depth = start.count(".") + 1
+        matches = [path for path in all_paths if path.startswith(start)]
+        names = list(dict.fromkeys(_shortened(path, depth) for path in matches))
     return names
+
+
+def _shortened(path: str, depth: int) -> str:
+    """Return the first parts of a path, with a dot at its end if there are more."""
+    parts = path.split(".")
+    start = ".".join(parts[:depth])
+    return f"{start}." if len(parts) > depth else start

@@ -55,10 +55,12 @@ class CommandGroup(TyperGroup):
         """Write the commands by group (Train, Inspect, Ship), each with its full first sentence."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
-            if not command.hidden:
-                summary = (command.help or "").split("\n\n")[0]
-                panel = getattr(command, "rich_help_panel", "Commands")
-                groups.setdefault(panel, []).append((name.ljust(COMMAND_WIDTH), " ".join(summary.split())))
+            if command.hidden:
+                continue
+            summary = (command.help or "").split("\n\n")[0]
+            row = (name.ljust(COMMAND_WIDTH), " ".join(summary.split()))
+            panel = getattr(command, "rich_help_panel", "Commands")
+            groups.setdefault(panel, []).append(row)
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -66,8 +68,9 @@ class CommandGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command line and exit: 0 success, 2 invalid input, 1 run-time failure, 130 and 143 on signals."""
         arguments = list(sys.argv[1:] if args is None else args)
-        trains = arguments[:1] and arguments[0] in STAGES and "--dry-run" not in arguments
-        with nullcontext() if trains else distributed.alone():
+        trains = bool(arguments) and arguments[0] in STAGES and "--dry-run" not in arguments
+        group = nullcontext() if trains else distributed.alone()
+        with group:
             self._run_and_exit(arguments, **extra)
 
     def _run_and_exit(self, arguments: list[str], **extra: Any) -> None:
@@ -81,8 +84,7 @@ class CommandGroup(TyperGroup):
                 if "--debug" in arguments:
                     terminal.log_from_any_rank(traceback.format_exc().rstrip())
                 code = _report_error(error, arguments, self.commands)
-            stdout_only = "--dry-run" in arguments or bool(STDOUT_ONLY & {*arguments[:1]})
-            if code == 0 and stdout_only and (write_error := terminal.stdout_error()):
+            if code == 0 and _writes_to_stdout_only(arguments) and (write_error := terminal.stdout_error()):
                 text = f"stdout cannot be written: {write_error.strerror}"
                 hint = "free space on its disk, or redirect it elsewhere"
                 code = _report_error(system.OutOfResources("E03", text, hint=hint))
@@ -97,6 +99,10 @@ class CommandGroup(TyperGroup):
         sys.exit(code)
 
 
+def _writes_to_stdout_only(arguments: Sequence[str]) -> bool:
+    return "--dry-run" in arguments or (bool(arguments) and arguments[0] in STDOUT_ONLY)
+
+
 def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Collection[str] = ()) -> int:
     """Print an error on stderr, with a line and a hint per problem; return the exit code."""
     parameter = getattr(getattr(error, "param", None), "name", None)
@@ -107,24 +113,31 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
         error = _translate_file_error(error) or error
     if isinstance(error, RLHFError):
         if distributed.world_size() == 1 or not _reported_elsewhere(error):
-            (terminal.say if distributed.is_main_process() else terminal.log_from_any_rank)(str(error))
+            show = terminal.say if distributed.is_main_process() else terminal.log_from_any_rank
+            show(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # typer's usage errors
-        command = arguments[0] if arguments else ""
-        if command in COMMANDS and command not in commands:
-            terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=COMMANDS[command])))
-            return 2
-        near = closest_match(command, commands) if command not in commands else None
-        usage = f"rlhf {command} --help" if command in commands else "rlhf --help"
-        hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else usage
-        terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
+        terminal.say(str(_usage_error(error.format_message(), arguments, commands)))
         return 2
+
     message = " ".join(str(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     terminal.log_from_any_rank(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
+
+
+def _usage_error(message: str, arguments: Sequence[str], commands: Collection[str]) -> RLHFError:
+    """Return typer's message as an error, with the command that was meant or its help as the hint."""
+    text = " ".join(message.split())
+    command = arguments[0] if arguments else ""
+    if command in commands:
+        return RLHFError("C11", text, hint=f"rlhf {command} --help")
+    if command in COMMANDS:
+        return RLHFError("C11", f"there is no command {command}", hint=COMMANDS[command])
+    near = None if command.startswith("-") else closest_match(command, commands)
+    return RLHFError("C11", text, hint=f"did you mean rlhf {near}?" if near else "rlhf --help")
 
 
 def _translate_file_error(error: OSError) -> RLHFError | None:
@@ -149,13 +162,17 @@ def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:
 
     folders = status.runs_here()
     command, *options = arguments
+    question = f"rlhf {command}: which run?"
     if not folders:
-        text, hint = "There is none here", "rlhf init demo runs/demo makes one"
-    else:
-        more = f" and {len(folders) - MAX_LISTED_RUNS} more (rlhf ls)" if len(folders) > MAX_LISTED_RUNS else ""
-        text = "This folder is one" if folders == ["."] else f"There are {', '.join(folders[:MAX_LISTED_RUNS])}{more}"
-        hint = " ".join(map(shell_word, ["rlhf", command, folders[0], *options]))
-    return RLHFError("C11", f"rlhf {command}: which run? {text}", hint=hint)
+        return RLHFError("C11", f"{question} There is none here", hint="rlhf init demo runs/demo makes one")
+
+    text = "This folder is one"
+    if folders != ["."]:
+        text = f"There are {', '.join(folders[:MAX_LISTED_RUNS])}"
+        if len(folders) > MAX_LISTED_RUNS:
+            text += f" and {len(folders) - MAX_LISTED_RUNS} more (rlhf ls)"
+    example = ["rlhf", command, folders[0], *options]
+    return RLHFError("C11", f"{question} {text}", hint=" ".join(map(shell_word, example)))
 
 
 def _reported_elsewhere(error: RLHFError) -> bool:

@@ -42,6 +42,11 @@ def config_of(stage: str, path: Path) -> Path | None:
     return next((file for file in (path, path / f"{stage}.yaml") if file.is_file()), None)
 
 
+def overrides_of(set_: list[str] | None, assignments: list[str] | None) -> list[str]:
+    """Return the overrides of --set, then those at the end of the command line."""
+    return [*(set_ or []), *(assignments or [])]
+
+
 ConfigFile = Annotated[Path | None, option("--config -c", "FILE", "YAML file of the stage.", completion.config)]
 FileOrFolder = Annotated[
     Path, argument("FILE|DIR", "YAML file of a stage, or run folder.", completion.runs_and_configs)
@@ -60,6 +65,8 @@ Nproc = Annotated[str | None, option("--nproc", "N", "Number of processes, one p
 StageFolder = Annotated[Path, argument("RUN", "Run folder, or folder of one of its stages.", completion.runs)]
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Debug = Annotated[bool, flag("--debug", "Print tracebacks of errors.")]
+STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."
+ModelStage = Annotated[str | None, option("--stage", "STAGE", STAGE_TEXT, completion.stages)]
 STEP_TEXT = "PPO policy: the last, the one that evaluation selected, or update N."
 Step = Annotated[str, option("--step", "last|selected|N", STEP_TEXT, completion.steps)]
 
@@ -70,7 +77,8 @@ def heavy_imports() -> Iterator[None]:
 
     These million objects are never garbage. Traversing them took a sixth of the CPU time of a tiny chain.
     """
-    num_modules, was_enabled = len(sys.modules), gc.isenabled()
+    num_modules = len(sys.modules)
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield

@@ -16,9 +16,9 @@ from rlhf_cli import config, terminal
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.machinery.aliases import ALIASES, find_alias
 from rlhf_cli.config.machinery.fields import RENAMED, Key, current_name, key_at
-from rlhf_cli.config.machinery.messages import check_trainer
-from rlhf_cli.config.ppo_options import RECIPES, TimesLearningRate
-from rlhf_cli.errors import CODES, RLHFError, closest_match
+from rlhf_cli.config.messages import check_trainer
+from rlhf_cli.config.ppo import RECIPES, TimesLearningRate
+from rlhf_cli.errors import CODES, Problem, RLHFError, closest_match
 
 PATH_TEXTS = {
     "data": "a file, a folder or a dataset of the hub",
@@ -88,9 +88,11 @@ def explain_all() -> None:
         terminal.out(f"{title}\n{'-' * len(title)}\n")
         for entry in entries:
             _paragraph(f"{entry.name}: {entry.default}   ({entry.value})", "", "    ")
-            for line in (entry.meaning, f"[{entry.source}]" if entry.source else "", *entry.recipes):
-                if line:
-                    _paragraph(line, "    ")
+            _paragraph(entry.meaning, "    ")
+            if entry.source:
+                _paragraph(f"[{entry.source}]", "    ")
+            for recipe in entry.recipes:
+                _paragraph(recipe, "    ")
             terminal.out()
     terminal.out("Codes, with the exit code of an error; 0 only warns\n" + "-" * 52 + "\n")
     for code, description in CODES.items():
@@ -113,7 +115,8 @@ def _all_keys() -> list[StageKey]:
 
 def _find(name: str) -> list[StageKey]:
     """Return the keys with this path, else all that end in it, such as every learning_rate."""
-    return [(stage, key) for stage in config.CONFIGS if (key := _key_or_table(stage, name))] or _keys_ending_in(name)
+    found = [(stage, _key_or_table(stage, name)) for stage in config.CONFIGS]
+    return [(stage, key) for stage, key in found if key is not None] or _keys_ending_in(name)
 
 
 def _keys_ending_in(name: str) -> list[StageKey]:
@@ -124,8 +127,12 @@ def _related(name: str) -> list[StageKey]:
     """Return the keys whose last part, or else whose meaning, contains all words of `name`."""
     if find_alias(name.rpartition(".")[2]):
         return []
-    named = [] if "." in name else [each for each in _all_keys() if _words(name) <= _words(each[1].name)]
-    return named or [each for each in _all_keys() if _words(name) <= _words(each[1].meaning)]
+    wanted = _words(name)
+    if "." not in name:
+        named = [(stage, key) for stage, key in _all_keys() if wanted <= _words(key.name)]
+        if named:
+            return named
+    return [(stage, key) for stage, key in _all_keys() if wanted <= _words(key.meaning)]
 
 
 def _words(text: str) -> set[str]:
@@ -134,30 +141,43 @@ def _words(text: str) -> set[str]:
 
 def _key_or_table(stage: str, name: str) -> Key | None:
     """Return the key at a path of a stage's config, or the table around a user-defined name (data.columns.prompt)."""
-    model, parts = config.CONFIGS[stage], name.split(".")
+    model = config.CONFIGS[stage]
+    parts = name.split(".")
     if key := key_at(model, parts):
         return key
-    depth = next((depth for depth in range(len(parts) - 1, 0, -1) if key_at(model, parts[:depth])), 0)
-    table = key_at(model, parts[:depth]) if depth else None
-    if table is None or table.path == "trainer" or not table.allows_any_key:
-        return None
-    inside_an_entry = table.entry is not None and table.entry.section is not None and len(parts) > depth + 1
-    return None if inside_an_entry else table
+
+    for depth in range(len(parts) - 1, 0, -1):  # the innermost key around the name
+        table = key_at(model, parts[:depth])
+        if table is None:
+            continue
+        has_sections = table.entry is not None and table.entry.section is not None
+        is_inside_an_entry = has_sections and len(parts) > depth + 1
+        if table.path == "trainer" or not table.allows_any_key or is_inside_an_entry:
+            return None
+        return table
+    return None
 
 
 def _find_replacement(name: str) -> tuple[list[StageKey], str] | None:
     """Return the keys that an old or external name stands for, with a text; None if there are none."""
     section, _, last = name.rpartition(".")
-    renamed = next((new for old, new in RENAMED.items() if name in (old, old.rpartition(".")[2])), current_name(name))
+    renamed = current_name(name)
+    for old, new in RENAMED.items():
+        if name in (old, old.rpartition(".")[2]):
+            renamed = new
+            break
     if renamed != name:
         return _find(renamed), f"{name} is called {renamed} now"
     alias = find_alias(last)
     if alias is None or alias.key is None:
         return None
+    matches = _find(f"{section}.{alias.key}") if section else []
+    matches = matches or _find(alias.key)
+    if not matches:
+        return None
     words = ", ".join(f"{old} is {new}" for old, new in alias.values.items() if old != new)
-    text = "; ".join(filter(None, (f"{name} is called {alias.key} here", alias.note, words)))
-    matches = (_find(f"{section}.{alias.key}") if section else []) or _find(alias.key)
-    return (matches, text) if matches else None
+    parts = (f"{name} is called {alias.key} here", alias.note, words)
+    return matches, "; ".join(part for part in parts if part)
 
 
 def _unknown_error(name: str) -> RLHFError:
@@ -168,9 +188,11 @@ def _unknown_error(name: str) -> RLHFError:
     last = name.rpartition(".")[2]
     if alias := find_alias(last):
         return RLHFError("C01", f"there is no key {name}", hint=alias.note)
-    keys, replaced = [key for _, key in _all_keys()], [old for old, alias in ALIASES.items() if alias.key]
-    names = [key.name for key in keys]
-    near = closest_match(name, [key.path for key in keys] if "." in name else names + replaced)
+    names = [key.name for _, key in _all_keys()]
+    if "." in name:
+        near = closest_match(name, [key.path for _, key in _all_keys()])
+    else:
+        near = closest_match(name, names + [old for old, alias in ALIASES.items() if alias.key])
     near = near or closest_match(last, names)
     hint = f"did you mean {near}?" if near else "rlhf explain --all lists all keys and codes"
     return RLHFError("C01", f"unknown key {name}", hint=hint)
@@ -183,14 +205,19 @@ def _entries(stage_keys: Iterable[StageKey]) -> list[Entry]:
     """Return an entry for each key that has a value; keys with the same texts in several files are one entry."""
     places: dict[tuple[str, Texts], list[StageKey]] = {}
     for stage, key in stage_keys:
-        if not key.is_section:
-            # A stage's own settings are in the section of its name.
-            shared = f".{key.path.removeprefix(f'{stage}.')}" if key.path.startswith(f"{stage}.") else key.path
-            places.setdefault((shared, _texts(key)), []).append((stage, key))
-    return [
-        Entry(tuple(dict.fromkeys(key.path for _, key in alike)), tuple(f"{stage}.yaml" for stage, _ in alike), *texts)
-        for (_, texts), alike in places.items()
-    ]
+        if key.is_section:
+            continue
+        shared = key.path
+        if key.path.startswith(f"{stage}."):  # a stage's own settings are in the section of its name
+            shared = key.path.removeprefix(stage)
+        places.setdefault((shared, _texts(key)), []).append((stage, key))
+
+    entries = []
+    for (_, texts), alike in places.items():
+        paths = tuple(dict.fromkeys(key.path for _, key in alike))
+        files = tuple(f"{stage}.yaml" for stage, _ in alike)
+        entries.append(Entry(paths, files, *texts))
+    return entries
 
 
 def _files_by(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:
@@ -212,10 +239,14 @@ def _by_files(stage_keys: Iterable[StageKey]) -> dict[str, list[Entry]]:
 def _texts(key: Key) -> Texts:
     if key.path == "stage":  # constant in each file
         return _one_of(config.CONFIGS), "the file's stage", key.meaning, key.source, ()
-    changed = {recipe: changes.get(key.path.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
-    recipes = tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in changed.items() if new)
+    recipes = []
+    for recipe, changes in RECIPES.items():
+        name = key.path.removeprefix("ppo.")
+        if name in changes:
+            value, source = changes[name]
+            recipes.append(f"recipe {recipe}: {_shown(value)}  [{source}]")
     default = "required" if key.field.is_required() else _shown(key.field.get_default(call_default_factory=True))
-    return _describe_values(key), default, key.meaning, key.source, recipes
+    return _describe_values(key), default, key.meaning, key.source, tuple(recipes)
 
 
 def _shown(value: Any) -> str:
@@ -228,25 +259,42 @@ def _shown(value: Any) -> str:
 
 
 def _describe_values(key: Key) -> str:
+    """Describe the values that a key accepts, such as "a number, above 0, or null"."""
     bounds = " and ".join(f"{word} {key.bounds[name]:.15g}" for name, word in BOUNDS.items() if name in key.bounds)
-    words = []
-    for part in key.parts:
-        origin, arguments = get_origin(part), get_args(part)
-        if part is str and key.path_field:
-            mark = key.path_field
-            words.append(_one_of([*mark.keywords, PATH_TEXTS["model" if mark.keywords else mark.kind]]))
-        elif part in TYPE_TEXTS:
-            words.append(f"{TYPE_TEXTS[part]}, {bounds}" if bounds and part in (int, float) else TYPE_TEXTS[part])
-        elif origin is Literal:
-            words.append(_one_of(map(str, arguments)))
-        elif origin is list:
-            words.append(f"a list, each {_describe_values(Key('', FieldInfo.from_annotation(arguments[0])))}")
-        elif origin is dict:
-            entry = Key("", FieldInfo.from_annotation(arguments[1]))
-            words.append("names, each with " + ("a value" if arguments[1] is Any else _describe_values(entry)))
-        elif isinstance(part, type) and issubclass(part, BaseModel):
-            words.append("{" + ", ".join(part.model_fields) + "}")
-    return (", or " if any("," in word for word in words) else " or ").join(words)
+    texts = [_describe_type(part, key, bounds) for part in key.parts]
+    words = [text for text in texts if text]
+    separator = ", or " if any("," in word for word in words) else " or "
+    return separator.join(words)
+
+
+def _describe_type(part: Any, key: Key, bounds: str) -> str | None:
+    """Describe one of the types that a key accepts, or return None for a marker."""
+    arguments = get_args(part)
+    if part is str and key.path_field:
+        mark = key.path_field
+        return _one_of([*mark.keywords, PATH_TEXTS["model" if mark.keywords else mark.kind]])
+    if part in (int, float) and bounds:
+        return f"{TYPE_TEXTS[part]}, {bounds}"
+    if part in TYPE_TEXTS:
+        return TYPE_TEXTS[part]
+    if isinstance(part, type) and issubclass(part, BaseModel):
+        return "{" + ", ".join(part.model_fields) + "}"
+
+    origin = get_origin(part)
+    if origin is Literal:
+        return _one_of(map(str, arguments))
+    if origin is list:
+        return f"a list, each {_describe_annotation(arguments[0])}"
+    if origin is dict:
+        return f"names, each with {_describe_annotation(arguments[1])}"
+    return None
+
+
+def _describe_annotation(annotation: Any) -> str:
+    """Describe the entries of a list or of a table."""
+    if annotation is Any:
+        return "a value"
+    return _describe_values(Key("", FieldInfo.from_annotation(annotation)))
 
 
 def _one_of(words: Iterable[str]) -> str:
@@ -268,12 +316,11 @@ def _show(stage_keys: list[StageKey]) -> None:
         )
         for line in entry.recipes:
             _paragraph(line, "  ", " " * 12)
-    sections = [(stage, f"{key.path}.") for stage, key in stage_keys]
-    inner = [
-        (stage, key)
-        for stage, key in _all_keys()
-        if any(stage == outer_stage and key.path.startswith(section) for outer_stage, section in sections)
-    ]
+
+    def is_inside(stage: str, key: Key) -> bool:
+        return any(stage == other and key.path.startswith(f"{outer.path}.") for other, outer in stage_keys)
+
+    inner = [(stage, key) for stage, key in _all_keys() if is_inside(stage, key)]
     if inner:
         titles = (((key.path, key.meaning), stage) for stage, key in stage_keys if key.is_section)
         for (path, meaning), files in _files_by(titles).items():
@@ -285,12 +332,13 @@ def _show_lines(stage_keys: Iterable[StageKey]) -> None:
     """Print a line per key, grouped by files."""
     for files, entries in _by_files(stage_keys).items():
         terminal.out(f"\n{files}")
-        name = max(len(entry.name) for entry in entries)
-        default = max(len(entry.default) for entry in entries)
+        name_width = max(len(entry.name) for entry in entries)
+        default_width = max(len(entry.default) for entry in entries)
         for entry in entries:
-            start = f"  {entry.name:<{name}}  {entry.default:<{default}}  "
+            start = f"  {entry.name:<{name_width}}  {entry.default:<{default_width}}  "
             sentence = re.split(r"\. (?=[A-Z])", entry.meaning)[0].rstrip(".")
-            terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
+            room = max(20, _width() - len(start))
+            terminal.out(start + textwrap.shorten(sentence, room, placeholder=" ..."))
 
 
 def _show_labelled(texts: dict[str, str | None]) -> None:
@@ -301,13 +349,17 @@ def _show_labelled(texts: dict[str, str | None]) -> None:
 
 def _show_trainer_field(name: str) -> None:
     """Explain a field of TRL's configs. Raises RLHFError C01 if they have none of this name."""
-    stages = {stage: config.CONFIGS[stage] for stage in trl_fields.TRAINERS}
-    if accepted := [
-        (stage, key) for stage, model in stages.items() if (key := trl_fields.trainer_keys(model).get(name))
-    ]:
+    accepted: list[StageKey] = []
+    refused: list[Problem] = []
+    for stage in trl_fields.TRAINERS:
+        model = config.CONFIGS[stage]
+        if key := trl_fields.trainer_keys(model).get(name):
+            accepted.append((stage, key))
+        else:
+            refused += check_trainer({name: None}, model, lambda key: "")
+    if accepted:
         _show(accepted)
         return
-    refused = [problem for model in stages.values() for problem in check_trainer({name: None}, model, lambda key: "")]
     if refused[0].code != "C02":
         raise RLHFError.from_problems(refused[:1])
     for problem in dict.fromkeys(refused):  # set by the pipeline, or a key of the stage's section

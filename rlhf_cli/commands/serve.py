@@ -34,13 +34,17 @@ def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, ex
     Raises RLHFError as the functions below; with `execute` M01 for a model that is not written yet, E09 without vLLM.
     """
     line, missing = rollout_server(folder, options) if rollouts else model_server(folder, stage, options)
-    line += " --trust-remote-code" if options.trust_remote_code else ""
+    if options.trust_remote_code:
+        line += " --trust-remote-code"
     if execute and missing:
         raise RLHFError("M01", "--exec: the model to serve is not written yet", hint=missing)
     if execute and not shutil.which("vllm"):
         raise RLHFError("E09", "--exec: there is no program vllm on PATH", hint="install it in its own environment")
-    for text in filter(None, (missing, REQUEST if LOGITS in line else "")):
-        terminal.say(f"serve    {text}")
+
+    if missing:
+        terminal.say(f"serve    {missing}")
+    if LOGITS in line:
+        terminal.say(f"serve    {REQUEST}")
     if execute:
         os.execvp(shlex.split(line)[0], shlex.split(line))
     terminal.out(line)
@@ -48,19 +52,33 @@ def run(folder: Path, options: Options, *, stage: str | None, rollouts: bool, ex
 
 def model_server(folder: Path, stage: str | None, options: Options) -> tuple[str, str]:
     """Return the command for a model as `runs.resolve_model` finds it, and what must run before."""
-    model, missing = runs.resolve_model(folder, stage, runs.LAST).model, ""
-    name, adapter, own = NAMES[model.stage], read_adapter(model.model) or {}, shell_path(model.model)
+    model = runs.resolve_model(folder, stage, runs.LAST).model
+    name = NAMES[model.stage]
     settings = LOGITS if name == "reward" else PLAIN
-    trained = adapter.get("use_dora") or adapter.get("modules_to_save")  # vLLM supports neither
-    if model.base is None or model.base.base or trained or adapter["r"] > LORA_RANKS[-1]:
-        place, missing = _whole_model(model)
-        served = f"{place} --served-model-name {name}"
-    else:
-        served = f"{_whole_model(model.base)[0]} {_lora(adapter['r'])} --lora-modules {name}={own}"
+    missing = ""
+    if model.base is not None and _can_load_adapter(model, model.base):
+        own = shell_path(model.model)
+        base, _ = _whole_model(model.base)
+        adapter = read_adapter(model.model) or {}
+        served = f"{base} {_lora(adapter['r'])} --lora-modules {name}={own}"
         if model.base.stage == FOREIGN:  # its tokenizer and stop tokens may be others
             settings = f"--tokenizer {own} --generation-config {shell_path(load.config_folder(model.model))}"
+    else:
+        place, missing = _whole_model(model)
+        served = f"{place} --served-model-name {name}"
+
+    line = f"vllm serve {served} {settings}"
     context = load.context_length(load.read_config(model.model, options.trust_remote_code))
-    return f"vllm serve {served} {settings}" + (f" --max-model-len {context}" if context else ""), missing
+    if context:
+        line += f" --max-model-len {context}"
+    return line, missing
+
+
+def _can_load_adapter(model: Parent, base: Parent) -> bool:
+    """Return True if vLLM can load a model's adapters beside their base, so that no whole model need be exported."""
+    adapter = read_adapter(model.model) or {}
+    is_unsupported = adapter.get("use_dora") or adapter.get("modules_to_save")
+    return not base.base and not is_unsupported and adapter["r"] <= LORA_RANKS[-1]
 
 
 def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
@@ -68,37 +86,51 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
 
     Raises RLHFError as `config.load`, `runs.open_reference` and `setup.read_prompts`, too.
     """
-    ppo = config.load("ppo", (folder.resolve().parent if (folder / "identity.json").is_file() else folder) / "ppo.yaml")
-    if (engine := ppo.models.server) is None:
+    run = folder.resolve().parent if (folder / "identity.json").is_file() else folder
+    ppo = config.load("ppo", run / "ppo.yaml")
+    engine = ppo.models.server
+    if engine is None:
         raise RLHFError("C11", "the engine needs no server", where=ppo.where("models.engine"), hint="omit --rollouts")
+
     sft = runs.open_reference(ppo, runs.references(ppo)[0])
     verify_parents({sft.key: sft})
-    body, (place, missing) = load.read_config(sft.model, options.trust_remote_code), _whole_model(sft)
+    body = load.read_config(sft.model, options.trust_remote_code)
+    place, missing = _whole_model(sft)
     if ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
         untied = setup.server_weights_folder(ppo, "reference", 0)
         written = f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server"
-        place, missing = shell_path(untied), "" if untied.is_dir() else written
-    tokenizer, response = model_loading.load_tokenizer(ppo, options, sft), ppo.ppo.max_response_length
+        place = shell_path(untied)
+        missing = "" if untied.is_dir() else written
+
+    tokenizer = model_loading.load_tokenizer(ppo, options, sft)
+    response = ppo.ppo.max_response_length
     keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
     length = response + max(reading.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
+
     dtype = "bfloat16" if fits.settings_for_this_machine(ppo.ppo).bf16 else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
     if ppo.models.server_sync == "lora" and ppo.models.adapters:
         line += f" {_lora(ppo.models.adapters.r)} --max-loras 3"
     url = urlsplit(engine.url)
-    return f"{line} --host {url.hostname}" + (f" --port {url.port}" if url.port else ""), missing
+    line += f" --host {url.hostname}"
+    if url.port:
+        line += f" --port {url.port}"
+    return line, missing
 
 
 def _whole_model(model: Parent) -> tuple[str, str]:
     """Return a model's hub id or folder, for adapters that of an export, and what must run before."""
     if model.base is None:
+        if not model.hub:
+            return shell_path(model.model), ""
         revision = f" --revision {shell_word(model.revision)}" if model.revision else ""
-        return f"{model.hub}{revision}" if model.hub else shell_path(model.model), ""
+        return f"{model.hub}{revision}", ""
     folder = model.path.resolve().parent / "exported" / f"{model.stage}-{model.sha256[:8]}"
     export = f"first: rlhf export {shell_path(model.path)} --out {shell_path(folder)}"
     return shell_path(folder), "" if folder.is_dir() else export
 
 
 def _lora(rank: int) -> str:
-    return f"--enable-lora --max-lora-rank {next((known for known in LORA_RANKS if known >= rank), LORA_RANKS[-1])}"
+    limit = next((known for known in LORA_RANKS if known >= rank), LORA_RANKS[-1])
+    return f"--enable-lora --max-lora-rank {limit}"

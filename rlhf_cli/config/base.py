@@ -1,28 +1,24 @@
-"""Base of all configs: strict sections, run folder, output options, and the file location of each key."""
+"""The keys of every config: stage, run folder, seed and output; and the options of the command line beside them."""
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.machinery.paths import FUNCTION, is_path, path_entries, relative
+from rlhf_cli.config.machinery.section import Origin, Section, invalid
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]
 ModelPath = Annotated[str, PathField("model")]
 JudgePath = Annotated[str, PathField("judge")]
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
+MAX_NAME_BYTES = 255  # Linux's NAME_MAX
+MAX_PATH_BYTES = 3500  # its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-
-
-def invalid(text: str, hint: str | None = None, key: str = "", code: str = "C17") -> PydanticCustomError:
-    """Return the error that a validator raises; `key` is the key to locate, below the section of the validator."""
-    return PydanticCustomError(code, "{text}", {"text": text, "hint": hint, "key": key})
 
 
 def _check_name(name: str) -> str:
@@ -37,34 +33,16 @@ def _check_path_length(path: str) -> str:
     if longest > MAX_NAME_BYTES:
         text = f"a path component has {longest} bytes; file systems allow {MAX_NAME_BYTES}"
         raise invalid(text, "set a folder with a shorter name", code="S03")
-    if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
         text = f"the path has {length} bytes; at most {MAX_PATH_BYTES} are allowed"
         raise invalid(text, "set a folder with a shorter path", code="S03")
     return path
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-Tracker = Literal["tensorboard", "wandb", "trackio"]
-TRACKERS: tuple[str, ...] = get_args(Tracker)
-
-
-class Section(BaseModel):
-    """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-
-
-class Range(Section):
-    """Integer that is sampled uniformly from min..max (inclusive) on each use."""
-
-    min: int = Field(ge=1)
-    max: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise invalid("min is greater than max", "swap them", code="C06")
-        return self
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
 
 
 class Output(Section):
@@ -74,7 +52,7 @@ class Output(Section):
     keep: int = Field(2, ge=2)
     snapshots: int = Field(8, ge=0)
     run_name: Name | None = None
-    report_to: list[Tracker] = Field(default=[])
+    report_to: list[TrackerName] = Field(default=[])
     project: Name | None = None
 
 
@@ -87,30 +65,6 @@ class Options:
     trust_remote_code: bool = False
     debug: bool = False
     nproc: str | None = None  # a number, or auto
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a config. `name` is the file as the user wrote it, `overrides` the keys set by --set."""
-
-    file: Path
-    name: str
-    lines: dict[str, int] = field(default_factory=dict)
-    overrides: frozenset[str] = frozenset()
-
-    def where(self, key: str) -> str:
-        """Return the location of `key`, of the nearest enclosing section in the file, or the file name."""
-        while key:
-            if key in self.overrides:
-                return f"--set {key}"
-            if key in self.lines:
-                return f"{self.name}:{self.lines[key]}"
-            key = key.rpartition(".")[0]
-        return self.name
-
-    def overridden(self, key: str) -> bool:
-        """Return True if the value of `key` was set by --set."""
-        return any(key == override or key.startswith(f"{override}.") for override in self.overrides)
 
 
 class Config(Section):
@@ -188,15 +142,26 @@ class Config(Section):
 
     def code(self) -> dict[str, Path]:
         """Return the Python files of `module:function` values, by key path; beside the config, else where rlhf runs."""
-        sources = getattr(self, "rewards", {})
-        functions = {f"rewards.{name}.function": source.function for name, source in sources.items()}
-        functions |= {f"judges.{name}": judge for name, judge in getattr(self, "judges", {}).items()}
-        texts = {key: name for key, name in functions.items() if isinstance(name, str) and FUNCTION.fullmatch(name)}
-        modules = {key: name.partition(":")[0] for key, name in texts.items()}
+        functions: dict[str, Any] = {}
+        for name, source in getattr(self, "rewards", {}).items():
+            functions[f"rewards.{name}.function"] = source.function
+        for name, judge in getattr(self, "judges", {}).items():
+            functions[f"judges.{name}"] = judge
+
         found: dict[str, Path] = {}
-        for key, module in modules.items():  # in the order of imports
-            stems = (folder / module.replace(".", "/") for folder in (self.file.parent, Path.cwd()))
-            files = (path for stem in stems for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")))
-            if (file := next(filter(os.path.isfile, files), None)) is not None:
-                found[key] = file
+        for key, function in functions.items():
+            if isinstance(function, str) and FUNCTION.fullmatch(function):
+                module = function.partition(":")[0]
+                file = self._find_module(module)
+                if file is not None:
+                    found[key] = file
         return found
+
+    def _find_module(self, module: str) -> Path | None:
+        """Return the file that `import module` would find beside the config or where rlhf runs."""
+        for folder in (self.file.parent, Path.cwd()):
+            stem = folder / module.replace(".", "/")
+            for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
+                if os.path.isfile(file):  # False for a name that is too long, too
+                    return file
+        return None

@@ -4,8 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import invalid
-from rlhf_cli.config.sections import TrainerSettings, _PairConfig
+from rlhf_cli.config.machinery.section import invalid
+from rlhf_cli.config.sections import PairConfig, TrainerSettings
 
 
 class DPOSettings(TrainerSettings):
@@ -24,7 +24,7 @@ class DPOSettings(TrainerSettings):
         return self
 
 
-class DPOConfig(_PairConfig):
+class DPOConfig(PairConfig):
     """dpo.yaml: direct preference optimization, an optional stage."""
 
     stage: Literal["dpo"] = "dpo"

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section, invalid
+from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name
 from rlhf_cli.config.machinery.paths import FUNCTION
+from rlhf_cli.config.machinery.section import Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
@@ -45,9 +46,11 @@ def _policy_name(name: str) -> str:
 
 
 def _judge(path: str) -> str:
-    if path in BUILTINS or DOTTED.fullmatch(path):
-        other = "a function is written module:function, and a path ./folder"
-        raise invalid(f"there is no folder {path}", f"write {{builtin: {path}}}" if path in BUILTINS else other)
+    text = f"there is no folder {path}"
+    if path in BUILTINS:
+        raise invalid(text, f"write {{builtin: {path}}}")
+    if DOTTED.fullmatch(path):
+        raise invalid(text, "a function is written module:function, and a path ./folder")
     return path
 
 
@@ -58,7 +61,7 @@ class Select(Section):
     kl_max: float | None = Field(None, gt=0)
 
 
-class Limit(Section):
+class LimitSettings(Section):
     """Estimate of the highest reward at each KL from SFT."""
 
     samples: int = Field(64, ge=4)
@@ -70,7 +73,7 @@ class EvalSettings(Section):
     n: int = Field(512, gt=0)
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     best_of: list[Annotated[int, Field(ge=2)]] = Field(default=[2, 4, 8])
-    limit: Limit | None = None
+    limit: LimitSettings | None = None
     frontier: bool = True
     interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
     select: Name | Select | None = None
@@ -104,15 +107,18 @@ class EvalSettings(Section):
         return self
 
 
-SECTIONS = {"models", "win_rate", "selected", "selected_step", "limit", "reward_model", "n", "temperature",
-            "response_length"}  # fmt: skip
+REQUIRE = "eval.require"
+SECTIONS = {
+    "models", "win_rate", "selected", "selected_step", "limit", "reward_model", "n", "temperature", "response_length",
+}  # fmt: skip
 
 
-def _require_known(location: str, key: str, known: set[str], noun: str, name: str = "") -> None:
-    """Raise C17 unless the part `name` of the key, or else the whole key, is known."""
-    if (name := name or key) not in known:
-        hint = did_you_mean(name, known) or f"available: {', '.join(sorted(known)) or 'none'}"
-        raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
+def _require_known(name: str, known: set[str], noun: str, *, key: str, location: str = REQUIRE) -> None:
+    """Raise C17 unless `name`, which is the value or a part of `key`, is known."""
+    if name in known:
+        return
+    hint = did_you_mean(name, known) or f"available: {', '.join(sorted(known)) or 'none'}"
+    raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
 
 
 class BuiltinJudge(Section):
@@ -151,7 +157,8 @@ class EvalConfig(Config):
                 raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
         judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
         if self.eval.selection:
-            _require_known("eval.select", self.eval.selection.judge, judges, "judge of this file")
+            judge = self.eval.selection.judge
+            _require_known(judge, judges, "judge of this file", key=judge, location="eval.select")
         for key in self.eval.require:
             self._check_required(key, judges)
         return self
@@ -163,18 +170,22 @@ class EvalConfig(Config):
 
     def _check_required(self, key: str, judges: set[str]) -> None:
         """Refuse a key of `eval.require` for which the report will have no value."""
-        location, base = "eval.require", {"base"} if self.models.base else set()
-        pairs = {f"ppo_vs_{name}" for name in ("sft", *base, *self.policies)}
-        pairs |= {f"{name}_vs_sft" for name in self.policies} | {f"sft_vs_{name}" for name in base}
+        base = {"base"} if self.models.base else set()
+        policies = {"ppo", "sft", *base, *self.policies}
+        pairs = {f"ppo_vs_{name}" for name in policies - {"ppo"}}
+        pairs |= {f"{name}_vs_sft" for name in self.policies}
+        pairs |= {f"sft_vs_{name}" for name in base}
+
         parts = key.removeprefix("greedy.").split(".")
-        _require_known(location, key, SECTIONS, "section of the report", parts[0])
-        if parts[0] == "models" and parts[1:]:
-            _require_known(location, key, {"ppo", "sft", *base, *self.policies}, "policy of this file", parts[1])
-        if parts[0] == "win_rate" and parts[1:]:
-            _require_known(location, key, pairs, "comparison of the report", parts[1])
+        _require_known(parts[0], SECTIONS, "section of the report", key=key)
+        match parts:
+            case ["models", policy, *_]:
+                _require_known(policy, policies, "policy of this file", key=key)
+            case ["win_rate", pair, *_]:
+                _require_known(pair, pairs, "comparison of the report", key=key)
         match parts:
             case ["win_rate", _, judge, *last] | ["selected", "win_rate" | "judges", judge, *last]:
-                _require_known(location, key, judges, "judge of this file", judge)
+                _require_known(judge, judges, "judge of this file", key=key)
                 if not last:
                     hint = f"write {key}.{'mean' if 'judges' in parts else 'value'}"
-                    raise invalid(f"{location}: {key} is no number of the report", hint, location)
+                    raise invalid(f"{REQUIRE}: {key} is no number of the report", hint, REQUIRE)

@@ -1,16 +1,20 @@
-"""Config of ppo.yaml: reinforcement learning."""
+"""Config of ppo.yaml: reward sources, models, and all options of PPO."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_cli.config.base import ModelPath, Name, Section, invalid
+from rlhf_cli.config.base import ModelPath, Name
 from rlhf_cli.config.machinery.fields import PathField
-from rlhf_cli.config.ppo_algorithm import WatchdogSettings
-from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.config.sections import LoRA, PPOData, TrainingConfig
+from rlhf_cli.config.machinery.section import Section, invalid
+from rlhf_cli.config.sections import LoRA, PPOData, Range, TrainingConfig
+
+# Reward sources and models: `rewards` and `models`
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
@@ -36,7 +40,7 @@ def _env_name(name: str) -> str:
 EnvName = Annotated[str, AfterValidator(_env_name)]
 
 
-class RewardSource(Section):
+class RewardSourceSettings(Section):
     """Reward source. Its kind is the one key set among model, models, function, builtin, url and pipeline."""
 
     model: ModelPath | None = None
@@ -74,18 +78,26 @@ class RewardSource(Section):
             raise invalid("an ensemble needs at least two models", "use model for a single one")
         if self.clip is not None and self.weight == 0:
             raise invalid("clip has no effect on a source of weight 0", "remove it", "clip")
-        for key in (option for options in OPTIONS.values() for option in options):
-            kinds = [kind for kind, options in OPTIONS.items() if key in options]
-            needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
-            used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
-            if key == "output" and self.kind == "url" and self.protocol == "scores":
-                needs, used = "a protocol that can apply a sigmoid: pooling, classify or rerank", False
-            if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise invalid(f"{key} has no effect without {needs}", "remove it", key)
+
+        for options in OPTIONS.values():
+            for key in options:
+                default = type(self).model_fields[key].get_default(call_default_factory=True)
+                needs = self._missing(key)
+                if needs and getattr(self, key) != default:
+                    raise invalid(f"{key} has no effect without {needs}", "remove it", key)
         return self
 
+    def _missing(self, key: str) -> str | None:
+        """Return what an option needs to have an effect and this source lacks, or None."""
+        kinds = [kind for kind, options in OPTIONS.items() if key in options]
+        if key == "output" and self.kind == "url" and self.protocol == "scores":
+            return "a protocol that can apply a sigmoid: pooling, classify or rerank"
+        if key == "std_coef":
+            return None if self.kind in kinds and self.combine == "mean_minus_std" else "combine: mean_minus_std"
+        return None if self.kind in kinds else " or ".join(kinds)
 
-class VLLMServer(Section):
+
+class VLLMServerSettings(Section):
     """A vLLM server that generates the responses. It must see the run's folder."""
 
     url: str = Field(pattern=r"^https?://[^\s/@?#]+$")
@@ -98,10 +110,10 @@ class VLLMServer(Section):
 class ServerEngine(Section):
     """Rollout engine outside of this process."""
 
-    vllm: VLLMServer
+    vllm: VLLMServerSettings
 
 
-class PPOModels(Section):
+class PPOModelSettings(Section):
     """Models of PPO. RUN is the run folder."""
 
     sft: ModelPath = "RUN/sft"
@@ -115,7 +127,7 @@ class PPOModels(Section):
     compile: Literal["auto"] | bool = "auto"
 
     @property
-    def server(self) -> VLLMServer | None:
+    def server(self) -> VLLMServerSettings | None:
         """Return the server that generates the responses, None if this process does."""
         return self.engine.vllm if isinstance(self.engine, ServerEngine) else None
 
@@ -126,14 +138,452 @@ class PPOModels(Section):
         return self.server.sync or ("lora" if self.adapters else "disk")
 
 
+# The section `ppo`
+
+
+class RolloutCorrection(Section):
+    """Importance weights of the policy loss, for engines whose draws differ slightly from the policy's."""
+
+    mode: Literal["token_truncate", "sequence_mask"]
+    cap: float = Field(3.0, gt=1)
+
+
+class ObjectiveSettings(Section):
+    """Scores, KL penalty, advantages, clipped losses and early stopping."""
+
+    # Scores
+    use_score_scaling: bool = False
+    use_score_norm: bool = False
+    score_clip: float | None = Field(None, gt=0)
+
+    # KL penalty
+    kl_coef: float = Field(0.05, ge=0)
+    kl_in: Literal["reward", "loss"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
+    adap_kl_ctrl: bool = False
+    target: float = Field(6.0, gt=0)
+    horizon: int = Field(10000, gt=0)
+    kl_stop: float | None = Field(None, gt=0)
+    max_logprob_gap: float = Field(0.1, gt=0)
+    rollout_correction: RolloutCorrection | None = None
+
+    # Rewards and advantages
+    whiten_rewards: bool = False
+    advantage: Literal["gae", "rloo", "grpo"] = "gae"
+    advantage_norm: Literal["batch", "none"] = "batch"
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+
+    # Loss
+    cliprange: float = Field(0.2, gt=0, lt=1)
+    cliprange_high: float | None = Field(None, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    cliprange_value: float = Field(0.2, gt=0)
+    vf_coef: float = Field(0.1, ge=0)
+    entropy_coef: float = Field(0.0, ge=0)
+    ptx_coef: float = Field(0.0, ge=0)
+
+    # Early stopping
+    early_stopping: bool = False
+    target_kl: float = Field(1.0, gt=0)
+    ratio_threshold: float | None = Field(10.0, gt=1)
+
+    @property
+    def needs_value_model(self) -> bool:
+        """True if the advantages are those of a value model, not of the other responses to a prompt."""
+        return self.advantage == "gae"
+
+    @model_validator(mode="after")
+    def _check_kl(self) -> Self:
+        if self.kl_in == "loss" and self.kl_estimator in ("k1", "abs"):
+            text = f"kl_estimator {self.kl_estimator} in the loss does not have the gradient of the KL"
+            raise invalid(f"{text} (that of k1 is zero on average)", "set kl_estimator: full, k2 or k3")
+        if self.adap_kl_ctrl and self.kl_coef == 0:
+            text = "adap_kl_ctrl multiplies kl_coef, which is 0"
+            raise invalid(text, "set kl_coef: 0.2, the default of TRL's controller")
+        return self
+
+
+SCHEDULERS = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
+]
+
+
+def _refuse_fp16(value: object) -> object:
+    if value is True:
+        text = "PPO cannot train in fp16: log-prob differences underflow, and there is no loss scaler"
+        raise invalid(text, "set bf16: true")
+    return value
+
+
+class TrainingSettings(Section):
+    """Options of AdamW, which trains policy and value model with separate learning rates."""
+
+    learning_rate: float = Field(3e-6, ge=0)
+    value_learning_rate: float | None = Field(None, ge=0)
+    lr_scheduler_type: SCHEDULERS = "linear"
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    value_warmup_steps: int | None = Field(None, ge=0)
+    value_only_updates: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    average: float | None = Field(None, gt=0, lt=1)
+    num_shared_layers: int | None = Field(None, ge=1)
+    gradient_checkpointing: bool = False
+    offload: bool = False
+    fsdp: bool | Literal["hybrid"] = False
+    bf16: bool | None = None
+    fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = False
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise invalid("warmup_steps and warmup_ratio cannot be combined", "remove warmup_ratio")
+        warmup_keys = [key for key in ("warmup_steps", "warmup_ratio", "value_warmup_steps") if getattr(self, key)]
+        if warmup_keys and self.lr_scheduler_type == "constant":
+            raise invalid(f"{warmup_keys[0]} has no effect with lr_scheduler_type constant", "set constant_with_warmup")
+        if self.fsdp and self.num_shared_layers:
+            text = "fsdp shards layers and cannot be combined with num_shared_layers, which shares them between models"
+            raise invalid(text, "remove one of them")
+        if self.fsdp and self.optim == "adamw_8bit":
+            raise invalid("fsdp cannot be combined with optim: adamw_8bit", "remove one of them")
+        if self.fsdp and self.average:
+            raise invalid("fsdp cannot be combined with average, which is of whole weights", "remove one of them")
+        if self.offload and self.num_shared_layers:
+            text = "offload cannot be combined with num_shared_layers, whose layers the policy uses"
+            raise invalid(text, "remove offload; num_shared_layers saves more")
+        return self
+
+
+Signal = Literal["judge", "disagreement", "kl", "length", "repetition", "eos"]
+Action = Literal["warn", "raise_kl_coef", "stop"]
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
+# Message of each signal beyond its limit; the fields are those of a line in watchdog.jsonl.
+SIGNAL_MESSAGES: dict[Signal, str] = {
+    "judge": "the mean of the held-out judge `{source}` is {reading:.4g}, its best was {reference:.4g}; "
+    "limit: {limit:g} standard errors",
+    "disagreement": "the standard deviation between the members of `{source}` is {reading:.4g}, on the SFT policy's "
+    "responses {reference:.4g}; limit: {limit:g} times that",
+    "kl": "KL to the SFT policy is {reading:.4g} nats per token; limit: {limit:g}",
+    "length": "the mean response length is {reading:.4g} tokens, the SFT policy's {reference:.4g}; limit: a factor of "
+    "{limit:g}",
+    "repetition": "{reading:.1%} of the 3-grams are repeated, the SFT policy's {reference:.1%}; limit: +{limit:.1%}",
+    "eos": "{reading:.1%} of the responses have a stop token, of the SFT policy's {reference:.1%}; limit: {limit:.1%} "
+    "less",
+}
+
+
+class WatchdogSettings(Section):
+    """Limit of each signal (null: not watched), and the action if it is exceeded.
+
+    A reading is the mean over the responses of the last `window` updates. It is compared with the SFT policy, that is,
+    with the responses of the first update.
+    """
+
+    action: Action = "warn"
+    actions: dict[Signal, Action] = Field(default_factory=dict)
+    window: int = Field(3, ge=1)
+    kl_factor: float = Field(1.5, gt=1)
+    judge: float | None = Field(4.0, gt=0)
+    disagreement: float | None = Field(2.0, gt=1)
+    kl: float | None = Field(0.5, gt=0)
+    length: float | None = Field(2.0, gt=1)
+    repetition: float | None = Field(0.1, gt=0, lt=1)
+    eos: float | None = Field(0.2, gt=0, lt=1)
+
+    def action_on(self, signal: Signal) -> Action:
+        """Return the action for a signal beyond its limit."""
+        return self.actions.get(signal, self.action)
+
+    @model_validator(mode="after")
+    def _check_actions(self) -> Self:
+        for signal in self.actions:
+            if getattr(self, signal) is None:
+                text = f"watchdog.actions.{signal} has no effect: watchdog.{signal} is null"
+                raise invalid(text, f"set a limit for {signal}")
+        acting = {self.action_on(signal) for signal in SIGNALS if getattr(self, signal) is not None}
+        if self.kl_factor != type(self).model_fields["kl_factor"].default and "raise_kl_coef" not in acting:
+            text = "watchdog.kl_factor has no effect: no action is raise_kl_coef"
+            raise invalid(text, "set watchdog.action: raise_kl_coef")
+        return self
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class LengthRange(Range):
+    """Response length, sampled uniformly from min..max (inclusive) for each update."""
+
+
+class OverlongPenalty(Section):
+    """Penalty -factor x max(0, length - (limit - tokens)) / tokens, which grows over the last `tokens`."""
+
+    tokens: int = Field(ge=1)
+    factor: float = Field(gt=0)
+
+
+class RolloutSettings(Section):
+    """Episodes of a run and of an update, and sampling."""
+
+    total_episodes: int | None = Field(None, ge=1)
+    num_train_epochs: float | None = Field(None, gt=0)
+    per_device_train_batch_size: int = Field(16, ge=1)
+    gradient_accumulation_steps: int = Field(4, ge=1)
+    num_mini_batches: int = Field(1, ge=1)
+    num_ppo_epochs: int = Field(4, ge=1)
+    num_samples_per_prompt: int = Field(1, ge=1)
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    packing: bool = True
+    logits_at_a_time: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
+    local_rollout_forward_batch_size: int | None = Field(None, ge=1)
+    num_sample_generations: int = Field(10, ge=0)
+    generate_ref_response: bool = False
+
+    push_to_hub_if_best: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+
+    response_length: Annotated[int, Field(ge=1)] | LengthRange = 53
+    temperature: float = Field(0.7, gt=0)
+    stop_token: Literal["eos", "none"] = "eos"
+    stop_token_id: TokenId | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    missing_eos_penalty: float | None = Field(1.0, ge=0)
+    overlong_penalty: OverlongPenalty | None = None
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Self:
+        if self.stop_token == "none" and self.stop_token_id is not None:
+            raise invalid("stop_token none and stop_token_id cannot be combined", "remove one of them")
+        limit = self.response_length.min if isinstance(self.response_length, LengthRange) else self.response_length
+        if self.overlong_penalty and self.overlong_penalty.tokens > limit:
+            text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {limit}"
+            raise invalid(text, f"at most {limit}", code="C06")
+        for key in ("num_mini_batches", "num_samples_per_prompt"):
+            self._check_divides_the_batch(key)
+        return self
+
+    def _check_divides_the_batch(self, key: str) -> None:
+        batch = self.episodes_per_update
+        parts = getattr(self, key)
+        if batch % parts == 0:
+            return
+        divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
+        nearest = sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2]
+        sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
+        text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
+        hint = f"nearest values that fit: {' or '.join(map(str, sorted(nearest)))}"
+        raise invalid(text, hint, key, code="C12")
+
+    @property
+    def episodes_per_update(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.episodes_per_update // self.num_samples_per_prompt
+
+    @property
+    def max_response_length(self) -> int:
+        return self.response_length.max if isinstance(self.response_length, LengthRange) else self.response_length
+
+
+class RewardRequirements(Section):
+    """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
+
+    accuracy: float | None = Field(None, ge=0, le=1)
+    accuracy_low: float | None = Field(None, ge=0, le=1)
+    ece: float | None = Field(None, ge=0, le=1)
+    length_correlation: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Self:
+        if not self.model_dump(exclude_none=True):
+            hint = f"set one of {', '.join(type(self).model_fields)}, or remove it"
+            raise invalid("require_reward has no requirement", hint)
+        return self
+
+
+@dataclass(frozen=True)
+class TimesLearningRate:
+    """Default of another learning rate: a multiple of `learning_rate`."""
+
+    factor: float
+
+    def __str__(self) -> str:
+        return f"{self.factor:g} x learning_rate"
+
+
+_OPENRLHF = "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py"
+_OURS = "docs/ppo.md, section Recipes"
+
+# Recipe -> key -> (default, source). classic, RLHF on human preferences, uses the keys' own defaults.
+RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
+    "classic": {},
+    # RL with verifiable rewards: one epoch per rollout, Monte Carlo returns, higher value learning rate.
+    "reasoning": {
+        "temperature": (1.0, _OPENRLHF),
+        "response_length": (1024, _OPENRLHF),
+        "missing_eos_penalty": (None, _OPENRLHF),
+        "score_clip": (10.0, _OPENRLHF),
+        "num_ppo_epochs": (1, _OPENRLHF),
+        "num_mini_batches": (8, f"{_OPENRLHF}; batches of 128 out of 1024"),
+        "kl_coef": (0.01, _OPENRLHF),
+        "lam": (1.0, _OPENRLHF),
+        "cliprange_value": (0.5, _OPENRLHF),
+        "learning_rate": (1e-6, _OPENRLHF),
+        "value_learning_rate": (9e-6, _OPENRLHF),
+        "lr_scheduler_type": ("cosine_with_min_lr", _OPENRLHF),
+        "warmup_ratio": (0.03, _OPENRLHF),
+        "vf_coef": (1.0, f"{_OPENRLHF}; its value model has a separate optimizer"),
+        "adam_beta2": (0.95, _OPENRLHF),
+    },
+    # The most reward at a KL: its exact gradient at a high price, a value model that learns fast, averaged weights.
+    "frontier": {
+        "kl_in": ("loss", _OURS),
+        "kl_estimator": ("full", _OURS),
+        "kl_coef": (0.25, f"{_OURS}; 0.5 on scores that are not normalised, of a deviation of 2"),
+        "lam": (0.8, _OURS),
+        "cliprange_value": (0.5, _OURS),
+        "value_learning_rate": (TimesLearningRate(5), _OURS),
+        "average": (0.9, _OURS),
+    },
+}
+
+
+# Keys that have no effect by themselves -> the switch that enables them.
+BELONGS_TO = {
+    "target": "adap_kl_ctrl",
+    "horizon": "adap_kl_ctrl",
+    "target_kl": "early_stopping",
+    "use_score_norm": "use_score_scaling",
+}
+# Keys without effect if there is no value model.
+VALUE_KEYS = (
+    "gamma", "lam", "cliprange_value", "vf_coef", "value_learning_rate", "value_warmup_steps", "value_only_updates",
+)  # fmt: skip
+
+
+def recipe_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the recipe in the keys of `ppo`, without those that these keys exclude."""
+    recipe = keys.get("recipe")
+    changes = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
+    excluded: set[str] = set()
+    if "warmup_steps" in keys or keys.get("lr_scheduler_type") == "constant":
+        excluded.add("warmup_ratio")
+    if keys.get("advantage", "gae") != "gae":
+        excluded.update(VALUE_KEYS)
+    if keys.get("fsdp"):
+        excluded.add("average")
+    return {key: value for key, (value, _) in changes.items() if key not in excluded}
+
+
+class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
+    """Options of PPO (Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, 1909.08593).
+
+    Raises pydantic's ValidationError.
+    """
+
+    recipe: Literal["classic", "reasoning", "frontier"] = "classic"
+
+    require_reward: RewardRequirements | None = None
+
+    watchdog: WatchdogSettings | None = Field(default_factory=WatchdogSettings)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_recipe(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        defaults = recipe_defaults(keys)
+        for key, value in defaults.items():
+            if isinstance(value, TimesLearningRate):
+                rate = keys.get("learning_rate", cls.model_fields["learning_rate"].default)
+                defaults[key] = float(f"{value.factor * rate:g}") if isinstance(rate, int | float) else None
+        return {**defaults, **keys}
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if (self.total_episodes is None) == (self.num_train_epochs is None):
+            raise invalid("set exactly one of total_episodes and num_train_epochs", "e.g. total_episodes: 10000")
+        for key, switch in BELONGS_TO.items():
+            if getattr(self, key) != type(self).model_fields[key].default and not getattr(self, switch):
+                raise invalid(f"{key} has no effect without {switch}", f"add {switch}: true", key)
+        self._check_group_advantage()
+        acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
+        if self.kl_coef == 0 and "raise_kl_coef" in acting:
+            text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
+            raise invalid(text, "set kl_coef above 0, e.g. 0.01", "watchdog")
+        if self.total_episodes is not None and (problem := self.value_only_problem(self.num_updates())):
+            raise invalid(*problem, "value_only_updates")
+        if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
+            episodes = self.episodes_per_update
+            text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
+            raise invalid(text, f"at least {episodes // 5 + 1}", "horizon", code="C06")
+        return self
+
+    def _check_group_advantage(self) -> None:
+        if self.needs_value_model:
+            return
+        if self.num_samples_per_prompt == 1:
+            text = f"advantage {self.advantage} compares the responses to a prompt, and num_samples_per_prompt is 1"
+            raise invalid(text, "set num_samples_per_prompt: 4, or another number of at least 2", "advantage")
+        for key in VALUE_KEYS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise invalid(f"{key} has no effect with advantage {self.advantage}", "remove it", key)
+        if self.whiten_rewards:  # it adds a constant to the reward of each token, and a return is the sum of them
+            text = f"with advantage {self.advantage}, whiten_rewards would reward or penalize the length of a response"
+            raise invalid(text, "remove it", "whiten_rewards")
+
+    def across(self, processes: int) -> Self:
+        """Return the settings of the global batch over `processes` processes.
+
+        Raises pydantic's ValidationError if that batch does not fit the other keys.
+        """
+        parts = self.gradient_accumulation_steps * processes
+        return type(self).model_validate({**self.model_dump(exclude_unset=True), "gradient_accumulation_steps": parts})
+
+    def num_updates(self, prompt_count: int | None = None) -> int:
+        """Return the number of updates; the last one is full too. num_train_epochs needs `prompt_count`."""
+        if self.total_episodes is not None:
+            return math.ceil(self.total_episodes / self.episodes_per_update)
+        if prompt_count is None or self.num_train_epochs is None:
+            raise ValueError("num_train_epochs needs the number of prompts")
+        return math.ceil(self.num_train_epochs * prompt_count / self.prompts_per_update)
+
+    def value_only_problem(self, updates: int) -> tuple[str, str] | None:
+        """Return (error, hint) if value_only_updates leaves none of the `updates` to the policy, else None."""
+        if self.value_only_updates < updates:
+            return None
+        text = f"value_only_updates {self.value_only_updates} leaves no updates for the policy out of {updates} updates"
+        longer = "total_episodes" if self.total_episodes is not None else "num_train_epochs"
+        return text, f"at most {updates - 1}" if updates > 1 else f"raise {longer}"
+
+    def num_warmup(self, updates: int, *, value: bool = False) -> int:
+        """Return the warm-up updates of the policy or of the value model, out of `updates`."""
+        if value and self.value_warmup_steps is not None:
+            return self.value_warmup_steps
+        return self.warmup_steps if self.warmup_steps is not None else math.ceil((self.warmup_ratio or 0.0) * updates)
+
+
+# The file
+
+
 class PPOConfig(TrainingConfig):
     """ppo.yaml: reinforcement learning."""
 
     stage: Literal["ppo"] = "ppo"
-    models: PPOModels = Field(default_factory=PPOModels)
+    models: PPOModelSettings = Field(default_factory=PPOModelSettings)
     data: PPOData
-    rewards: dict[Name, RewardSource] = Field(default_factory=dict)
+    rewards: dict[Name, RewardSourceSettings] = Field(default_factory=dict)
     ppo: PPOSettings
+
+    @classmethod
+    def chosen_defaults(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the defaults that the recipe replaces."""
+        return recipe_defaults(settings)
 
     def engine_name(self, *, gpu: bool) -> Literal["hf", "graph", "vllm"]:
         """Return the name of the rollout engine on a GPU or a CPU."""
@@ -147,13 +597,18 @@ class PPOConfig(TrainingConfig):
     @classmethod
     def _fill_in_value(cls, keys: Any) -> Any:
         """Fill in models.value: none if ppo.advantage needs no value model, policy_head if there is no reward model."""
-        settings, models, rewards = keys.get("ppo"), keys.get("models") or {}, keys.get("rewards")
+        settings = keys.get("ppo")
+        models = keys.get("models") or {}
+        rewards = keys.get("rewards")
         if not isinstance(settings, dict) or not isinstance(models, dict):
             return keys
         if settings.get("advantage", "gae") != "gae":
             return {**keys, "models": {"value": "none", **models}}
-        functions = isinstance(rewards, dict) and [source for source in rewards.values() if isinstance(source, dict)]
-        if functions and not any({"model", "models"} & source.keys() for source in functions):
+
+        entries = rewards.values() if isinstance(rewards, dict) else ()
+        sources = [source for source in entries if isinstance(source, dict)]
+        has_reward_model = any({"model", "models"} & source.keys() for source in sources)
+        if sources and not has_reward_model:
             return {**keys, "models": {"value": "policy_head", **models}}
         return keys
 
@@ -165,26 +620,45 @@ class PPOConfig(TrainingConfig):
         path = models.get("reward") if isinstance(models, dict) else None
         if path is None or not isinstance(keys.get("rewards"), dict | None):
             return keys
+
         sources = keys.get("rewards") or {"reward": {}}
-        source = {} if sources.get("reward", 0) is None else sources.get("reward")
-        if isinstance(source, dict) and not source.keys() & set(KINDS):
-            sources = {**sources, "reward": {"model": path, **source}}
+        if "reward" in sources:
+            source = {} if sources["reward"] is None else sources["reward"]
+            if isinstance(source, dict) and not source.keys() & set(KINDS):
+                sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
-        if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
-            key, missing, example = "ppo.ptx_coef", "data.ptx_data", "the rows of SFT, e.g. data/sft.jsonl"
-            if self.data.ptx_data:
-                key, missing, example = missing, key, "e.g. 27.8, as in InstructGPT"
-            raise invalid(f"{key} has no effect without {missing}", f"set {missing}: {example}", key)
-        if self.ppo.needs_value_model == (self.models.value == "none"):
-            estimator, value = self.ppo.advantage, self.models.value
-            text, hint = f"models.value {value} has no effect with ppo.advantage {estimator}", "remove it, or set none"
-            if value == "none":
-                text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
-                hint = "remove models.value, or set ppo.advantage: rloo"
-            raise invalid(text, hint, "models.value")
+        self._check_ptx()
+        self._check_value_model()
+        self._check_engine_and_sharding()
+        if self.rewards and len(self.held_out) == len(self.rewards):
+            text = "all rewards have weight 0, so there is nothing to optimise"
+            raise invalid(text, "set the weight of at least one of them", "rewards")
+        if self.ppo.watchdog is not None:
+            self._check_signals(self.ppo.watchdog)
+        return self
+
+    def _check_ptx(self) -> None:
+        if self.ppo.ptx_coef and not self.data.ptx_data:
+            hint = "set data.ptx_data: the rows of SFT, e.g. data/sft.jsonl"
+            raise invalid("ppo.ptx_coef has no effect without data.ptx_data", hint, "ppo.ptx_coef")
+        if self.data.ptx_data and not self.ppo.ptx_coef:
+            hint = "set ppo.ptx_coef: e.g. 27.8, as in InstructGPT"
+            raise invalid("data.ptx_data has no effect without ppo.ptx_coef", hint, "data.ptx_data")
+
+    def _check_value_model(self) -> None:
+        estimator = self.ppo.advantage
+        value = self.models.value
+        if self.ppo.needs_value_model and value == "none":
+            text = f"ppo.advantage {estimator} needs a value model, and models.value is none"
+            raise invalid(text, "remove models.value, or set ppo.advantage: rloo", "models.value")
+        if not self.ppo.needs_value_model and value != "none":
+            text = f"models.value {value} has no effect with ppo.advantage {estimator}"
+            raise invalid(text, "remove it, or set none", "models.value")
+
+    def _check_engine_and_sharding(self) -> None:
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
@@ -196,22 +670,20 @@ class PPOConfig(TrainingConfig):
         if self.models.server and self.models.server_sync == "lora" and not self.models.adapters:
             text = "sync: lora sends adapters, and all weights are trained"
             raise invalid(text, "set disk, or models.adapters", "models.engine.vllm.sync")
-        if self.rewards and len(self.held_out) == len(self.rewards):
-            text = "all rewards have weight 0, so there is nothing to optimise"
-            raise invalid(text, "set the weight of at least one of them", "rewards")
+
+    def _check_signals(self, watchdog: WatchdogSettings) -> None:
+        """Refuse settings of a signal that no source of the rewards gives."""
         ensembles = [name for name, source in self.rewards.items() if source.models]
         needs = {
             "judge": (self.held_out, "a source of weight 0 in rewards"),
             "disagreement": (ensembles, "an ensemble in rewards"),
         }
-        if (watchdog := self.ppo.watchdog) is None:
-            return self
         for signal, (sources, what) in needs.items():
             acts = signal in watchdog.actions
-            if not sources and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
-                key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
+            is_default = getattr(watchdog, signal) == WatchdogSettings.model_fields[signal].default
+            if not sources and (acts or not is_default):
+                key = f"ppo.watchdog.actions.{signal}" if acts else f"ppo.watchdog.{signal}"
                 raise invalid(f"{key} has no effect without {what}", "docs/rewards.md has an example", key)
-        return self
 
     def identity(self) -> dict[str, Any]:
         """Return the keys that can change the result; a run can resume with a server at another address."""

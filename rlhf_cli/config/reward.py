@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rlhf_cli.config.sections import TrainerSettings, _PairConfig
+from rlhf_cli.config.sections import PairConfig, TrainerSettings
 
 
 class RewardSettings(TrainerSettings):
@@ -16,7 +16,7 @@ class RewardSettings(TrainerSettings):
     normalize_samples: int = Field(256, ge=2)
 
 
-class RewardConfig(_PairConfig):
+class RewardConfig(PairConfig):
     """reward.yaml: reward modelling."""
 
     stage: Literal["reward"] = "reward"

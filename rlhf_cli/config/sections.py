@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Config, DataPath, ModelPath, Range, Section, invalid
+from rlhf_cli.config.base import Config, DataPath, ModelPath
 from rlhf_cli.config.machinery.fields import PathField, fields_of
-from rlhf_cli.config.ppo_options import recipe_defaults
+from rlhf_cli.config.machinery.section import Section, invalid
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 
 MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
@@ -20,22 +20,45 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LEARNING_RATE_FACTOR = 10
 
 
+class Range(Section):
+    """Integer that is sampled uniformly from min..max (inclusive) on each use."""
+
+    min: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise invalid("min is greater than max", "swap them", code="C06")
+        return self
+
+
 class TrainingConfig(Config):
     """Config of a training stage; with adapters the default learning rates are higher."""
+
+    @classmethod
+    def chosen_defaults(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the defaults that other options of the stage's section replace: those of PPO's recipes."""
+        return {}
 
     @model_validator(mode="before")
     @classmethod
     def _raise_learning_rates(cls, keys: Any) -> Any:
         """Multiply the default learning rates if the config has adapters."""
-        stage = cls.model_fields["stage"].default
-        models = keys.get("models" if "models" in cls.model_fields else "model") if isinstance(keys, dict) else None
+        if not isinstance(keys, dict):
+            return keys
+        models = keys.get("models" if "models" in cls.model_fields else "model")
         if not isinstance(models, dict) or not models.get("adapters"):
             return keys
+
+        stage = cls.model_fields["stage"].default
         settings = keys.get(stage) or {}
         section = fields_of(cls)[stage].section
         if not isinstance(settings, dict) or section is None:
             return keys
-        defaults = {"learning_rate": section.model_fields["learning_rate"].default} | recipe_defaults(settings)
+
+        defaults = {"learning_rate": section.model_fields["learning_rate"].default}
+        defaults |= cls.chosen_defaults(settings)
         rates = {
             key: float(f"{LEARNING_RATE_FACTOR * rate:g}")
             for key, rate in defaults.items()
@@ -316,7 +339,7 @@ class TrainerSettings(Section):
         return self
 
 
-class _PairConfig(TrainingConfig):
+class PairConfig(TrainingConfig):
     model: RewardModel = Field(default_factory=RewardModel)
     data: RewardData
 

@@ -5,7 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import ModelPath, Section, invalid
+from rlhf_cli.config.base import ModelPath
+from rlhf_cli.config.machinery.section import Section, invalid
 from rlhf_cli.config.sections import SFTData, SFTModel, TrainerSettings, TrainingConfig, WordCount, cut_prompts
 from rlhf_cli.config.sources import DataSource
 
@@ -18,7 +19,7 @@ class SFTSettings(TrainerSettings):
     completion_only_loss: bool = True
 
 
-class BestOf(Section):
+class BestOfSettings(Section):
     """Sampling of the rows of SFT: the reward model's best of n answers to each prompt."""
 
     n: int = Field(16, ge=2)
@@ -36,7 +37,7 @@ class SFTConfig(TrainingConfig):
     stage: Literal["sft"] = "sft"
     model: SFTModel
     data: SFTData
-    best_of: BestOf | None = None
+    best_of: BestOfSettings | None = None
     sft: SFTSettings = Field(default_factory=SFTSettings)
     trainer: dict[str, Any] = Field(default_factory=dict)
 

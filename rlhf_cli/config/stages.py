@@ -12,8 +12,6 @@ TRLConfig = SFTConfig | RewardConfig | DPOConfig
 CONFIGS: dict[str, type[Config]] = {
     "sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "ppo": PPOConfig, "eval": EvalConfig,
 }  # fmt: skip
-
-
 AnyConfig = TRLConfig | PPOConfig | EvalConfig
 
 

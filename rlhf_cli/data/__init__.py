@@ -1,6 +1,6 @@
 """Reading and tokenising data files. `encode` produces the tokens of all stages; TRL never tokenises."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_cli import import_on_first_use
 
@@ -14,19 +14,11 @@ if TYPE_CHECKING:
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "data.datasets": "PairFile Prompt Rows is_plain_text preference_pairs preference_rows prompt_form prompt_rows "
-        "sft_rows warn_shared",
+        "data.datasets": "PairFile Prompt Rows as_dataset is_plain_text preference_pairs preference_rows prompt_form "
+        "prompt_rows sft_rows warn_shared",
         "data.sampling": "LengthGroupedSampler prompt_batch",
         "data.texts": "split_key",
         "data.tokens": "closing_ids decode_stream encode encode_many set_speaks_in_turns speaks_in_turns special_ids "
         "stop_token_id",
     },
 )
-
-
-def as_dataset(rows: list[dict[str, Any]]) -> Any:
-    """Return a `datasets.Dataset` of the rows (at least one) for TRL's trainers, with the first row's columns."""
-    import datasets  # half a second; only SFT and reward need it
-
-    datasets.disable_progress_bars()
-    return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
@@ -27,6 +27,12 @@ from rlhf_cli.data.tokens import (
     variables_hint,
 )
 from rlhf_cli.errors import RLHFError
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.datasets import *  # noqa: F403
+    from rlhf_cli.data.sampling import *  # noqa: F403
+    from rlhf_cli.data.texts import *  # noqa: F403
+    from rlhf_cli.data.tokens import *  # noqa: F403
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
@@ -435,3 +441,11 @@ def warn_shared(training: Rows[Any], evaluation: Rows[Any], *, where: str | None
         text = f"{num_shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
         hint = "remove them from one of the files, or hold out prompts with data.eval_fraction"
         terminal.warn("D13", text, where=where, hint=hint)
+
+
+def as_dataset(rows: list[dict[str, Any]]) -> Any:
+    """Return a `datasets.Dataset` of the rows (at least one) for TRL's trainers, with the first row's columns."""
+    import datasets  # half a second; only SFT and reward need it
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_cli import runs, system, terminal
 from rlhf_cli.config.eval import EvalModels
-from rlhf_cli.config.ppo import PPOModels
+from rlhf_cli.config.ppo import PPOModelSettings
 from rlhf_cli.config.sections import RewardModel, SFTModel
 from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
 from rlhf_cli.files import read_json_object
@@ -28,7 +28,7 @@ MAX_COUNTS = {"layer": 10_000, "expert": 2**16}  # more than any model has; buil
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own
 
 
-ModelSection = SFTModel | RewardModel | PPOModels | EvalModels  # `model:` or `models:` of a config
+ModelSection = SFTModel | RewardModel | PPOModelSettings | EvalModels  # `model:` or `models:` of a config
 
 
 class LoadOptions(TypedDict, total=False):

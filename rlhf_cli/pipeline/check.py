@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load_partial, stage_of
+from rlhf_cli.config.loading import load_partial, stage_of
 from rlhf_cli.pipeline import run as pipeline
 from rlhf_cli.pipeline.check_files import Report, StageCheck, check_files
 

@@ -11,8 +11,7 @@ from rlhf_cli import data
 from rlhf_cli.config import stages
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig

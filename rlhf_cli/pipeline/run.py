@@ -15,7 +15,7 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.commands import report
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.machinery.loading import accepts_key, check_override, keys, load
+from rlhf_cli.config.loading import accepts_key, check_override, keys, load
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.data import sources
 from rlhf_cli.distributed import RLHF_COMMAND

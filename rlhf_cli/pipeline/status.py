@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rlhf_cli import runs, system
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, shown, translate_read_errors
 from rlhf_cli.evaluation.render import deciding_judge
@@ -24,7 +24,7 @@ from rlhf_cli.runs.discover import STAGES, configs_in, find_run_folders, has_out
 from rlhf_cli.runs.locks import LockOwner, lock_owner
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus
-from rlhf_cli.tracking import newest_rows
+from rlhf_cli.tracking.logs import newest_rows
 
 MAX_DEPTH = 4  # levels of folders to search for runs
 STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}

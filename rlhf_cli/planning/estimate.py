@@ -11,7 +11,7 @@ from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
-from rlhf_cli.config.sft import BestOf, SFTConfig
+from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
@@ -160,7 +160,7 @@ def evaluation_phases(
 
 
 def best_of_phases(
-    settings: BestOf, frozen: Mapping[str, StageModel], weights: int, data: DataSize, target: Target
+    settings: BestOfSettings, frozen: Mapping[str, StageModel], weights: int, data: DataSize, target: Target
 ) -> list[Phase]:
     """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
     fixed, width, reward = {"weights": weights}, data.lengths.row, frozen["reward"]

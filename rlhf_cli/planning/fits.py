@@ -8,10 +8,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf_cli import distributed, runs, system, terminal, tracking
+from rlhf_cli import distributed, runs, system, terminal
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import compiled, devices, load, weight_files
@@ -27,6 +26,7 @@ from rlhf_cli.planning.stage_models import (
     ppo_plan,
 )
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.tracking import trackers
 
 # Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
 BITSANDBYTES = {
@@ -48,7 +48,7 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     `runs_here` too little memory is a warning, because the stage may be meant for a larger machine with the same disk.
     """
     _warn_unsupported(config)
-    tracking.require(config)
+    trackers.require(config)
     _require_bitsandbytes(config)
     system.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trainer = getattr(config, "trainer", {})

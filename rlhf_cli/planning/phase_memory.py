@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.config.sections import Adapters, LoRA
 from rlhf_cli.models import lora, sharding
 from rlhf_cli.planning import memory

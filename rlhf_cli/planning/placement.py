@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from rlhf_cli import config, system
 from rlhf_cli.commands.init.pairs import Lengths
 from rlhf_cli.commands.plan import memory_savings
-from rlhf_cli.config.base import Config, Origin
-from rlhf_cli.config.machinery.loading import apply_overrides
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.loading import apply_overrides
+from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.machinery.yaml_io import YamlFile, to_yaml, with_value
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import RLHFError, did_you_mean

@@ -12,7 +12,7 @@ from rlhf_cli.config import stages
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sections import Adapters

@@ -13,8 +13,7 @@ from rlhf_cli import runs
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sections import LoRA
 from rlhf_cli.config.sft import SFTConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli import import_on_first_use
 
 if TYPE_CHECKING:
-    from rlhf_cli.config.ppo_options import PPOSettings as PPOSettings
+    from rlhf_cli.config.ppo import PPOSettings as PPOSettings
     from rlhf_cli.models.batch import Prompts as Prompts
     from rlhf_cli.models.batch import Rollout as Rollout
     from rlhf_cli.models.forward import ValueHead as ValueHead
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _import_name = import_on_first_use(
     __name__,
     {
-        "config.ppo_options": "PPOSettings",
+        "config.ppo": "PPOSettings",
         "models.batch": "Prompts Rollout",
         "models.forward": "ValueHead",
         "ppo.experience": "Experience",

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.config.ppo_algorithm import RolloutCorrection
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings, RolloutCorrection
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Record, Rollout
 from rlhf_cli.models.parallel import ProcessGroup

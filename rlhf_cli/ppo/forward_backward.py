@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import compiled, forward, packing
 from rlhf_cli.models.batch import MicroBatch
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup

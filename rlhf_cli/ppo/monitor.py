@@ -14,8 +14,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, Action, Signal, WatchdogSettings
-from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
+from rlhf_cli.config.ppo import SIGNAL_MESSAGES, SIGNALS, Action, LengthRange, PPOSettings, Signal, WatchdogSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, Stats

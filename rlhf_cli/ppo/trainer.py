@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
+from rlhf_cli.config.ppo import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import devices, forward, lora, sharding
 from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, split_into_micro_batches

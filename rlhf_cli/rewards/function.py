@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.config.ppo import RewardSourceSettings
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rewards.results import ALL_ROWS, PER_ROW, RewardFormError, as_list, is_finite_number, is_number
 from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
@@ -57,7 +57,7 @@ class RewardContext:
     load: bool = True  # False: validate only, load no weights
 
 
-def make_reward_fn(kind: str, section: RewardSection, context: RewardContext) -> RewardFn:
+def make_reward_fn(kind: str, section: RewardSourceSettings, context: RewardContext) -> RewardFn:
     """Build the reward function of a section whose key `kind` is set. Raises RLHFError C01, C06, C07, C17."""
     if kind == "function":
         assert section.function is not None

@@ -19,7 +19,7 @@ from rlhf_cli.runs.parents import FOREIGN, no_stage_error, read_manifest
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.schemas import schema_error
 from rlhf_cli.runs.status import read_identity
-from rlhf_cli.tracking import read_log
+from rlhf_cli.tracking.logs import read_log
 
 State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 Row = Mapping[str, Any]

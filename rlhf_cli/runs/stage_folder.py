@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from rlhf_cli import __version__, distributed, terminal
-from rlhf_cli.config.base import TRACKERS, Config
+from rlhf_cli.config.base import TRACKER_NAMES, Config
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
     hash_files,
@@ -46,7 +46,7 @@ PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
     "numpy",
 )  # fmt: skip
-_UNLISTED = ("manifest.json", REPORT, "state/", *(f"{tracker}/" for tracker in TRACKERS))  # not in the manifest
+_UNLISTED = ("manifest.json", REPORT, "state/", *(f"{tracker}/" for tracker in TRACKER_NAMES))  # not in the manifest
 
 
 def start_stage(

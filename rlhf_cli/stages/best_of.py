@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.config.sft import BestOf, SFTConfig
+from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_text
@@ -119,7 +119,7 @@ def load_sampler(
 class BestOfSampler:
     """Samples answers with `engine` and selects by `reward`."""
 
-    settings: BestOf
+    settings: BestOfSettings
     seed: int
     tokenizer: Any
     engine: HFEngine

@@ -1,228 +1,146 @@
-"""TensorBoard, Weights & Biases and trackio behind one interface. Each library is imported when its run is opened."""
+"""The open trackers of a run, as `output.report_to` names them.
 
-import io
-import json
-import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
-from itertools import chain, count
+Errors of a tracker never stop a training. Its library is imported when its run is opened, on the main process only.
+(TRL imports an installed wandb.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from rlhf_cli.errors import shell_path, shown
-from rlhf_cli.files import write_text
-from rlhf_cli.jsonl import flatten
+from rlhf_cli import distributed, terminal
+from rlhf_cli.config.base import Config
+from rlhf_cli.errors import RLHFError, install_hint, redact
+from rlhf_cli.tracking.backends import NO_STEP, TensorBoard, TrackerRun, Trackio, WandB
 
-NO_STEP = -1
-PROJECT = "rlhf"
-UPLOAD_TIMEOUT_S = 60.0  # of wandb at the end of a stage; WANDB_FINISH_TIMEOUT overrides it
-FLUSH = "x_transaction_log_flush_interval"  # of wandb; default 15 seconds, which a killed offline run would lose
-Row = Mapping[str, str | float]  # of a table; booleans are 1 or 0
-Samples = Mapping[str, Sequence[float]]  # of distributions, by name
+Tracker = TensorBoard | WandB
+Line = Mapping[str, Any]  # of a log: `step`, and numbers by name
 
 
-@dataclass(frozen=True)
-class TrackerRun:
-    """A stage that starts or resumes."""
+class Trackers:
+    """Open runs of the trackers in `output.report_to`: `with Trackers(config) as trackers:`.
 
-    stage: str
-    folder: Path  # RUN/<stage>; a tracker may write into the folder of its own name there
-    project: str | None  # None: the tracker's default, or PROJECT
-    name: str
-    group: str  # the same for all stages of a run
-    config: dict[str, Any]  # resolved, JSON-able
-    saved_step: int = NO_STEP  # of the checkpoint that it resumes from
-    logged_step: int = NO_STEP  # last step of the log before resuming; the steps after `saved_step` are repeated
-
-    def name_file(self, tracker: str, name: str) -> Path:
-        """Return the file with the tracker's name or id of this run; it exists if the run is resumed."""
-        path = self.folder / tracker / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-
-# A tracker has the methods metrics, table, histograms and close, and two attributes. `last`: the last step logged by an
-# earlier start; repeated steps up to it must not be logged again. `place`: URL, folder or command to view it, for the
-# terminal. If a method raises, no further method except close is called.
-
-
-class TensorBoard:
-    """Event files in RUN/<stage>/tensorboard. On resume, events after the checkpoint are purged."""
-
-    def __init__(self, run: TrackerRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        folder = run.folder / "tensorboard"
-        resumed = folder.is_dir()
-        self.writer = SummaryWriter(str(folder), purge_step=run.saved_step + 1 if resumed else None)
-        self.last = run.saved_step if resumed else NO_STEP
-        self.place = f"{shown(folder)} (tensorboard --logdir {shell_path(run.folder.parent)})"
-        if self.last == NO_STEP:
-            assert self.writer.file_writer
-            hyperparameters = {  # by keys as for --set
-                key: value if isinstance(value, str | int | float) else json.dumps(value)
-                for key, value in flatten(run.config).items()
-            }
-            for summary in hparams(hyperparameters, {}):
-                self.writer.file_writer.add_summary(summary)
-            self._text("config", json.dumps(run.config, indent=2, ensure_ascii=False), 0)
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log scalars, in float32."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # survives a crash, like metrics.jsonl
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log the rows as text: TensorBoard has no tables."""
-        texts = ("\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows)
-        self._text(name, "\n\n".join(texts), step)
-
-    def histograms(self, step: int, values: Samples) -> None:
-        """Log histograms with TensorBoard's bins."""
-        import numpy as np
-
-        for name, samples in values.items():
-            self.writer.add_histogram(name, np.asarray(samples), step)
-        self.writer.flush()
-
-    def close(self, exit_code: int) -> None:
-        """Close the event file, which has no exit code."""
-        self.writer.close()
-
-    def _text(self, name: str, text: str, step: int) -> None:
-        """Log text as a code block, so that model output is not rendered as Markdown."""
-        self.writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
-        self.writer.flush()
-
-
-class WandB:
-    """A wandb run. wandb writes RUN/<stage>/wandb and uploads it, unless WANDB_MODE is offline."""
-
-    def __init__(self, run: TrackerRun) -> None:
-        import wandb
-
-        self.library: Any = wandb
-        settings = {
-            "console": "off",
-            "symlink": False,  # a run's folder can be moved
-            "save_code": False,
-            "finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_TIMEOUT_S)),
-            "finish_timeout_raises": True,
-            **({FLUSH: 1.0} if FLUSH in wandb.Settings.model_fields else {}),
-        }
-        library = wandb.setup(settings=wandb.Settings(silent=True))  # print nothing
-        if library.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise RuntimeError("there is no API key: set WANDB_API_KEY, call `wandb login`, or set WANDB_MODE=offline")
-        id_file = run.name_file("wandb", "rlhf-run-id")
-        resumed = id_file.is_file()
-        self.run = wandb.init(
-            dir=str(run.folder),
-            id=id_file.read_text(encoding="utf-8").strip() if resumed else None,
-            resume="allow",
-            project=run.project or os.environ.get("WANDB_PROJECT") or PROJECT,
-            name=run.name,
-            group=run.group,
-            job_type=run.stage,
-            config=run.config,
-            settings=wandb.Settings(**settings),
-        )
-        write_text(id_file, f"{self.run.id}\n")
-        folder = shown(id_file.parent)
-        if self.run.offline:
-            self.last = NO_STEP
-            if resumed:  # a killed process did not write its last step
-                self.last = max(run.saved_step, run.logged_step - 1)
-            self.place = f"{folder} (offline; to send it: wandb sync {shell_path(id_file.parent)}/offline-run-*)"
-        else:
-            self.last = self.run.starting_step - 1  # from the server
-            self.place = self.run.url or folder
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers; all logs of a step form one row of the history."""
-        self._log(step, dict(values))
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log a Table of the library."""
-        columns = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may lack a score
-        self._log(step, {name: self.library.Table(columns, [[row.get(column) for column in columns] for row in rows])})
-
-    def histograms(self, step: int, values: Samples) -> None:
-        """Log a Histogram of the library, of 64 bins, per name."""
-        self._log(step, {name: self.library.Histogram(list(samples)) for name, samples in values.items()})
-
-    def _log(self, step: int, values: dict[str, Any]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self, exit_code: int) -> None:
-        """Finish the run. Raises TimeoutError if the upload does not end in time; the data stays in the folder."""
-        self.run.finish(exit_code=exit_code)
-
-
-class Trackio(WandB):
-    """A trackio run, with the methods of wandb. The database, in TRACKIO_DIR or the hub's cache, has all of a project.
-
-    A second run of the same name in a project becomes NAME-2. trackio reports errors as warnings, often from its own
-    thread; the next call raises them.
+    A tracker that raises is closed, with a warning (R16), and gets nothing more. Without `report_to` nothing happens.
     """
 
-    def __init__(self, run: TrackerRun) -> None:
-        import trackio
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._open: dict[str, Tracker] = {}
+        self._kept: Sequence[Line] = ()
+        self._logged: set[tuple[int, frozenset[str]]] = set()  # a step may have several lines, as of an evaluation
 
-        self.library, self._problem = trackio, ""
-        self._show = warnings.showwarning
-        warnings.showwarning = self._record_warning
+    def resume(self, before: Iterable[Line], kept: Sequence[Line]) -> None:
+        """Pass the lines of the earlier log, and those kept on resume. Call it before entering the context."""
+        self._logged = {_identity(line) for line in before}
+        self._kept = kept
+
+    def __enter__(self) -> "Trackers":
+        if distributed.is_main_process():
+            for name in dict.fromkeys(self.config.output.report_to):
+                self._guarded(name, self._begin, name)
+        for line in self._kept:  # sends the full log to a newly added tracker
+            self.metrics(line)
+        self._kept = ()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        exit_code = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            exit_code = int(error.code or 0)
+        for name in list(self._open):
+            self._guarded(name, self._open.pop(name).close, exit_code)
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def metrics(self, line: Line) -> None:
+        """Log a line of metrics.jsonl: `step` and numbers."""
+        step = line["step"]
+        values = {name: value for name, value in line.items() if name != "step"}
+        self._send(step, lambda tracker: tracker.metrics(step, values), again=_identity(line) in self._logged)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table whose rows have the same keys; values other than text and numbers are dropped."""
+        if rows and self:
+            plain = [_cells(row) for row in rows]
+            self._send(step, lambda tracker: tracker.table(step, name, plain))
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Log samples of distributions, by name."""
+        filled = {name: samples for name, samples in values.items() if samples}
+        self._send(step, lambda tracker: tracker.histograms(step, filled))
+
+    def _send(self, step: int, send: Callable[[Tracker], None], *, again: bool = True) -> None:
+        """Send to all trackers. With `again`, skip those that have the step from an earlier start."""
+        for name, tracker in list(self._open.items()):
+            if again and step <= tracker.last:
+                continue
+            self._guarded(name, send, tracker)
+
+    def _begin(self, name: str) -> None:
+        config = self.config
+        group = Path(config.run).name
+        run = TrackerRun(
+            stage=config.stage,
+            folder=config.folder,
+            project=config.output.project,
+            name=config.output.run_name or (f"{group}-{config.stage}" if group else config.stage),
+            group=group,
+            config=_redacted(config.dump(relative_to=config.folder)),
+            saved_step=max((line["step"] for line in self._kept), default=NO_STEP),
+            logged_step=max((step for step, _ in self._logged), default=NO_STEP),
+        )
+        tracker = self._open[name] = TRACKERS[name](run)
+        terminal.say(f"{config.stage:<8} {name}: {tracker.place}")
+
+    def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a tracker; if it raises, warn and close it."""
         try:
-            name_file, project = run.name_file("trackio", "rlhf-run-name"), run.project or PROJECT
-            resumed = name_file.is_file()
-            name = name_file.read_text(encoding="utf-8").strip() if resumed else self._unused_name(project, run.name)
-            with self._silenced():
-                resume = "allow" if resumed else "never"
-                self.run = trackio.init(project, name, group=run.group, config=run.config, resume=resume, embed=False)
-        except Exception:
-            self._finish()
-            raise
-        write_text(name_file, f"{name}\n")
-        self.last = getattr(self.run, "_next_step", run.logged_step + 1) - 1 if resumed else NO_STEP
-        self.place = f"run {name} of project {project} (trackio show --project {project})"
+            call(*arguments)
+        except Exception as error:
+            message = " ".join(str(error).split()) or "no message"
+            hint = "the run continues without it, and metrics.jsonl has all numbers; see docs/commands.md"
+            terminal.warn("R16", f"{name}: {type(error).__name__}: {message[:300]}", hint=hint)
+            if tracker := self._open.pop(name, None):
+                with suppress(Exception):
+                    tracker.close(1)
 
-    def _log(self, step: int, values: dict[str, Any]) -> None:
-        """Log values, which are written within half a second."""
-        with self._silenced():
-            super()._log(step, values)
 
-    def close(self, exit_code: int) -> None:
-        """Finish the run; trackio records no exit code."""
-        with self._silenced():
-            self._finish()
+def require(config: Config) -> None:
+    """Raise RLHFError E06 if a library that output.report_to names is not installed."""
+    missing = [name for name in config.output.report_to if find_spec(name) is None]
+    if missing:
+        text = f"output.report_to names trackers that are not installed: {', '.join(missing)}"
+        hint = f"{install_hint('trackers')}; or remove it"
+        raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
 
-    def _finish(self) -> None:
-        """Finish the run now: an unfinished one would print on stdout when the process ends."""
-        with redirect_stdout(io.StringIO()), suppress(RuntimeError):  # no run is open
-            self.library.finish()
-        if warnings.showwarning == self._record_warning:
-            warnings.showwarning = self._show
 
-    def _unused_name(self, project: str, name: str) -> str:
-        """Return the name, or NAME-2, NAME-3, ..., whichever is unused in the project on this machine."""
-        taken: set[str] = set()
-        with suppress(ValueError):  # no such project yet
-            taken = {run.name for run in self.library.Api().runs(project)}
-        return next(free for free in chain([name], (f"{name}-{n}" for n in count(2))) if free not in taken)
+def _identity(line: Line) -> tuple[int, frozenset[str]]:
+    """Return what identifies a line of the log: a step may have several, with different names."""
+    return line["step"], frozenset(line)
 
-    @contextmanager
-    def _silenced(self) -> Iterator[None]:
-        """Suppress trackio's output. Raises RuntimeError for its warnings so far."""
-        with redirect_stdout(io.StringIO()):
-            yield
-        if self._problem:
-            raise RuntimeError(self._problem)
 
-    def _record_warning(self, message: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
-        if "trackio" in Path(filename).parts:
-            self._problem = self._problem or str(message)
-        else:
-            self._show(message, category, filename, *args, **kwargs)
+def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+    cells: dict[str, str | float] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            cells |= _cells(value, f"{prefix}{key}/")
+        elif isinstance(value, str):
+            cells[prefix + key] = redact(value)
+        elif isinstance(value, int | float):
+            cells[prefix + key] = value
+    return cells
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -15,7 +15,7 @@ from ppo_folder import lines, must_succeed, write
 from typer.testing import Result
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.commands import chat
+from rlhf_cli.commands.chat import loop, slash_commands
 from rlhf_cli.commands.chat.models import ReplyMetrics, resolve_models
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, Turn
 from rlhf_cli.config.base import Options
@@ -58,7 +58,7 @@ def opened(folder: Path, **options: Any) -> ChatSession:
     models = resolve_models(
         folder, options.pop("stage", None), options.pop("step", "last"), options.pop("compare", None)
     )
-    return chat.open_session(models, chat.ChatOptions(**options), Options())
+    return loop.open_session(models, loop.ChatOptions(**options), Options())
 
 
 def is_error(result: Result, code: str, *texts: str) -> bool:
@@ -75,7 +75,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 def test_every_command_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/commands.md").read_text(encoding="utf-8")
-    for name, command in chat.COMMANDS.items():
+    for name, command in slash_commands.COMMANDS.items():
         assert f"`/{name} {command.argument}`".replace(" `", "`") in page, name
 
 

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import rlhf_cli
 from rlhf_cli import config, runs
-from rlhf_cli.cli import app, train
+from rlhf_cli.cli import app, stage
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.machinery.aliases import COMMANDS
 from rlhf_cli.errors import RLHFError
@@ -37,10 +37,10 @@ def folder(here: Path) -> Path:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
+def stage_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
     """Stages that only record their arguments."""
     calls: list[tuple[config.Config, Options]] = []
-    monkeypatch.setattr(train, "_runner", lambda name: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(stage, "_runner", lambda name: lambda *arguments: calls.append(arguments))
     return calls
 
 
@@ -160,14 +160,14 @@ def test_no_command_shows_the_help_and_is_an_error_of_usage() -> None:
 # The arguments of a stage
 
 
-def test_overrides_and_options_reach_the_stage(folder: Path, stage: list) -> None:
+def test_overrides_and_options_reach_the_stage(folder: Path, stage_calls: list) -> None:
     arguments = ["-c", "sft.yaml", "-s", "sft.learning_rate=2e-5", "seed=4", "--set", "sft.max_length=9", "--fresh"]
     assert rlhf("sft", *arguments).exit_code == 0
-    ((sft, options),) = stage
+    ((sft, options),) = stage_calls
     assert (sft.sft.learning_rate, sft.sft.max_length, sft.seed) == (2e-5, 9, 4)
     assert options == Options(fresh=True)
     rlhf("sft", "-c", "sft.yaml", "--trust-remote-code", "--debug")
-    assert stage[1][1] == Options(trust_remote_code=True, debug=True)
+    assert stage_calls[1][1] == Options(trust_remote_code=True, debug=True)
 
 
 def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(train, "_runner", lambda name: run)
+    monkeypatch.setattr(stage, "_runner", lambda name: run)
 
 
 def test_an_unexpected_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,15 +261,15 @@ def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: 
     script = """
 import signal, time
 from rlhf_cli import cli
-from rlhf_cli.cli import train
+from rlhf_cli.cli import stage
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
-def stage(*_):
+def wait(*_):
     try:
         print("up", flush=True)
         time.sleep(60)
     finally:
         print("closed", flush=True)
-train._runner = lambda name: stage
+stage._runner = lambda name: wait
 cli.app(["sft", "-c", "sft.yaml"])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -287,7 +287,7 @@ def test_a_failed_command_releases_its_lock(folder: Path, monkeypatch: pytest.Mo
         runs.start_stage(sft, runs.compute_identity(sft, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(train, "_runner", lambda name: run)
+    monkeypatch.setattr(stage, "_runner", lambda name: run)
     assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
     script = "import pathlib, sys; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]))"
     assert python("-c", script, folder / "sft").returncode == 0

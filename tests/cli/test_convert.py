@@ -18,13 +18,12 @@ from ppo_folder import lines, must_succeed
 from run_cli import ROOT, is_one_error, rlhf
 
 from rlhf_cli import config
-from rlhf_cli.commands.convert import page
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, VERSIONS, Conversion, target_key
-from rlhf_cli.commands.convert.read import Setting, Source, read_settings
+from rlhf_cli.commands.convert.read import Setting, TRLSettings, read_settings
 from rlhf_cli.commands.convert.rules import BATCH_KEYS, convert_old_batch, convert_settings, trl_optimizer_steps
+from rlhf_cli.commands.convert.write import page
 from rlhf_cli.config.machinery import trl_fields
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import at
 
@@ -75,7 +74,7 @@ def run_convert(text: str, suffix: str = ".yaml", *arguments: str) -> tuple[PPOC
 
 
 def converted(version: str, **options: Any) -> Conversion:
-    return convert_settings(Source([Setting(name, value) for name, value in options.items()]), version)
+    return convert_settings(TRLSettings([Setting(name, value) for name, value in options.items()]), version)
 
 
 def loaded(conversion: Conversion) -> PPOConfig:
@@ -83,7 +82,7 @@ def loaded(conversion: Conversion) -> PPOConfig:
     return config.load("ppo", "ppo.yaml")
 
 
-def read(text: str, suffix: str) -> Source:
+def read(text: str, suffix: str) -> TRLSettings:
     Path(f"theirs{suffix}").write_text(text, encoding="utf-8")
     return read_settings(Path(f"theirs{suffix}"))
 

@@ -14,7 +14,7 @@ from rlhf_cli import config
 from rlhf_cli.commands.explain import every_key
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.machinery.fields import DefaultSource, parse_source, split_description, texts_by_class
-from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
+from rlhf_cli.config.ppo import RECIPES, PPOSettings
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import CODES
 

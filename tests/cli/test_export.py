@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import Result
 
 from rlhf_cli import jsonl, system
-from rlhf_cli.commands import export
+from rlhf_cli.commands.export import model_folder
 from rlhf_cli.models import lora, save, tokenizers
 from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_unmerged
 
@@ -342,7 +342,7 @@ def test_nothing_is_overwritten_and_c15_another_process_writes_the_folder(full: 
 def test_a_killed_export_leaves_only_a_hidden_folder(full: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before its last step; the next export removes what is left of this folder, not of others."""
     with monkeypatch.context() as patched:
-        patched.setattr(export, "verify_export", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(model_folder, "verify_export", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert forked("export", ".", "--out", "out").returncode == -signal.SIGKILL
     (left,) = Path().glob(".tmp-out-*")
     assert not Path("out").exists() and (left / "model.safetensors").is_file()

@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 from report_run import CARD, begin, change, configs, finish, metrics, report, sha_of, win, write_run
 
 from rlhf_cli import data
-from rlhf_cli.commands.export import held_out_prompt
 from rlhf_cli.commands.export.card import Card
+from rlhf_cli.commands.export.model_folder import held_out_prompt
 from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import write_jsonl

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_cli import jsonl
-from rlhf_cli.config.machinery.loading import keys, load, stage_of
+from rlhf_cli.config.loading import keys, load, stage_of
 from rlhf_cli.errors import CODES
 from rlhf_cli.rewards import trial
 

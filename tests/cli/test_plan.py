@@ -24,7 +24,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import plan as command
 from rlhf_cli.commands.plan import show
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.jsonl import append_jsonl, read_jsonl
 from rlhf_cli.models import build, devices, forward, lora
 from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config

@@ -16,9 +16,10 @@ from pydantic import ValidationError
 
 from rlhf_cli import config, errors
 from rlhf_cli.commands import init
-from rlhf_cli.config.machinery import json_schema, trl_fields, yaml_io
+from rlhf_cli.config import json_schema
+from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.aliases import SET_BY_RLHF
-from rlhf_cli.config.machinery.messages import check_trainer
+from rlhf_cli.config.messages import check_trainer
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.demo.world import Sizes
 

@@ -17,7 +17,7 @@ from report_run import draws_nothing, write_run
 from run_cli import rlhf
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError

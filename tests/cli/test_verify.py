@@ -17,10 +17,10 @@ from bad_inputs import replace
 from ppo_folder import fails, lines, must_succeed, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
+from rlhf_cli.commands.verify import reference, reference_update
+from rlhf_cli.commands.verify.comparison import Quantity, compare, difference, only_rounding, worst
 from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
-from rlhf_cli.config.ppo_algorithm import SCHEDULERS
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
@@ -234,7 +234,7 @@ def test_the_reference_shares_no_arithmetic_with_the_trainer() -> None:
             found |= {alias.name for alias in node.names}
     found -= {f"rlhf_cli.commands.verify.{path.stem}" for path in REFERENCE}
     shared = {name for name in found if name.startswith("rlhf_cli")}
-    assert shared == {"rlhf_cli.data.sampling", "rlhf_cli.config.ppo_options"}
+    assert shared == {"rlhf_cli.data.sampling", "rlhf_cli.config.ppo"}
     assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
 
 

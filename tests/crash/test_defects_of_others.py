@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli import config
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import save
 from rlhf_cli.ppo.trainer import PPOTrainer

@@ -16,13 +16,14 @@ from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 from run_cli import child
 from typer.testing import Result
 
-from rlhf_cli import distributed, runs, system, tracking
-from rlhf_cli.commands import verify
-from rlhf_cli.config.machinery.loading import load as config_of
+from rlhf_cli import distributed, runs, system
+from rlhf_cli.commands.verify import show
+from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.planning import duration, fits
 from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.tracking import logs
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
 STAGES = ("sft", "reward", "ppo")
@@ -186,7 +187,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path) -> None:
 
     The reward stage is written by the same trainer, and full disks of PPO are in tests/helpers/chaos.
     """
-    log, limit = tracking.MetricsLog.log, 40_000
+    log, limit = logs.MetricsLog.log, 40_000
 
     def limited(self: Any, step: int, *rest: Any) -> None:
         log(self, step, *rest)
@@ -195,7 +196,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path) -> None:
 
     def limit_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        tracking.MetricsLog.log = limited  # type: ignore[method-assign]
+        logs.MetricsLog.log = limited  # type: ignore[method-assign]
 
     command = ("sft", "-c", "sft.yaml", "-s", "sft.logging_steps=1")
     done = run_cli.forked(*command, before=limit_files)
@@ -253,7 +254,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
     monkeypatch.setattr(load, "load_causal_lm", full)
-    monkeypatch.setattr(verify, "open_run", full)
+    monkeypatch.setattr(show, "open_run", full)
     assert refused(run_cli.rlhf(*command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics

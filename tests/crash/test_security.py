@@ -17,7 +17,7 @@ from fake_config import FakeConfig, make_stage
 from run_cli import must_succeed
 
 from rlhf_cli import errors, jsonl, runs, terminal
-from rlhf_cli.config.machinery import loading
+from rlhf_cli.config import loading
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import json_sha256
 from rlhf_cli.models import load, save, tokenizers
@@ -251,7 +251,7 @@ def test_a_traceback_has_no_control_characters_or_secrets(folder: Path, monkeypa
     def fail(*_: object) -> None:
         raise OSError(f"{HOSTILE} {TOKEN}")
 
-    monkeypatch.setattr("rlhf_cli.config.machinery.loading.load", fail)
+    monkeypatch.setattr("rlhf_cli.config.loading.load", fail)
     result = rlhf("sft", "--debug")
     assert "Traceback" in result.stderr and "error[R00]: OSError" in result.stderr
     assert not ACTIVE.search(result.stderr) and TOKEN not in result.stderr

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.cli import errors
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.stages import sft

@@ -13,7 +13,7 @@ from group import child, command, stop_and_resume
 from ppo_folder import lines, must_succeed
 from test_group_trl import config, weights
 
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 
 LINES = yaml.safe_load((Path(__file__).parents[2] / "configs/zero3.yaml").read_text())

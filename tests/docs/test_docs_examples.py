@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlhf_cli import config
-from rlhf_cli.config.ppo import BUILTINS, KINDS, RewardSource
+from rlhf_cli.config.ppo import BUILTINS, KINDS, RewardSourceSettings
 from rlhf_cli.config.sections import Adapters, LoRA
 from rlhf_cli.rewards import builtin
 from rlhf_cli.rewards.function import RewardContext, call_reward_fn, make_reward_fn
@@ -41,7 +41,7 @@ def test_an_example_of_rewards_loads(text: str, tmp_path: Path) -> None:
 
 def test_every_kind_option_and_parameter_of_rewards_has_an_example() -> None:
     written = [source for text in REWARD_EXAMPLES for source in yaml.safe_load(text)["rewards"].values() if source]
-    assert {key for source in written for key in source} == set(RewardSource.model_fields) >= set(KINDS)
+    assert {key for source in written for key in source} == set(RewardSourceSettings.model_fields) >= set(KINDS)
     for name in BUILTINS:
         (line,) = re.findall(rf"^\| `{name}` \|.*$", REWARDS, re.MULTILINE)
         parameters = set(inspect.signature(builtin.builder(name)).parameters)

@@ -13,12 +13,12 @@ from conftest import World
 from doc_tables import ALGORITHM, EVALUATION, METRICS, cells, section
 from ppo_folder import PPO, PROMPTS, lines, must_succeed, ppo, rlhf, write
 
-from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
+from rlhf_cli.config.ppo import RECIPES, PPOSettings
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import EnsembleReward
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking.logs import MetricsLog
 
 ROOT = Path(__file__).parents[2]
 

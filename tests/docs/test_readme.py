@@ -70,7 +70,3 @@ def test_a_figure_or_a_line_of_output_without_a_source_is_found() -> None:
         assert unsourced(f"{README}\n## New\n\nIt is {figure}, {linked}\n") == [figure]
     (line,) = unsourced(README.replace("0.898 [0.875, 0.919]\n", "0.899 [0.875, 0.919]\n"))
     assert line.startswith("PPO ") and line.endswith("0.899 [0.875, 0.919]")
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150 and len(README.split()) <= 1300

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 
 MINIMAL = {

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from yaml.nodes import MappingNode, Node, SequenceNode
 
-from rlhf_cli.config.machinery.loading import keys
+from rlhf_cli.config.loading import keys
 from rlhf_cli.config.stages import CONFIGS
 
 SUITE = 1000  # cases in the default suite

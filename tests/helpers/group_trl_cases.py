@@ -19,7 +19,7 @@ import transformers
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.stages import dpo, reward, sft
 from rlhf_cli.stages.common import lifecycle

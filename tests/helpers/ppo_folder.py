@@ -14,7 +14,7 @@ from run_cli import fails, must_succeed, rlhf  # noqa: F401  (for tests too)
 from typer.testing import Result
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Stats

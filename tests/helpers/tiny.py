@@ -6,7 +6,7 @@ from functools import wraps
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.stages import dpo, reward, sft
 from rlhf_cli.stages.common import training, trl_trainer
 

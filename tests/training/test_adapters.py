@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.sections import Adapters
 from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli import data, jsonl, runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import reward

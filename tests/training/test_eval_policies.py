@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import load as load_models
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS

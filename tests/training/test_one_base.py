@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model

@@ -4,7 +4,7 @@ import ppo_folder as stage
 import pytest
 from pydantic import ValidationError
 
-from rlhf_cli.config.ppo_options import BELONGS_TO, RECIPES, PPOSettings
+from rlhf_cli.config.ppo import BELONGS_TO, RECIPES, PPOSettings
 
 
 def settings(**changes) -> PPOSettings:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlhf_cli import runs
 from rlhf_cli.config.base import Output
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models import save
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine

@@ -212,7 +212,7 @@ def test_trackers_change_no_byte_of_a_run(chain: Path, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, time
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking.logs import MetricsLog
 real = MetricsLog.log
 def log(self, step, metrics):
     real(self, step, metrics)

@@ -14,12 +14,14 @@ from ppo_folder import PPO, lines, rlhf, write
 from run_cli import ROOT, must_succeed, python
 from stand_in_wandb import stand_in
 
-from rlhf_cli import jsonl, terminal, tracking
+from rlhf_cli import jsonl, terminal
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.tracking import Log, MetricsLog, Trackers, read_log
-from rlhf_cli.tracking.trackers import TrackerRun, Trackio, WandB
+from rlhf_cli.tracking import trackers
+from rlhf_cli.tracking.backends import TrackerRun, Trackio, WandB
+from rlhf_cli.tracking.logs import Log, MetricsLog, read_log
+from rlhf_cli.tracking.trackers import Trackers
 
 
 class Listener:
@@ -50,7 +52,7 @@ class Listener:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A config whose only tracker is a Listener."""
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Listener)
     monkeypatch.setattr(Listener, "logged", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
     return load("sft", tmp_path / "sft.yaml")
@@ -179,7 +181,8 @@ import sys
 from pathlib import Path
 from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import MetricsLog, Trackers
+from rlhf_cli.tracking.logs import MetricsLog
+from rlhf_cli.tracking.trackers import Trackers
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
     MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
@@ -199,7 +202,8 @@ ONLINE = """
 import sys
 from pathlib import Path
 from rlhf_cli.config import load
-from rlhf_cli.tracking import MetricsLog, Trackers
+from rlhf_cli.tracking.logs import MetricsLog
+from rlhf_cli.tracking.trackers import Trackers
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)

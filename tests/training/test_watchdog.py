@@ -11,8 +11,7 @@ import tiny
 import torch
 from ppo_folder import PPO, lines, manifest, must_succeed, ppo, untimed, write
 
-from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import SIGNAL_MESSAGES, SIGNALS, PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience, RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.monitor import EXCEEDS, Alert, Watchdog

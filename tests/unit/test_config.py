@@ -9,8 +9,8 @@ import yaml
 from bad_configs import MINIMAL, loaded, messages, written
 
 from rlhf_cli import config, runs
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.fields import RENAMED, with_current_names
-from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import RLHFError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bad_configs import HEAD, messages, only
 
-from rlhf_cli.config.machinery.loading import keys, load
+from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import RLHFError
 

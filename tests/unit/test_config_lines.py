@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from bad_configs import HEAD, only
 
+from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.machinery.aliases import ALIASES
-from rlhf_cli.config.machinery.loading import keys, load
 from rlhf_cli.config.stages import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -7,7 +7,7 @@ import tiny
 import torch
 from safetensors import safe_open
 
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics, value_loss_and_metrics

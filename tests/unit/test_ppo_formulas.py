@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch.autograd import gradcheck
 
-from rlhf_cli.config.ppo_algorithm import RolloutCorrection
+from rlhf_cli.config.ppo import RolloutCorrection
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_loss_and_metrics

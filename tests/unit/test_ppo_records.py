@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from rlhf_cli.config.machinery.loading import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.sampling import derive_seed

@@ -11,7 +11,7 @@ import pytest
 from reward_card import card
 from scipy.stats import binom, spearmanr
 
-from rlhf_cli.config.ppo_options import RewardRequirements
+from rlhf_cli.config.ppo import RewardRequirements
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair, calibration_bins, length_correlation

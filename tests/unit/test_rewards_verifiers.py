@@ -28,7 +28,7 @@ import without_packages
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.rewards import sandbox, sandboxed, verifiers
+from rlhf_cli.rewards import answers, sandbox, sandboxed
 from rlhf_cli.rewards.function import RewardContext, make_reward_fn, score_texts
 from rlhf_cli.rewards.signature import TextRows, check_columns
 from rlhf_cli.rewards.verifiers import unit_tests
@@ -176,7 +176,7 @@ def test_d02_a_column_that_the_rows_lack_or_that_rlhf_reads(column: str, says: s
 
 
 def test_r05_a_pattern_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "MAX_PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr(answers, "MAX_PATTERN_SECONDS", 0.2)
     slow = "(a+)+b"
     for name, parameters in (
         ("regex", {"pattern": slow}),
@@ -332,7 +332,7 @@ def test_a_response_does_not_keep_the_search_for_its_code_busy() -> None:
     before = time.process_time()
     for odd in ("a" * 20_000, " " * 20_000, " " * 10_000 + "a" * 10_000):
         text = f"```{odd}`\n"
-        assert verifiers.last_code_block(text, "py") == text
+        assert answers.last_code_block(text, "py") == text
     assert time.process_time() - before < 1  # 24 s if it tried each way to divide the line
 
 

@@ -10,7 +10,8 @@ import torch
 
 from rlhf_cli import config as configs
 from rlhf_cli import runs
-from rlhf_cli.config.base import Options, Origin
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, shown
@@ -147,12 +148,19 @@ def _rewards(config: PPOConfig, model: Parent, problems: Mapping[str, RLHFError]
     """Return the names of the available rewards, and a line on each other one."""
     rewards: list[str] = []
     missing: list[str] = []
-    trained_with, code = model.manifest.get("data", {}), config.code()
+    trained_with = model.manifest.get("data", {})
+    code = config.code()
+
+    def has_changed(key: str) -> bool:
+        """Return True if PPO was trained with another version of the file of a function."""
+        return key in code and key in trained_with and trained_with[key] != file_sha256(code[key])
+
     for name in config.rewards:
         function = f"rewards.{name}.function"
-        if errors := [error for key, error in problems.items() if key.startswith(f"rewards.{name}.")]:
+        errors = [error for key, error in problems.items() if key.startswith(f"rewards.{name}.")]
+        if errors:
             missing.append(f"no {name}: {errors[0].problems[0].text}")
-        elif function in code and trained_with.get(function, sha256 := file_sha256(code[function])) != sha256:
+        elif has_changed(function):
             missing.append(f"no {name}: {shown(code[function])} has changed since PPO was trained with it")
         else:
             rewards.append(name)
@@ -172,9 +180,12 @@ def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatMod
     Raises RLHFError M01, M06-M08 if a model cannot be loaded.
     """
     trust = options.trust_remote_code
-    tokenizer = tokenizers.load_tokenizer(chat_models.models[0].parent.model, trust_remote_code=trust)
+    first = chat_models.models[0].parent
+    tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=trust)
     parents = {info.parent.model: info.parent for info in chat_models.models}
-    parents |= {chat_models.sft.model: chat_models.sft} if chat_models.sft else {}
+    if chat_models.sft:
+        parents[chat_models.sft.model] = chat_models.sft
+
     weights: dict[Path, Any] = {}
     with Progress("chat", len(parents) + len(chat_models.rewards), "model", brief=True) as bar:
         for folder, parent in parents.items():
@@ -182,10 +193,11 @@ def load_models(chat_models: ChatModels, options: Options) -> tuple[list[ChatMod
             tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
             weights[folder] = model.to(devices.device()).eval()
             bar.advance(note=shown(parent.path))
+
         sft = weights[chat_models.sft.model] if chat_models.sft else None
         loaded = [replace(info, weights=weights[info.parent.model]) for info in chat_models.models]
         vocab_size = loaded[0].weights.get_input_embeddings().weight.shape[0]
-        stop = setup.stop_token_id(chat_models.config, tokenizer, chat_models.models[0].parent, vocab_size)
+        stop = setup.stop_token_id(chat_models.config, tokenizer, first, vocab_size)
         scorer = ReplyScorer(chat_models, options, tokenizer, stop, sft)
         bar.advance(len(chat_models.rewards), note="rewards")
     return loaded, scorer
@@ -209,8 +221,12 @@ class ReplyScorer:
     def __init__(
         self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: StopTokenId, sft: Any
     ) -> None:
-        self.config, self.tokenizer, self.sft, self.stop_token_id = chat_models.config, tokenizer, sft, stop_token_id
+        self.config = chat_models.config
+        self.tokenizer = tokenizer
+        self.sft = sft
+        self.stop_token_id = stop_token_id
         self.missing = [*chat_models.missing]
+
         functions: dict[str, RewardFn] = {}  # the sources that read text
         rewards: dict[str, Any] = {}
         for name in chat_models.rewards:
@@ -224,6 +240,7 @@ class ReplyScorer:
             else:
                 functions |= built
                 rewards |= section
+
         config = self.config.model_copy(update={"rewards": rewards})
         policy_text = scoring.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
         cache = shared_models.RewardModelCache(config, options, chat_models.parents, policy_text)
@@ -235,13 +252,16 @@ class ReplyScorer:
         Raises RLHFError R05 if a source fails or returns no finite number, R01 if the KL is not finite.
         """
         for source in self.sources.values():
-            for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
+            members = source.members.values() if isinstance(source, EnsembleReward) else [source]
+            for model in members:
                 if isinstance(model, RetokenizingReward):
                     model.add_prompt(ids, prompt)
+
         rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
         rollout = replace(rollout, records=({"prompt": prompt},))
         found = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
         scores = {name: score for name, score in found.items() if score is not None}
+
         kl = None
         if self.sft is not None and policy is not self.sft:
             (kl,) = sequence_kl(policy, self.sft, rollout, self.config.ppo.temperature, max_rows=1)

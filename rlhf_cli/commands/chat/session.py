@@ -21,7 +21,7 @@ _MARKER = "system-prompt-marker"
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class ReplySampling:
     """Sampling parameters of a reply. Its noise depends on the seed and `reply_index`, the number of the reply."""
 
     temperature: float
@@ -88,13 +88,21 @@ class Reply:
 
     def __init__(
         self, model: ChatModel, prompt_format: ConversationFormat, prompt: str | Conversation,
-        stop_token_id: StopTokenId, sampling: SamplingParams,
+        stop_token_id: StopTokenId, sampling: ReplySampling,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.prompt = model, prompt_format.tokenizer, prompt
-        self.stop_token_id, self.sampling = stop_token_id, sampling
-        self.prompt_ids, self.ids = prompt_format.encode(prompt), list[int]()
-        self.seconds, self.stopped, self.metrics = 0.0, False, ReplyMetrics()
-        context, self._room = load.context_length(model.weights.config), sampling.max_new_tokens
+        self.model = model
+        self.tokenizer = prompt_format.tokenizer
+        self.prompt = prompt
+        self.stop_token_id = stop_token_id
+        self.sampling = sampling
+        self.prompt_ids = prompt_format.encode(prompt)
+        self.ids: list[int] = []
+        self.seconds = 0.0
+        self.stopped = False
+        self.metrics = ReplyMetrics()
+
+        context = load.context_length(model.weights.config)
+        self._room = sampling.max_new_tokens
         if context is not None:
             self._room = min(self._room, context - len(self.prompt_ids))
         if self._room < 1:
@@ -147,10 +155,13 @@ class ChatSession:
 
     def __init__(
         self, models: list[ChatModel], scorer: ReplyScorer, prompt_format: ConversationFormat,
-        sampling: SamplingParams, *, live: bool,
+        sampling: ReplySampling, *, live: bool,
     ) -> None:  # fmt: skip
-        self.models, self.scorer, self.prompt_format = models, scorer, prompt_format
-        self.sampling, self.live = sampling, live
+        self.models = models
+        self.scorer = scorer
+        self.prompt_format = prompt_format
+        self.sampling = sampling
+        self.live = live
         self.system: str | None = None
         self.turns: list[Turn] = []
         self.stopped = False  # Ctrl-C ended the last reply
@@ -170,18 +181,14 @@ class ChatSession:
         for model in self.models:
             prompt = self.prompt_format.prompt(self.system, history, model.name, text)
             replies.append(Reply(model, self.prompt_format, prompt, self.scorer.stop_token_id, self.sampling))
-        self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
-        turn, compared = Turn(text, {}), len(replies) > 1
+        self.sampling = replace(self.sampling, reply_index=self.sampling.reply_index + 1)
+        self.stopped = False
+
+        turn = Turn(text, {})
         for reply in replies:
-            label = reply.model.name if compared else ""
+            label = reply.model.name if len(replies) > 1 else ""
             if not self.stopped:
-                terminal.out(f"{label}: " if label else "", end="")
-                try:
-                    for piece in reply:
-                        terminal.out(piece, end="")
-                except KeyboardInterrupt:
-                    self._stop()
-                terminal.out()
+                self._show(reply, label)
             if reply.ids:
                 turn.replies[reply.model.name] = reply
                 self._score(reply, label)
@@ -189,6 +196,16 @@ class ChatSession:
             terminal.out()
         if turn.replies:
             self.turns = [*history, turn]
+
+    def _show(self, reply: Reply, label: str) -> None:
+        """Print a reply while it is generated."""
+        terminal.out(f"{label}: " if label else "", end="")
+        try:
+            for piece in reply:
+                terminal.out(piece, end="")
+        except KeyboardInterrupt:
+            self._stop()
+        terminal.out()
 
     def _stop(self) -> None:
         if not self.live:
@@ -207,19 +224,30 @@ class ChatSession:
             if self.stopped:  # the second one
                 raise
             self._stop()
-        terminal.say((f"{label}  " if label else "") + format_metrics(reply), dim=True)
+        metrics = format_metrics(reply)
+        terminal.say(f"{label}  {metrics}" if label else metrics, dim=True)
 
 
 def format_metrics(reply: Reply) -> str:
     """Return the metrics of a reply as one line."""
     metrics = reply.metrics
-    scores = metrics.scores if metrics.total is None else {**metrics.scores, "sum": metrics.total}
-    parts = [f"{name} {score:.3f}" for name, score in scores.items()]
-    parts += [f"KL {metrics.kl:.2f}"] if metrics.kl is not None else []
-    ending = "ended" if reply.ended else "stopped" if reply.stopped else "cut off"
+    parts = [f"{name} {score:.3f}" for name, score in metrics.scores.items()]
+    if metrics.total is not None:
+        parts.append(f"sum {metrics.total:.3f}")
+    if metrics.kl is not None:
+        parts.append(f"KL {metrics.kl:.2f}")
+
     length = len(reply.ids)
-    parts.append(f"{length} token{'s' * (length != 1)}, {ending}")
-    return "  ".join([*parts, f"{length / reply.seconds:.0f} tokens/s"])
+    tokens = "1 token" if length == 1 else f"{length} tokens"
+    parts.append(f"{tokens}, {_ending(reply)}")
+    parts.append(f"{length / reply.seconds:.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def _ending(reply: Reply) -> str:
+    if reply.ended:
+        return "ended"
+    return "stopped" if reply.stopped else "cut off"
 
 
 def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
@@ -230,7 +258,8 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
     for model in session.models:
         turns = [turn for turn in session.turns if model.name in turn.replies]
         about: dict[str, Any] = {"model": model.name, "from": model.description}
-        about |= {"sha256": model.sha256} if model.sha256 else {}
+        if model.sha256:
+            about["sha256"] = model.sha256
         replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
         if session.prompt_format.kind == "text":
             for turn, fields in zip(turns, replies, strict=True):

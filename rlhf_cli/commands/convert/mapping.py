@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from rlhf_cli.commands.convert.read import Setting, Source
+from rlhf_cli.commands.convert.read import Setting, TRLSettings
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.aliases import ALIASES
 from rlhf_cli.config.machinery.fields import key_at, keys_of
@@ -37,7 +37,7 @@ class Row:
 class Conversion:
     """The options of a file, and the result for each."""
 
-    def __init__(self, source: Source, version: str) -> None:
+    def __init__(self, source: TRLSettings, version: str) -> None:
         self.source, self.version = source, version
         self.options: dict[str, Setting] = {}  # not converted yet
         self.rows: dict[str, Row] = {}  # by key
@@ -94,37 +94,57 @@ class Conversion:
         return tree
 
 
-def detect_version(source: Source) -> tuple[str, str]:
+def detect_version(source: TRLSettings) -> tuple[str, str]:
     """Return the TRL version of a file, and the reason."""
-    names = dict.fromkeys([*sorted(source.classes), *(setting.name for setting in source.settings)])
-    known = {version: {*VERSIONS[version]["options"], *VERSIONS[version]["names"]} for version in (OLD, NEW)}
-    only = {OLD: known[OLD] - {*OPTIONS[NEW]}, NEW: known[NEW] - {*OPTIONS[OLD]}}
-    evidence = {version: [name for name in names if name in only[version]] for version in (OLD, NEW)}
-    version, other = (OLD, NEW) if len(evidence[OLD]) > len(evidence[NEW]) else (NEW, OLD)
-    if not evidence[version]:
+    of_old = _names_only_of(OLD, NEW, source)
+    of_new = _names_only_of(NEW, OLD, source)
+    if len(of_old) > len(of_new):
+        version, evidence, contrary = OLD, of_old, of_new
+    else:
+        version, evidence, contrary = NEW, of_new, of_old
+
+    if not evidence:
         return version, "no option is specific to a version; use --trl 0.11 for the older one"
-    reason = f"only that version has {', '.join(evidence[version][:3])}"
-    contrary = f"; only the other has {', '.join(evidence[other][:3])}: check, or set --trl" if evidence[other] else ""
-    return version, reason + contrary
+    reason = f"only that version has {', '.join(evidence[:3])}"
+    if contrary:
+        reason += f"; only the other has {', '.join(contrary[:3])}: check, or set --trl"
+    return version, reason
+
+
+def _names_only_of(version: str, other: str, source: TRLSettings) -> list[str]:
+    """Return the classes and options of a file that only this version of TRL has, not the other one."""
+    names = dict.fromkeys([*sorted(source.classes), *(setting.name for setting in source.settings)])
+    known = {*VERSIONS[version]["options"], *VERSIONS[version]["names"]} - set(OPTIONS[other])
+    return [name for name in names if name in known]
 
 
 def target_key(name: str) -> str | None:
     """Return the key with the meaning of a TRL option, as a dotted path; None if there is none."""
     last = ALIASES[name].key if name in ALIASES else name
-    return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
+    if last is None:
+        return None
+    candidates = [section + last for section in SECTIONS]
+    return next((key for key in candidates if key in KEYS), None)
 
 
 def map_option(conversion: Conversion, setting: Setting) -> None:
-    name, value, key, version = setting.name, setting.value, target_key(setting.name), conversion.version
+    """Set the key of an option, or record why it has none."""
+    name = setting.name
+    version = conversion.version
     if name in VERSIONS[version]["computed"]:
         conversion.leave(setting, f"TRL {version} computed it")
-    elif key:
-        words = ALIASES[name].values if name in ALIASES else {}
-        translated = parse_value(words[value]) if isinstance(value, str) and value in words else value
-        note = f"takes effect here; TRL {version} ignored it" if name in VERSIONS[version]["ignored"] else ""
-        conversion.set(key, setting, translated, note)
-    else:
+        return
+    key = target_key(name)
+    if key is None:
         conversion.leave(setting, _unsupported_reason(name))
+        return
+
+    value = setting.value
+    words = ALIASES[name].values if name in ALIASES else {}
+    if isinstance(value, str) and value in words:
+        value = parse_value(words[value])
+    note = f"takes effect here; TRL {version} ignored it" if name in VERSIONS[version]["ignored"] else ""
+    conversion.set(key, setting, value, note)
 
 
 def _unsupported_reason(name: str) -> str:
@@ -146,9 +166,9 @@ def coerce(key: str, value: Any) -> Any:
     types = {part for part in parts if isinstance(part, type) or get_origin(part) is not None}
     if int in types and float not in types and isinstance(value, float) and value.is_integer():
         return int(value)
-    words = {word for kind in types if get_origin(kind) is Literal for word in get_args(kind)}
-    is_item = isinstance(value, str) and value not in words and any(get_origin(kind) is list for kind in types)
-    return [value] if is_item else value
+    takes_list = any(get_origin(kind) is list for kind in types)
+    is_choice = any(get_origin(kind) is Literal and value in get_args(kind) for kind in types)
+    return [value] if isinstance(value, str) and takes_list and not is_choice else value
 
 
 def _can_be_written(value: Any) -> bool:

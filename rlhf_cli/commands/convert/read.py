@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass
-class Source:
+class TRLSettings:
     """The settings of a file, in its order. `classes` are the names in a script, such as PPOv2Config."""
 
     settings: list[Setting] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Source:
         self.settings += [Setting(name, value) for name, value in options.items()]
 
 
-def read_settings(path: Path) -> Source:
+def read_settings(path: Path) -> TRLSettings:
     """Parse a file; nothing in it is executed. Raises RLHFError C03, C08, C09 or S02 if it cannot be read."""
     name, suffix = str(path), path.suffix.lower()
     if suffix == ".ipynb":
@@ -89,7 +89,7 @@ def parse_word(text: str) -> Any:
     return text
 
 
-def _read_script(text: str, name: str) -> Source:
+def _read_script(text: str, name: str) -> TRLSettings:
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python, about escapes in the script
             tree = ast.parse(text)
@@ -97,12 +97,14 @@ def _read_script(text: str, name: str) -> Source:
         raise RLHFError("C08", f"not valid Python: {error.msg}", where=f"{name}:{error.lineno or 1}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise RLHFError("C08", "Python nested too deeply", where=name) from error
+
     nodes = list(ast.walk(tree))
-    source = Source(classes={node.id for node in nodes if isinstance(node, ast.Name)})
+    source = TRLSettings(classes={node.id for node in nodes if isinstance(node, ast.Name)})
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) in CONFIGS]
     converted: set[str] = set()
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-        kind, where = _called(call), f"{name}:{call.lineno}"
+        kind = _called(call)
+        where = f"{name}:{call.lineno}"
         group = "PPOConfig" if kind in PPO_CONFIGS else kind
         if group in converted:
             source.settings.append(Setting(kind, "...", f"{where}: only the first {group} is converted"))
@@ -113,9 +115,10 @@ def _read_script(text: str, name: str) -> Source:
         arguments = [_argument(keyword, name) for keyword in call.keywords]
         source.add({each.name: each.value for each in arguments if not each.problem}, lora=kind == "LoraConfig")
         source.settings += [each for each in arguments if each.problem]
+
     if "PPOConfig" not in converted and source.classes & PARSERS:
-        text, hint = "its settings come from the command line", "save that command in a file, and convert that file"
-        raise RLHFError("C09", text, where=name, hint=hint)
+        hint = "save that command in a file, and convert that file"
+        raise RLHFError("C09", "its settings come from the command line", where=name, hint=hint)
     return source
 
 
@@ -135,26 +138,34 @@ def _argument(keyword: ast.keyword, file: str) -> Setting:
         return Setting(keyword.arg or "**", f"{expression:.50}", f"{file}:{keyword.value.lineno}: not a literal")
 
 
-def _read_command(text: str, name: str) -> Source:
+def _read_command(text: str, name: str) -> TRLSettings:
     """Read one command line; line breaks do not end it."""
-    source, words = Source(), _words(text, name)
+    source = TRLSettings()
+    words = _words(text, name)
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if len(scripts) > 1:
         hint = "keep only the command that runs PPO"
         raise RLHFError("C09", f"the file runs {len(scripts)} scripts", where=name, hint=hint)
-    start = scripts[0] if scripts else words.index("-m") + 1 if "-m" in words else -1
+    start = -1  # index of the program: options before it are the launcher's
+    if scripts:
+        start = scripts[0]
+    elif "-m" in words:
+        start = words.index("-m") + 1
+
     for index, word in enumerate(words):
         if not OPTION.fullmatch(word):
             continue
-        option, equals, assigned = word.removeprefix("--").partition("=")
         if index < start:
             problem = "an option of the launcher; use `rlhf ppo --nproc N` for several processes"
             source.settings.append(Setting(word, "...", problem))
             continue
+        option, equals, assigned = word.removeprefix("--").partition("=")
         option = option.replace("-", "_").rpartition(".")[2]
-        values = [assigned] if equals else list(takewhile(lambda each: not OPTION.fullmatch(each), words[index + 1 :]))
-        if unknown := next((each for each in values if "$" in each or "`" in each), None):
-            source.settings.append(Setting(option, unknown, "known only to the shell"))
+        following = takewhile(lambda each: not OPTION.fullmatch(each), words[index + 1 :])
+        values = [assigned] if equals else list(following)
+        unknown = [each for each in values if "$" in each or "`" in each]
+        if unknown:
+            source.settings.append(Setting(option, unknown[0], "known only to the shell"))
         elif values:
             parsed = [parse_word(each) for each in values]
             source.add({option: parsed if len(parsed) > 1 else parsed[0]})
@@ -179,9 +190,9 @@ def _words(text: str, name: str) -> list[str]:
     return command
 
 
-def _read_tree(tree: Mapping[str, Any]) -> Source:
+def _read_tree(tree: Mapping[str, Any]) -> TRLSettings:
     """Return the options at the top and one section below."""
-    source = Source()
+    source = TRLSettings()
     for key, value in tree.items():
         is_section = isinstance(value, dict) and not DICT_OPTIONS.fullmatch(key)
         options = {

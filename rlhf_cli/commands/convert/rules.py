@@ -7,11 +7,10 @@ from math import ceil, gcd
 from pydantic import ValidationError
 
 from rlhf_cli.commands.convert.mapping import NEW, OLD, VERSIONS, Conversion, Row, map_option
-from rlhf_cli.commands.convert.read import Setting, Source
+from rlhf_cli.commands.convert.read import Setting, TRLSettings
 from rlhf_cli.config.machinery.aliases import ALIASES
-from rlhf_cli.config.machinery.messages import translate_validation_error
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import BELONGS_TO
+from rlhf_cli.config.messages import translate_validation_error
+from rlhf_cli.config.ppo import BELONGS_TO, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError
 
 PROMPTS = Row("", None, "data.prompts", "prompts.jsonl", "to be set by you", is_default=True)
@@ -25,7 +24,7 @@ LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's 
 Batch = tuple[int, int, int]  # the values of BATCH_KEYS
 
 
-def convert_settings(source: Source, version: str) -> Conversion:
+def convert_settings(source: TRLSettings, version: str) -> Conversion:
     """Map the options of a file to the keys of a valid ppo.yaml, with TRL's defaults for the other keys.
 
     Raises RLHFError if the config is invalid and no option is responsible.
@@ -82,9 +81,11 @@ def _batches(conversion: Conversion) -> None:
     note = f"{rows * parts} episodes per update, optimizer steps per epoch: {minibatches}"
     if conversion.version == NEW and "PPOv2Config" not in conversion.source.classes and trl_steps != minibatches:
         note += f"; {float(trl_steps):.3g} in TRL since 0.17, and before 0.17 {minibatches} times the episodes"
-    for key, value, option in zip(BATCH_KEYS, (rows, parts, minibatches), sizes, strict=True):
-        remark = note if key == BATCH_KEYS[-1] else f"default of TRL {conversion.version}" if is_default else ""
-        conversion.rows[f"ppo.{key}"] = Row(option, sizes[option], f"ppo.{key}", value, remark, is_default)
+    default = f"default of TRL {conversion.version}" if is_default else ""
+    remarks = (default, default, note)
+    for name, value, option, remark in zip(BATCH_KEYS, (rows, parts, minibatches), sizes, remarks, strict=True):
+        key = f"ppo.{name}"
+        conversion.rows[key] = Row(option, sizes[option], key, value, remark, is_default)
 
 
 def _length(conversion: Conversion) -> None:
@@ -205,7 +206,8 @@ def _complete(conversion: Conversion) -> None:
     defaults |= {PROMPTS.key: PROMPTS, **{key: row for key, row in rows.items() if row.is_default}}
     while True:
         for key, row in defaults.items():
-            if not rows.keys() & next((group for group in EXCLUSIVE if key in group), {key}):
+            alternatives = next((group for group in EXCLUSIVE if key in group), {key})
+            if not rows.keys() & alternatives:
                 rows[key] = row
         tree = conversion.tree()
         try:
@@ -223,10 +225,12 @@ def _complete(conversion: Conversion) -> None:
 
 def _responsible_key(rows: dict[str, Row], problem: Problem) -> str:
     """Return the key that caused a problem. Raises RLHFError if there is none."""
-    where, words = problem.where or "", re.findall(r"\w+", problem.text)
+    where = problem.where or ""
+    switch = f"ppo.{BELONGS_TO.get(where.removeprefix('ppo.'))}"
     candidates = [key for key in rows if key == where or where.startswith(f"{key}.")]
-    candidates += [key for key in rows if key == f"ppo.{BELONGS_TO.get(where.removeprefix('ppo.'))}"]
-    candidates += [key for word in words for key in rows if key.rpartition(".")[2] == word]
+    candidates += [key for key in rows if key == switch]
+    for word in re.findall(r"\w+", problem.text):
+        candidates += [key for key in rows if key.rpartition(".")[2] == word]
     candidates += [key for key in rows if where and key.startswith(f"{where}.")]
     if not candidates:
         raise RLHFError.from_problems([problem])

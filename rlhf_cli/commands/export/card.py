@@ -33,7 +33,7 @@ from rlhf_cli.runs.read import Run, Stage, at_step, from_defaults, read_stage, v
 from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.stages.common import reading
 from rlhf_cli.statistics import with_interval
-from rlhf_cli.tracking import read_log
+from rlhf_cli.tracking.logs import read_log
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TASKS = dict.fromkeys(POLICY_STAGES, "text-generation") | {"reward": "text-classification"}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import config, jsonl, runs, system, terminal
-from rlhf_cli.config.machinery import json_schema, yaml_io
+from rlhf_cli.config import json_schema
+from rlhf_cli.config.machinery import yaml_io
 from rlhf_cli.config.machinery.yaml_io import align_comments, to_yaml
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig

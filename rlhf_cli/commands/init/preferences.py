@@ -24,7 +24,7 @@ from rlhf_cli.commands.init.pairs import (
     split_pairs,
 )
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
-from rlhf_cli.config.machinery import json_schema
+from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery.paths import resolve_data
 from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.sources import DataSource

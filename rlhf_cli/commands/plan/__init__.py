@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_cli import system, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.machinery.loading import load, stage_of
+from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.machinery.yaml_io import to_yaml
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft import SFTConfig

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
-from rlhf_cli.config.ppo_algorithm import WatchdogSettings
+from rlhf_cli.config.ppo import WatchdogSettings
 from rlhf_cli.evaluation.render import (
     OWN_REWARD,
     deciding_judge,

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rlhf_cli import __version__
 from rlhf_cli.commands.report import diagnosis, figures, tables
 from rlhf_cli.commands.report.tables import bounds, count, number, percent, visible
-from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES
+from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence

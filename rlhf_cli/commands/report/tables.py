@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.fields import AUTOMATIC
-from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.errors import RLHFError, redact, shell_word
 from rlhf_cli.evaluation.render import ResponsePair
 from rlhf_cli.files import files_sha256

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.config.ppo_options import LengthRange, PPOSettings
+from rlhf_cli.config.ppo import LengthRange, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
 Quantities = dict[str, Any]  # quantity -> values, by row and token, by row, or by optimizer step
@@ -35,7 +35,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReferenceReward:
     """A reward source: a scorer, or an ensemble."""
 
     scorers: dict[str, Scorer]
@@ -59,7 +59,7 @@ class ReferenceState:
     ref: Any
     value: Any  # a one-label sequence classifier; a linear head on the policy's last hidden state; None without values
     value_is_head: bool
-    sources: dict[str, Source]
+    sources: dict[str, ReferenceReward]
     adam: dict[str, dict[str, Adam]]  # "policy" and "value" -> parameter name -> its state, if any
     ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
     prompts: list[list[int]]
@@ -122,11 +122,15 @@ def lowbias32(x: Tensor) -> Tensor:
 
 def exponential(seed: int, step: int, count: int) -> Tensor:
     """Return E_v ~ Exp(1) of a token, (V,) float64: -log(1 - u_v), u_v from 31 bits of a hash of (seed, step, v)."""
-    low, high = torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32])
+    low = torch.tensor([seed % 2**32])
+    high = torch.tensor([seed // 2**32])
     first = lowbias32(low ^ lowbias32(torch.tensor([step])))
     second = lowbias32((high + first) % 2**32)
-    bits = lowbias32(((lowbias32(torch.arange(count)) ^ first) + second) % 2**32)
-    return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
+
+    tokens = lowbias32(torch.arange(count))
+    bits = lowbias32(((tokens ^ first) + second) % 2**32)
+    uniform = (bits % 2**31 + 0.5) * 2.0**-31
+    return -torch.log1p(-uniform)
 
 
 # 2. Model outputs, one unpadded row at a time
@@ -138,7 +142,8 @@ def row_ids(prompt: list[int], response: list[int], model: Any) -> Tensor:  # (1
 
 def response_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
     """Return the logits that predict each response token, (T, V)."""
-    return model(input_ids=row_ids(prompt, response, model), use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
+    logits: Tensor = model(input_ids=row_ids(prompt, response, model), use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1].cpu()
 
 
 def response_values(state: ReferenceState, row: int) -> Tensor:
@@ -158,7 +163,7 @@ def response_values(state: ReferenceState, row: int) -> Tensor:
 
 def classifier_score(model: Any, hidden: Tensor) -> Tensor:
     """Return a classifier's score of each hidden state, normalized by its config's reward_mean and reward_std."""
-    raw = model.score(hidden)[..., 0]
+    raw: Tensor = model.score(hidden)[..., 0]
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
 
 
@@ -212,7 +217,7 @@ def function_scores(score: Any, tokenizer: Any, prompts: list[list[int]], respon
     return [math.nan if value is None else float(value) for value in score(*texts, responses)]
 
 
-def ensemble_score(source: Source, scores: Sequence[float]) -> float:
+def ensemble_score(source: ReferenceReward, scores: Sequence[float]) -> float:
     """Return an ensemble's score of a row: its members' mean, minimum, or mean - std_coef * standard deviation.
 
     Coste et al. 2023 (arXiv 2310.02743), with the standard deviation instead of the variance.
@@ -278,7 +283,7 @@ def ended(state: ReferenceState, response: list[int]) -> bool:
 
 
 @dataclass
-class Experience:
+class ReferenceExperience:
     """Everything computed before the optimizer steps. Quantities of tokens are tensors (T,), one for each row."""
 
     logprobs: list[Tensor]
@@ -323,7 +328,7 @@ def full_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experience:
+def make_experience(state: ReferenceState, tick: Callable[[], None]) -> ReferenceExperience:
     """Compute log-probs, values and scores; then rewards, advantages and returns."""
     settings, rows = state.settings, range(len(state.prompts))
     logprobs, ref_logprobs, values, kl = [], [], [], []
@@ -358,7 +363,7 @@ def make_experience(state: ReferenceState, tick: Callable[[], None]) -> Experien
         returns = [advantages[row] + values[row] for row in rows]
     if settings.advantage_norm == "batch":
         advantages = whitened(advantages, keep_mean=False)
-    return Experience(
+    return ReferenceExperience(
         logprobs, ref_logprobs, values, kl, member_scores, raw, scores, moments, rewards, advantages, returns
     )
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhf_cli.commands.verify.reference import (
     Adam,
-    Experience,
     Quantities,
+    ReferenceExperience,
     ReferenceState,
     ended,
     full_kl,
@@ -22,7 +22,7 @@ from rlhf_cli.commands.verify.reference import (
     response_logits,
     response_values,
 )
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
 Step = dict[str, float]  # metrics of an optimizer step
@@ -30,7 +30,7 @@ Step = dict[str, float]  # metrics of an optimizer step
 # 5. Losses of a row
 
 
-def row_losses(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, dict[str, Tensor]]:
+def row_losses(state: ReferenceState, experience: ReferenceExperience, row: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each response token, (T,) with gradient, and the metrics of each, (T,)."""
     settings = state.settings
     with torch.set_grad_enabled(state.policy_is_trained):
@@ -77,7 +77,7 @@ def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantages: Tensor) 
     return -objective, clipped
 
 
-def rollout_correction(state: ReferenceState, experience: Experience, row: int) -> tuple[Tensor, Tensor]:
+def rollout_correction(state: ReferenceState, experience: ReferenceExperience, row: int) -> tuple[Tensor, Tensor]:
     """Return the weight of each token, (T,), and which ratios of policy to engine exceed the cap of rollout_correction.
 
     token_truncate: min(ratio, cap) (Ionides 2008, "Truncated importance sampling"). sequence_mask: the product of the
@@ -122,7 +122,7 @@ def kl_loss(state: ReferenceState, row: int, logp: Tensor, old: Tensor, ref: Ten
 
 
 def run_optimizer_steps(
-    state: ReferenceState, experience: Experience, tick: Callable[[], None]
+    state: ReferenceState, experience: ReferenceExperience, tick: Callable[[], None]
 ) -> tuple[list[Step], int]:
     """Run all optimizer steps of the update; return their metrics and the number of epochs."""
     settings = state.settings
@@ -165,7 +165,7 @@ def minibatches(state: ReferenceState, epoch: int) -> Iterator[list[int]]:
 
 
 def optimizer_step(
-    state: ReferenceState, experience: Experience, rows: list[int], epoch: int, tick: Callable[[], None]
+    state: ReferenceState, experience: ReferenceExperience, rows: list[int], epoch: int, tick: Callable[[], None]
 ) -> Step:
     """Take a step of AdamW on the mean loss of a minibatch's response tokens; return its metrics.
 
@@ -199,7 +199,8 @@ def language_model_loss(state: ReferenceState, rows: list[int], epoch: int) -> f
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 2. One ptx row is sampled for each episode of the minibatch.
     """
-    pairs = [state.ptx[derive_seed(state.seed, "ptx", state.update, epoch, row) % len(state.ptx)] for row in rows]
+    draws = [derive_seed(state.seed, "ptx", state.update, epoch, row) for row in rows]
+    pairs = [state.ptx[draw % len(state.ptx)] for draw in draws]
     tokens = sum(len(completion) for _, completion in pairs)
     total = 0.0
     for prompt, completion in pairs:
@@ -229,7 +230,8 @@ def adamw(state: ReferenceState, name: str, model: Any) -> None:
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        m' = m / (1 - b1^t)        v' = v / (1 - b2^t)
     w = w - lr decay w - lr m' / (sqrt(v') + eps); no decay of 1-D parameters (biases, norms).
     """
-    settings, lr = state.settings, learning_rate(state, name)
+    settings = state.settings
+    lr = learning_rate(state, name)
     b1, b2 = settings.adam_beta1, settings.adam_beta2
     for parameter, w in model.named_parameters():
         if (g := w.grad) is None:
@@ -247,7 +249,8 @@ def adamw(state: ReferenceState, name: str, model: Any) -> None:
 @torch.no_grad()
 def average_policy(state: ReferenceState) -> None:
     """Average the policy's weights: a = d a + (1 - d) w, the decay d being `average` (Polyak and Juditsky 1992)."""
-    d, policy = state.settings.average or 0.0, dict(state.policy.named_parameters())
+    d = state.settings.average or 0.0
+    policy = dict(state.policy.named_parameters())
     for name, value in state.average.items():
         state.average[name] = d * value + (1 - d) * policy[name].cpu()
 
@@ -262,10 +265,16 @@ def learning_rate(state: ReferenceState, name: str) -> float:
     value_rate = settings.value_learning_rate if name == "value" else None
     peak = settings.learning_rate if value_rate is None else value_rate
     offset = settings.value_only_updates if name == "policy" else 0
-    k, n = max(state.update - offset, 0), state.updates - offset
-    w = settings.warmup_steps if settings.warmup_steps is not None else math.ceil((settings.warmup_ratio or 0.0) * n)
+    k = max(state.update - offset, 0)
+    n = state.updates - offset
+
     if name == "value" and settings.value_warmup_steps is not None:
         w = settings.value_warmup_steps
+    elif settings.warmup_steps is not None:
+        w = settings.warmup_steps
+    else:
+        w = math.ceil((settings.warmup_ratio or 0.0) * n)
+
     if settings.lr_scheduler_type == "constant":
         return peak
     if k < w:
@@ -286,14 +295,17 @@ def learning_rate(state: ReferenceState, name: str) -> float:
 # 7. Metrics of an update (metrics.jsonl)
 
 
-def metrics(state: ReferenceState, experience: Experience, steps: list[Step], epochs: int) -> Quantities:
+def metrics(state: ReferenceState, experience: ReferenceExperience, steps: list[Step], epochs: int) -> Quantities:
     """Return the metrics: sums over a response's tokens, means over rows and over the optimizer steps."""
-    settings, rows = state.settings, len(state.prompts)
-    kl, score = mean_sum(experience.kl), fmean(experience.scores)
-    kl_penalty = -state.kl_coef * kl if settings.kl_in == "reward" else 0.0
+    rows = len(state.prompts)
+    kl = mean_sum(experience.kl)
+    score = fmean(experience.scores)
+    kl_penalty = -state.kl_coef * kl if state.settings.kl_in == "reward" else 0.0
     entropy = -mean_sum(experience.logprobs)
     ends = sum(ended(state, response) for response in state.responses)
     lengths = [len(response) for response in state.responses]
+    raw_means = {name: fmean(raw) for name, raw in experience.scored.items() if raw}
+    unscored = {name: 1 - len(raw) / rows for name, raw in experience.scored.items() if len(raw) < rows}
     values = {
         "episode": float((state.update + 1) * rows),
         "objective/kl": kl,
@@ -302,12 +314,8 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
         "objective/non_score_reward": kl_penalty,
         "objective/rlhf_reward": kl_penalty + score,
         "objective/scores": score,
-        **{f"objective/score/{name}": fmean(raw) for name, raw in experience.scored.items() if raw},
-        **{
-            f"objective/unscored/{name}": 1 - len(raw) / rows
-            for name, raw in experience.scored.items()
-            if len(raw) < rows
-        },
+        **{f"objective/score/{name}": mean for name, mean in raw_means.items()},
+        **{f"objective/unscored/{name}": share for name, share in unscored.items()},
         **disagreements(state, experience),
         **engine_metrics(state, experience),
         "objective/kl_coef": state.kl_coef,
@@ -325,31 +333,42 @@ def metrics(state: ReferenceState, experience: Experience, steps: list[Step], ep
     return {name: [value] for name, value in values.items()}
 
 
-def disagreements(state: ReferenceState, experience: Experience) -> dict[str, float]:
+def disagreements(state: ReferenceState, experience: ReferenceExperience) -> dict[str, float]:
     """Return the mean score of each ensemble member, and the mean over rows of the deviation between members."""
     values: dict[str, float] = {}
     for name, members in experience.member_scores.items():
         if state.sources[name].combine is not None:
-            values |= {f"objective/score/{name}/{member}": fmean(raw) for member, raw in members.items()}
-            values[f"objective/disagreement/{name}"] = fmean(map(pstdev, zip(*members.values(), strict=True)))
+            for member, raw in members.items():
+                values[f"objective/score/{name}/{member}"] = fmean(raw)
+            deviations = [pstdev(row) for row in zip(*members.values(), strict=True)]
+            values[f"objective/disagreement/{name}"] = fmean(deviations)
     return values
 
 
-def engine_metrics(state: ReferenceState, experience: Experience) -> dict[str, float]:
+def engine_metrics(state: ReferenceState, experience: ReferenceExperience) -> dict[str, float]:
     """Return the distance of the engine's log-probs from the policy's, and the means of rollout_correction."""
     gap = (torch.cat(experience.logprobs) - torch.cat(state.drawn_logprobs)).abs()
-    values = {"logprob_gap": gap.mean(), "logprob_gap_p99": gap.sort().values[math.ceil(0.99 * len(gap)) - 1]}
+    index_p99 = math.ceil(0.99 * len(gap)) - 1
+    values = {
+        "rollout/logprob_gap": float(gap.mean()),
+        "rollout/logprob_gap_p99": float(gap.sort().values[index_p99]),
+    }
     if state.settings.rollout_correction is not None:
-        rows = range(len(state.responses))
-        weights, capped = zip(*(rollout_correction(state, experience, row) for row in rows), strict=True)
-        values |= {"correction_mean": torch.cat(weights).mean(), "correction_capped": torch.cat(capped).double().mean()}
-    return {f"rollout/{name}": float(value) for name, value in values.items()}
+        corrections = [rollout_correction(state, experience, row) for row in range(len(state.responses))]
+        weights = torch.cat([weight for weight, _ in corrections])
+        capped = torch.cat([is_capped for _, is_capped in corrections])
+        values["rollout/correction_mean"] = float(weights.mean())
+        values["rollout/correction_capped"] = float(capped.double().mean())
+    return values
 
 
 def repetition(response: list[int]) -> float:
     """Return the share of trigrams that occurred earlier in the response."""
     trigrams = [tuple(response[i : i + 3]) for i in range(len(response) - 2)]
-    return sum(trigram in trigrams[:i] for i, trigram in enumerate(trigrams)) / len(trigrams) if trigrams else 0.0
+    if not trigrams:
+        return 0.0
+    repeated = [trigram in trigrams[:i] for i, trigram in enumerate(trigrams)]
+    return sum(repeated) / len(trigrams)
 
 
 def mean_sum(rows: list[Tensor]) -> float:
@@ -361,18 +380,23 @@ def mean_metrics(steps: list[Step]) -> Step:
     counted = [step for step in steps if not step["skipped"]] or steps
     means = {name: fmean(step[name] for step in counted) for name in counted[0]}
     if all(step["skipped"] for step in steps):
-        means |= {"policy/grad_norm": 0.0} | ({"value/grad_norm": 0.0} if "loss/value_avg" in means else {})
+        means["policy/grad_norm"] = 0.0
+        if "loss/value_avg" in means:
+            means["value/grad_norm"] = 0.0
     means["val/ratio_var"] = pvariance(step["val/ratio"] for step in counted)
     means["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     means["policy/first_ratio_error"] = steps[0]["ratio_error"]
     return {name: value for name, value in means.items() if name not in ("ratio_error", "skipped")}
 
 
-def explained_variance(experience: Experience) -> float:
+def explained_variance(experience: ReferenceExperience) -> float:
     """Return 1 - Var(R - V) / Var(R) over all tokens; 0 if the returns do not vary."""
-    returns, values = torch.cat(experience.returns), torch.cat(experience.values)
+    returns = torch.cat(experience.returns)
+    values = torch.cat(experience.values)
     spread = returns.var(correction=0)
-    return float(1 - (returns - values).var(correction=0) / spread) if spread else 0.0
+    if not spread:
+        return 0.0
+    return float(1 - (returns - values).var(correction=0) / spread)
 
 
 def next_kl_coef(state: ReferenceState, kl: float) -> float:

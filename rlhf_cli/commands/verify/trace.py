@@ -195,7 +195,9 @@ def _reward_models(trainer: PPOTrainer) -> list[Any]:
     return [scorer.model for scorer in scorers if isinstance(scorer, ModelReward)]
 
 
-def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], rollout: Rollout) -> reference.Source:
+def _reference_source(
+    trainer: PPOTrainer, name: str, scorers: dict[str, Any], rollout: Rollout
+) -> reference.ReferenceReward:
     """Return a reward source for the reference, with copies of its scorers."""
 
     def score_fn(scorer: Any) -> reference.Scorer:
@@ -215,7 +217,9 @@ def _reference_source(trainer: PPOTrainer, name: str, scorers: dict[str, Any], r
     source = trainer.rewards[name]
     combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
     score_fns = {member: score_fn(scorer) for member, scorer in scorers.items()}
-    return reference.Source(score_fns, trainer.reward_weights[name], trainer.reward_clips.get(name), *combination)
+    return reference.ReferenceReward(
+        score_fns, trainer.reward_weights[name], trainer.reward_clips.get(name), *combination
+    )
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference.Adam]:

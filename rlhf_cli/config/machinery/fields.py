@@ -103,14 +103,20 @@ class Key:
     @cached_property
     def description(self) -> str:
         """Return the meaning and, in brackets at its end, the source of the default."""
-        tables = [texts_by_class().get(cls.__name__, {}) for cls in self.owner.__mro__] if self.owner else []
-        tables.append(texts_by_class()["shared"])
-        text = self.field.description or next((table[self.name] for table in tables if self.name in table), "")
-        text = " ".join(text.split())
+        text = " ".join((self.field.description or self._text_of_keys_toml()).split())
         meaning, bracket, source = text.rpartition("[")
         short = re.split(r"[;\]]", source)[0]
         long = texts_by_class()["sources"].get(short)
-        return f"{meaning}{bracket}{long}{source[len(short) :]}" if long else text
+        return f"{meaning}{bracket}{long}{source.removeprefix(short)}" if long else text
+
+    def _text_of_keys_toml(self) -> str:
+        """Return the text of the key in the table of its class, of a base class, or of shared keys."""
+        classes = [cls.__name__ for cls in self.owner.__mro__] if self.owner else []
+        for name in (*classes, "shared"):
+            table = texts_by_class().get(name, {})
+            if self.name in table:
+                return table[self.name]
+        return ""
 
     @property
     def meaning(self) -> str:

@@ -45,7 +45,10 @@ def resolve_paths(model: type[BaseModel], tree: dict[str, Any], base_of: Callabl
     _fill_defaults(model, tree)
     run = _absolute(tree["run"], base_of("run")) if isinstance(tree["run"], str) else ""
     for container, name, key, path_field in path_entries(model, tree):
-        container[name] = run if path_field.kind == "run" else _resolve(container[name], path_field, base_of(key), run)
+        if path_field.kind == "run":
+            container[name] = run
+        else:
+            container[name] = _resolve(container[name], path_field, base_of(key), run)
 
 
 def relative(value: str, path_field: PathField, folder: Path) -> str:
@@ -53,9 +56,11 @@ def relative(value: str, path_field: PathField, folder: Path) -> str:
     if not is_path(value, path_field):
         return value
     path = Path(os.path.relpath(value, folder)).as_posix()
-    # Without a leading dot, a model or data folder would be read as a hub id if the folder is missing.
-    unambiguous = path_field.kind in ("run", "template") or (path_field.kind == "data" and is_file_name(path))
-    return path if unambiguous or path.startswith(".") else f"./{path}"
+    if path.startswith(".") or path_field.kind in ("run", "template"):
+        return path
+    if path_field.kind == "data" and is_file_name(path):
+        return path
+    return f"./{path}"  # without the dot, a missing model or data folder would be read as a hub id
 
 
 def is_path(value: str, path_field: PathField) -> bool:
@@ -69,10 +74,10 @@ def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
         if key.path_field and isinstance(default, str) and default not in key.path_field.keywords and name not in tree:
             tree[name] = default
         elif key.section and key.is_section:
-            # A section whose keys are all commented out is null.
-            section = tree[name] = {} if tree.get(name) is None else tree[name]
-            if isinstance(section, dict):
-                _fill_defaults(key.section, section)
+            if tree.get(name) is None:  # missing, or all its keys are commented out
+                tree[name] = {}
+            if isinstance(tree[name], dict):
+                _fill_defaults(key.section, tree[name])
 
 
 def _resolve(text: str, path_field: PathField, base: str, run: str) -> str:
@@ -87,18 +92,20 @@ def _resolve(text: str, path_field: PathField, base: str, run: str) -> str:
         return os.path.normpath(os.path.join(run, text[4:]))
     candidate = _absolute(text, base)
     stages = [os.path.join(run, stage) for stage in STAGE_FOLDERS]
-    local = text.startswith((".", "/", "~")) or candidate in stages or os.path.exists(candidate)
-    return candidate if local else text
+    is_local = text.startswith((".", "/", "~")) or candidate in stages or os.path.exists(candidate)
+    return candidate if is_local else text
 
 
 def resolve_data(text: str, base: str) -> str:
     """Resolve a data name to a path, unless it must be a hub id: OWNER/NAME without data suffix or folder OWNER."""
     name, split = split_name(text, base)
     candidate = _absolute(name, base)
-    local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or is_file_name(name)
-    if not local and HUB_ID.fullmatch(name) and not os.path.isdir(_absolute(name.partition("/")[0], base)):
-        return text
-    return candidate + (f"[{split}]" if split else "")
+    is_local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or is_file_name(name)
+    if not is_local and HUB_ID.fullmatch(name):
+        owner = name.partition("/")[0]
+        if not os.path.isdir(_absolute(owner, base)):
+            return text
+    return f"{candidate}[{split}]" if split else candidate
 
 
 def _absolute(text: str, base: str) -> str:

@@ -45,17 +45,22 @@ def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Pr
 
 def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str, str, str]]:
     """Yield the container of each secret, its name there, its key, which part of the value it is, and what to do."""
-    for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
+    entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+    for name, value in entries:
         key = f"{path}.{name}" if path else str(name)
         text = value if isinstance(value, str) else ""
         if TOKEN.search(str(name)) or TOKEN.search(text) or (text and SECRET_KEY.fullmatch(str(name))):
             yield node, name, key, "", HINT
-        elif parts := [
-            part for url in URL.finditer(_with_scheme(str(name), text)) if (part := _secret_part(*url.groups()))
-        ]:
-            yield node, name, key, f": {parts[0]}", URL_HINT
+        elif part := _secret_part_of_urls(_with_scheme(str(name), text)):
+            yield node, name, key, f": {part}", URL_HINT
         elif isinstance(value, dict | list):
             yield from _find_secrets(value, key)
+
+
+def _secret_part_of_urls(text: str) -> str | None:
+    """Return which part of a URL in the text is secret, or None."""
+    parts = [_secret_part(*url.groups()) for url in URL.finditer(text)]
+    return next(filter(None, parts), None)
 
 
 def _with_scheme(name: str, text: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery.aliases import SET_BY_RLHF
 from rlhf_cli.config.machinery.fields import Key
 from rlhf_cli.config.machinery.fields import fields_of as keys_of_section
+from rlhf_cli.config.machinery.section import Section
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig", "dpo": "DPOConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
@@ -44,14 +44,14 @@ def is_set_by_rlhf(name: str) -> bool:
     return name in SET_BY_RLHF or name.startswith(SET_FAMILIES)
 
 
-def settings_keys(model: type[Config]) -> list[str]:
+def settings_keys(model: type[Section]) -> list[str]:
     """Return the keys of the section with the stage's options, such as sft:."""
     settings = keys_of_section(model)[model.model_fields["stage"].default].section
     return list(settings.model_fields) if settings else []
 
 
 @cache
-def trainer_keys(model: type[Config]) -> dict[str, Key]:
+def trainer_keys(model: type[Section]) -> dict[str, Key]:
     """Return the keys that `trainer:` accepts: fields that rlhf does not set and that have no key in the config."""
     stage = model.model_fields["stage"].default
     if stage not in TRAINERS:
@@ -63,7 +63,10 @@ def trainer_keys(model: type[Config]) -> dict[str, Key]:
 
 def _key(name: str, field: dict[str, Any]) -> Key:
     types: list[Any] = [TYPES[kind] for kind in field["types"]]
-    types = [Literal[tuple(field["choices"])] if kind is str and "choices" in field else kind for kind in types]
+    if "choices" in field:
+        choices: Any = Literal[tuple(field["choices"])]
+        types = [choices if kind is str else kind for kind in types]
     version = made_from()["trl"].rpartition(".")[0]  # without its patch number
     text = f"The field {name} of TRL {version}'s trainer, handed on as it is."
-    return Key(f"trainer.{name}", FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text))
+    info = FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text)
+    return Key(f"trainer.{name}", info)

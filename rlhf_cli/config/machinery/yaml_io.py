@@ -77,9 +77,9 @@ class YamlFile:
         if isinstance(node, MappingNode):
             return dict(self._items(node, path, depth))
         if isinstance(node, SequenceNode):
-            entries = {f"{path}.{index}": entry for index, entry in enumerate(node.value)}
-            self.lines |= {key: entry.start_mark.line + 1 for key, entry in entries.items()}
-            return [self.value(entry, key, depth + 1) for key, entry in entries.items()]
+            for index, entry in enumerate(node.value):
+                self.lines[f"{path}.{index}"] = entry.start_mark.line + 1
+            return [self.value(entry, f"{path}.{index}", depth + 1) for index, entry in enumerate(node.value)]
         assert isinstance(node, ScalarNode)
         return _scalar(node, self._at(node))
 
@@ -88,7 +88,8 @@ class YamlFile:
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
                 raise RLHFError("C08", "a key must be a single word", where=self._at(key_node))
-            key, line = key_node.value, key_node.start_mark.line + 1
+            key = key_node.value
+            line = key_node.start_mark.line + 1
             full = f"{path}.{key}" if path else key
             if key in first:
                 text = f"duplicate key {full}, first set on line {first[key]}"
@@ -121,7 +122,8 @@ def parse(text: str, name: str) -> YamlFile:
 
 def parse_value(text: str) -> Any:
     """Parse the value of an override as YAML. Raises RLHFError."""
-    node, file = _compose(text, ""), YamlFile("")
+    node = _compose(text, "")
+    file = YamlFile("")
     value = file.value(node, "") if node else None
     if file.problems:
         raise RLHFError.from_problems(file.problems)
@@ -145,7 +147,9 @@ def _scalar(node: ScalarNode, where: str) -> Any:
         return None
     if INTEGER.fullmatch(text):
         return int(text)
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan")) if FLOAT.fullmatch(text) else text
+    if FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
 
 
 def _compose(text: str, name: str) -> Node | None:
@@ -166,23 +170,27 @@ def _compose(text: str, name: str) -> Node | None:
             tabs = "tabs cannot be used for indentation or before a value"
             raise RLHFError("C08", tabs, where=where, hint="use spaces") from error
         failing = "".join(text.splitlines()[mark.line : mark.line + 1])
-        quote = re.search(r":\s+[>|*&!%@`{}\[\]]", failing)
-        hint = "put a value that starts with a special character in quotes" if quote else None
+        needs_quotes = re.search(r":\s+[>|*&!%@`{}\[\]]", failing)
+        hint = "put a value that starts with a special character in quotes" if needs_quotes else None
         raise RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint) from error
 
 
 def read_text(file: str | Path) -> str:
     """Return the text of a file. Raises RLHFError C09 if it cannot be read, S02 if it is too large for a config."""
-    path, name = Path(file), str(file)
+    path = Path(file)
+    name = str(file)
     if os.path.isdir(path):
         raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
         if os.path.exists(path):
             raise RLHFError("C09", "is a pipe or a device, not a config file", where=name)
         near = closest_path(path)
-        is_config = near and near.endswith(SUFFIXES) and os.path.isfile(near)
-        others = _configs_in(path.parent) if os.path.isdir(path.parent) else None
-        raise RLHFError("C09", "no such file", where=name, hint=f"did you mean {near}?" if is_config else others)
+        hint = None
+        if near and near.endswith(SUFFIXES) and os.path.isfile(near):
+            hint = f"did you mean {near}?"
+        elif os.path.isdir(path.parent):
+            hint = _configs_in(path.parent)
+        raise RLHFError("C09", "no such file", where=name, hint=hint)
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -200,7 +208,10 @@ def read_text(file: str | Path) -> str:
 
 def _configs_in(folder: Path) -> str | None:
     names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))
-    return f"configs in this folder: {', '.join(shown(folder / name) for name in names[:6])}" if names else None
+    if not names:
+        return None
+    listed = [shown(folder / name) for name in names[:6]]
+    return f"configs in this folder: {', '.join(listed)}"
 
 
 COMMENT_COLUMN = 34
@@ -214,9 +225,11 @@ def to_yaml(value: Any) -> str:
         return value if plain else json.dumps(value, ensure_ascii=not value.isprintable())
     if isinstance(value, float):
         short = f"{value:g}"
-        return re.sub(r"e([+-])0", r"e\1", short if "e" in short and float(short) == value else str(value))
+        text = short if "e" in short and float(short) == value else str(value)
+        return re.sub(r"e([+-])0", r"e\1", text)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{to_yaml(key)}: {to_yaml(inner)}" for key, inner in value.items()) + "}"
+        entries = [f"{to_yaml(key)}: {to_yaml(inner)}" for key, inner in value.items()]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(to_yaml, value)) + "]"
     return json.dumps(value)
@@ -229,10 +242,12 @@ def with_comment(line: str, comment: str) -> str:
 
 def with_value(text: str, key: str, value: Any, comment: str) -> str:
     """Return the text of a config with the value of a key `section.name` on a separate line, with a comment."""
-    lines, file, (section, name) = text.splitlines(), YamlFile(""), key.split(".")
+    section, name = key.split(".")
+    lines = text.splitlines()
     node = _compose(text, "")
     assert node
-    file.value(node, "")
+    file = YamlFile("")
+    file.value(node, "")  # records the line of each key
     line = with_comment(f"  {name}: {to_yaml(value)}", comment)
     if key in file.lines:
         lines[file.lines[key] - 1] = line
@@ -245,5 +260,8 @@ def with_value(text: str, key: str, value: Any, comment: str) -> str:
 
 def align_comments(text: str) -> str:
     """Return YAML text with its comments aligned in one column."""
-    lines = [re.fullmatch(r"( *[^# ].*?) {2,}# (.*)", line) or line for line in text.rstrip().splitlines()]
-    return "\n".join(line if isinstance(line, str) else with_comment(line[1], line[2]) for line in lines) + "\n"
+    lines = []
+    for line in text.rstrip().splitlines():
+        match = re.fullmatch(r"( *[^# ].*?) {2,}# (.*)", line)
+        lines.append(with_comment(match[1], match[2]) if match else line)
+    return "\n".join(lines) + "\n"

@@ -2,8 +2,8 @@
 
 import unicodedata
 
+from rlhf_cli.rewards.answers import Column, by_column, extraction, texts
 from rlhf_cli.rewards.signature import RewardFn
-from rlhf_cli.rewards.verifiers import Column, by_column, extraction, texts
 
 END, QUOTES = ".,;:!? ", "\"'` \u2018\u2019\u201c\u201d"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import orjson
 
+from rlhf_cli.rewards.answers import Column, by_column, last_code_block, pattern_time_limit
 from rlhf_cli.rewards.signature import RewardFn
-from rlhf_cli.rewards.verifiers import Column, by_column, last_code_block, pattern_time_limit
 
 
 def json_schema(*, schema: dict[str, Any] | None = None, column: Column | None = None) -> RewardFn:

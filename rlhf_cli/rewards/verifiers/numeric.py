@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rlhf_cli.rewards.answers import Column, by_column, extraction, last_match, texts
 from rlhf_cli.rewards.signature import RewardFn
-from rlhf_cli.rewards.verifiers import Column, by_column, extraction, last_match, texts
 
 # 1,234.5, -$3, 3/4, 2 1/2, 6e-3; a sign after a digit, letter or bracket is a minus between two numbers.
 NUMBER = re.compile(

@@ -3,8 +3,8 @@
 import re
 from functools import lru_cache
 
+from rlhf_cli.rewards.answers import Column, by_column, compiled, pattern_time_limit
 from rlhf_cli.rewards.signature import RewardFn
-from rlhf_cli.rewards.verifiers import Column, by_column, compiled, pattern_time_limit
 
 
 def regex(

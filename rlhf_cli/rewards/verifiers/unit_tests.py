@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlhf_cli import terminal
+from rlhf_cli.rewards.answers import Column, by_column, last_code_block, texts
 from rlhf_cli.rewards.sandbox import SandboxError, hides_files, on_all_cpus, passed_tests
 from rlhf_cli.rewards.signature import RewardFn
-from rlhf_cli.rewards.verifiers import Column, by_column, last_code_block, texts
 
 
 def unit_tests(

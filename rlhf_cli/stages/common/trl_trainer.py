@@ -27,7 +27,8 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import lifecycle, model_loading
 from rlhf_cli.stages.common.training import describe_batches, packing_strategy
 from rlhf_cli.system import GracefulStop
-from rlhf_cli.tracking import MetricsLog, Trackers, read_log
+from rlhf_cli.tracking.logs import MetricsLog, read_log
+from rlhf_cli.tracking.trackers import Trackers
 
 LOG_NAMES = {"learning_rate": "lr"}
 NOT_LOGGED = ("runtime", "per_second")  # timings, which differ between identical runs

@@ -11,7 +11,7 @@ from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation.summary import SamplingParams, SnapshotSeries, group_rows
 from rlhf_cli.models import interpolation

@@ -46,7 +46,7 @@ from rlhf_cli.stages.eval.inputs import (
     warn_of_selection_by_reward,
 )
 from rlhf_cli.stages.ppo.shared_models import SharedBaseModels
-from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking.trackers import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
 MAX_TRACKED_PROMPTS = 32  # in trackers; samples.jsonl has all

@@ -22,7 +22,8 @@ from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.ppo import setup
 from rlhf_cli.stages.ppo.samples import SampleTables, Snapshots
 from rlhf_cli.system import GracefulStop
-from rlhf_cli.tracking import Log, MetricsLog, Trackers
+from rlhf_cli.tracking.logs import Log, MetricsLog
+from rlhf_cli.tracking.trackers import Trackers
 
 HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 RATIO_TOLERANCE = 1e-3  # exactly 0 in float32: scoring and update use the same micro-batches

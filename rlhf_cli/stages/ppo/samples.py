@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_cli import data, jsonl, runs, terminal
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience, Stats, unscaled_scores
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.signature import named_columns
 from rlhf_cli.stages.ppo.setup import PPOComponents
-from rlhf_cli.tracking import Log, LogPosition, Trackers
+from rlhf_cli.tracking.logs import Log, LogPosition
+from rlhf_cli.tracking.trackers import Trackers
 
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3

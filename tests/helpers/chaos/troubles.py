@@ -19,10 +19,11 @@ from chaos import faults
 from chaos.faults import Point
 from chaos.kills import Outcome, finish, unclean
 from chaos.world import STEPS, Run, World
-from rlhf_cli import runs, terminal, tracking
+from rlhf_cli import runs, terminal
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs import stage_folder
 from rlhf_cli.stages.common import trl_trainer
+from rlhf_cli.tracking import logs
 
 
 def full_quota(world: World, stage: str, seed: int) -> Outcome:
@@ -129,7 +130,7 @@ PLANTED: dict[str, tuple[str, Point, tuple[Any, str, Any]]] = {
     "log not cut": (
         "ppo",
         LATE,
-        (tracking, "_truncate", lambda path, position: path.read_bytes() if path.exists() else b""),
+        (logs, "_truncate", lambda path, position: path.read_bytes() if path.exists() else b""),
     ),
     "litter left": (
         "ppo",

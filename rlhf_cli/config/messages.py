@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_cli.config.base import Config, Section
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
-from rlhf_cli.config.machinery.aliases import SET_BY_RLHF, find_alias
+from rlhf_cli.config.machinery.aliases import SET_BY_RLHF, Alias, find_alias
 from rlhf_cli.config.machinery.fields import BOUNDS, Key, key_at, keys_of
+from rlhf_cli.config.machinery.section import Section
 from rlhf_cli.config.machinery.trl_fields import TRAINERS
 from rlhf_cli.config.machinery.yaml_io import FLOAT, INTEGER, is_yaml_1_1
-from rlhf_cli.config.ppo import BUILTINS, RewardSource
+from rlhf_cli.config.ppo import BUILTINS, RewardSourceSettings
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import CODES, OVERRIDE, Problem, closest_match, did_you_mean
 
@@ -36,19 +37,33 @@ def translate_validation_error(
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_key.setdefault(_key_path(detail, tree), []).append(detail)
+
     problems = []
     for path, details in by_key.items():
         # If a value matches the type of one union member, only report the errors inside that member.
         has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_key)
-        if has_inner and all(detail["type"] in (*TYPE_ERRORS, "literal_error") for detail in details):
+        if has_inner and all(_is_type_or_choice(detail) for detail in details):
             continue
         problem = _translate_key(path, details, model, where)
-        if details[0]["type"] == "extra_forbidden" and path[0] in ("rewards", "judges") and len(path) == 3:
-            section = tree[path[0]][path[1]]
-            if "builtin" in section and not closest_match(path[-1], RewardSource.model_fields, cutoff=0.8):
-                problem = replace(problem, hint=f"write parameters: {yaml_io.to_yaml({path[-1]: section[path[-1]]})}")
+        if details[0]["type"] == "extra_forbidden" and (hint := _parameter_hint(path, tree)):
+            problem = replace(problem, hint=hint)
         problems.append(problem)
     return problems
+
+
+def _is_type_or_choice(detail: ErrorDetails) -> bool:
+    return detail["type"] in TYPE_ERRORS or detail["type"] == "literal_error"
+
+
+def _parameter_hint(path: KeyPath, tree: dict[str, Any]) -> str | None:
+    """Return how to write an unknown key of a built-in reward or judge, which may be one of its parameters."""
+    if path[0] not in ("rewards", "judges") or len(path) != 3:
+        return None
+    table, entry, name = path
+    section = tree[table][entry]
+    if "builtin" not in section or closest_match(name, RewardSourceSettings.model_fields, cutoff=0.8):
+        return None
+    return f"write parameters: {yaml_io.to_yaml({name: section[name]})}"
 
 
 def invalid_keys(error: ValidationError, tree: dict[str, Any]) -> list[KeyPath]:
@@ -61,10 +76,12 @@ def _key_path(detail: ErrorDetails, tree: Any) -> KeyPath:
     path: list[str] = []
     node = tree
     for depth, part in enumerate(detail["loc"], start=1):
-        in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
-        if in_list or (isinstance(node, dict) and part in node):
+        is_in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        is_in_dict = isinstance(node, dict) and part in node
+        is_missing_key = detail["type"] == "missing" and depth == len(detail["loc"])
+        if is_in_list or is_in_dict:
             node = node[part]
-        elif detail["type"] != "missing" or depth < len(detail["loc"]):
+        elif not is_missing_key:
             continue
         path.append(str(part))
     return tuple(path)
@@ -74,23 +91,29 @@ def _translate_key(
     path: KeyPath, details: list[ErrorDetails], model: type[Config], where: Callable[[str], str]
 ) -> Problem:
     name = ".".join(path)
-    detail = next((each for each in details if each["type"] not in (*TYPE_ERRORS, "literal_error")), details[0])
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    key = key_at(model, path) if path else None
+    detail = next((each for each in details if not _is_type_or_choice(each)), details[0])
+    kind = detail["type"]
+    value = detail["input"]
+    context = detail.get("ctx", {})
     # Validators of several keys can name the key to locate.
     location = where(".".join([*path, *context.get("key", "").split(".")]).strip("."))
-    key = key_at(model, path) if path else None
+
     if kind in CODES:
         is_named = not path or re.search(rf"\b{re.escape(path[-1])}\b", detail["msg"])
-        return Problem(kind, detail["msg"] if is_named else f"{name}: {detail['msg']}", location, context.get("hint"))
+        text = detail["msg"] if is_named else f"{name}: {detail['msg']}"
+        return Problem(kind, text, location, context.get("hint"))
     if kind == "extra_forbidden":
         return _unknown_key(path, value, model, location)
     if kind == "missing":
-        return Problem("C05", f"{name} is missing", location, f"{path[-1]}: {_first_sentence(key)}" if key else None)
-    if kind in TYPE_ERRORS or kind == "literal_error":
+        hint = f"{path[-1]}: {_first_sentence(key)}" if key else None
+        return Problem("C05", f"{name} is missing", location, hint)
+    if _is_type_or_choice(detail):
         return _type_or_choice_error(name, details, key, location)
     if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
         number = " a finite number" if kind == "finite_number" else ""
-        text = f"{name}: must be{number}{_shown_bounds((key and key.bounds) or context)}, got {format_value(value)}"
+        bounds = (key and key.bounds) or context
+        text = f"{name}: must be{number}{_shown_bounds(bounds)}, got {format_value(value)}"
         return Problem("C06", text, location)
     if kind == "too_short":
         text = f"{name}: needs at least {context['min_length']}, got {context['actual_length']}"
@@ -116,30 +139,45 @@ def _shown_bounds(limits: dict[str, Any]) -> str:
 
 def _unknown_key(path: KeyPath, value: Any, model: type[Config], location: str) -> Problem:
     """Return C01 with the closest key, or C02 with the section or file that the key belongs to."""
-    name, section = path[-1], path[:-1]
-    unknown = Problem("C01", f"unknown key {'.'.join(path)}", location)
+    name = path[-1]
+    section = path[:-1]
     siblings = _keys_in(section, model)
+    unknown = Problem("C01", f"unknown key {'.'.join(path)}", location)
+
     alias = find_alias(name)
-    new = alias.key if alias and section else None
-    if alias and new and (new in siblings or ("." in new and new in keys_of(model))):
-        is_scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
-        replacement = f"write {new}: {alias.values.get(str(value), value)}" if is_scalar else f"use {new}"
-        return replace(unknown, hint=f"use {new}; {alias.note}" if alias.note else replacement)
+    if alias and alias.key and section:
+        is_here = alias.key in siblings or ("." in alias.key and alias.key in keys_of(model))
+        if is_here:
+            return replace(unknown, hint=_alias_hint(alias.key, alias, value))
     if alias and alias.key is None and section == ("ppo",):
         return replace(unknown, hint=f"{alias.note}; remove the line")
+
     if place := _correct_place(name, path, model, location):
-        return Problem("C02", f"{'.'.join(path)} belongs {place[0]}", location, place[1])
-    listed = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
-    listed = f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else listed
+        text, hint = place
+        return Problem("C02", f"{'.'.join(path)} belongs {text}", location, hint)
+    if len(siblings) <= 8:
+        listed = f"keys here: {', '.join(siblings)}"
+    else:
+        listed = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
     return replace(unknown, hint=did_you_mean(name, siblings) or listed)
+
+
+def _alias_hint(key: str, alias: Alias, value: Any) -> str:
+    """Return how to write another system's option with the key that replaces it here."""
+    if alias.note:
+        return f"use {key}; {alias.note}"
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"write {key}: {alias.values.get(str(value), value)}"
+    return f"use {key}"
 
 
 def _keys_in(section: KeyPath, model: type[Config]) -> list[str]:
     if not section:
         return list(model.model_fields)
-    key, table = key_at(model, section), key_at(model, section[:-1]) if section[1:] else None
-    if key is None and table:  # an entry such as rewards.style
-        key = table.entry
+    key = key_at(model, section)
+    if key is None and len(section) > 1:  # an entry such as rewards.style
+        table = key_at(model, section[:-1])
+        key = table.entry if table else None
     return list(key.section.model_fields) if key and key.section else []
 
 
@@ -148,9 +186,11 @@ def _correct_place(name: str, path: KeyPath, model: type[Config], location: str)
     stage = model.model_fields["stage"].default
     if keys := _keys_named(name, model):
         section = keys[0].rpartition(".")[0]
-        return f"under {section}:" if section else "at the top of the file", _move_hint(keys[0], location)
+        place = f"under {section}:" if section else "at the top of the file"
+        return place, _move_hint(keys[0], location)
     if stage in TRAINERS and name in trl_fields.fields_of(stage) and path[0] != "trainer":
         return "under trainer:", _move_hint(f"trainer.{name}", location)
+
     files: dict[str, list[str]] = {}
     for config_stage, config in CONFIGS.items():
         for key in _keys_named(name, config)[:1]:
@@ -159,7 +199,8 @@ def _correct_place(name: str, path: KeyPath, model: type[Config], location: str)
         return None
     # A section of another file, such as ppo:, rather than a key of that name.
     section = min(files, key=len)
-    return f"in {' or '.join(files[section])}" + (f", under {section}:" if section else ""), None
+    place = f"in {' or '.join(files[section])}"
+    return (f"{place}, under {section}:" if section else place), None
 
 
 def _move_hint(key: str, location: str) -> str:
@@ -196,35 +237,48 @@ def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | Non
     else C05.
     """
     value = details[0]["input"]
-    expected = [detail["ctx"]["expected"] for detail in details if detail["type"] == "literal_error"]
-    choices = [choice for text in expected for choice in re.findall(r"'([^']*)'", text)]
+    choices: list[str] = []
+    for detail in details:
+        if detail["type"] == "literal_error":
+            choices += re.findall(r"'([^']*)'", detail["ctx"]["expected"])
     types = [TYPE_ERRORS[detail["type"]] for detail in details if detail["type"] in TYPE_ERRORS]
     if choices and (isinstance(value, str) or not types) and not is_yaml_1_1(value):
         choices += types
         text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
-        return Problem("C07", text, location, did_you_mean(value, choices) if isinstance(value, str) else None)
+        hint = did_you_mean(value, choices) if isinstance(value, str) else None
+        return Problem("C07", text, location, hint)
+
     types = list(dict.fromkeys([*types, *choices]))
-    number = any(type_name.endswith("number") for type_name in types)
     bounds = _shown_bounds(key.bounds if key else {})
-    bounded = [type_name + bounds if type_name.endswith("number") else type_name for type_name in types]
+    bounded = [kind + bounds if kind.endswith("number") else kind for kind in types]
     text = f"{name}: expected {' or '.join(bounded)}, got {format_value(value)}"
-    code, hint = "C05", None
-    if isinstance(value, bool):
-        code = "C06" if number else "C05"
-        hint = 'write it in quotes: "true"' if "text" in types and not number else None
-    elif number and isinstance(value, str) and (INTEGER.fullmatch(value) or FLOAT.fullmatch(value)):
-        hint = f"remove the quotes: {value}"
-    elif is_yaml_1_1(value) and ("true or false" in types or number):
-        code, hint = "C10", "write true or false" if "true or false" in types else "write a plain decimal number"
-    elif "a whole number" in types and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        hint = f"write {int(value)}"
-    elif "text" in types and isinstance(value, int | float):
-        hint = f'write it in quotes: "{value}"'
-    elif re.fullmatch(r"rewards\.[^.]+", name) and isinstance(value, str):
-        hint = f"write {{{f'builtin: {value}' if value in BUILTINS else 'function: module:function'}}}"
-    elif types == ["a list"] and isinstance(value, str | int | float):
-        hint = f"write [{value}]"
+    code, hint = _type_hint(name, value, types)
     return Problem(code, text, location, hint)
+
+
+def _type_hint(name: str, value: Any, types: list[str]) -> tuple[str, str | None]:
+    """Return the code and the hint for a value that is of none of these types."""
+    wants_number = any(kind.endswith("number") for kind in types)
+    if isinstance(value, bool):
+        if wants_number:
+            return "C06", None
+        return "C05", 'write it in quotes: "true"' if "text" in types else None
+    if isinstance(value, str) and wants_number and (INTEGER.fullmatch(value) or FLOAT.fullmatch(value)):
+        return "C05", f"remove the quotes: {value}"
+    if is_yaml_1_1(value) and "true or false" in types:
+        return "C10", "write true or false"
+    if is_yaml_1_1(value) and wants_number:
+        return "C10", "write a plain decimal number"
+    if "a whole number" in types and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return "C05", f"write {int(value)}"
+    if "text" in types and isinstance(value, int | float):
+        return "C05", f'write it in quotes: "{value}"'
+    if re.fullmatch(r"rewards\.[^.]+", name) and isinstance(value, str):
+        kind = f"builtin: {value}" if value in BUILTINS else "function: module:function"
+        return "C05", f"write {{{kind}}}"
+    if types == ["a list"] and isinstance(value, str | int | float):
+        return "C05", f"write [{value}]"
+    return "C05", None
 
 
 # Fields of TRL
@@ -237,8 +291,9 @@ def check_trainer(trainer: dict[str, Any], model: type[Config], where: Callable[
 
 
 def _check_field(name: str, value: Any, model: type[Config], location: str) -> Problem | None:
+    key = f"trainer.{name}"
     stage = model.model_fields["stage"].default
-    key, own_keys = f"trainer.{name}", trl_fields.settings_keys(model)
+    own_keys = trl_fields.settings_keys(model)
     if name in own_keys:
         return Problem("C02", f"{key} belongs under {stage}:", location, _move_hint(f"{stage}.{name}", location))
     if trl_fields.is_set_by_rlhf(name):
@@ -248,13 +303,21 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     field = trl_fields.trainer_keys(model).get(name)
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
-        near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
-        nearest = near and f"did you mean {f'{stage}.' if near in own_keys else ''}{near}?"
-        others = [config for other, config in TRAINERS.items() if name in trl_fields.fields_of(other)]
-        return Problem("C01", text, location, f"only {others[0]} has this field" if others else nearest)
+        return Problem("C01", text, location, _unknown_field_hint(name, stage, own_keys))
     annotation: Any = field.field.annotation
     try:
         TypeAdapter(annotation, config=Section.model_config).validate_python(value)
     except ValidationError as error:
         return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
     return None
+
+
+def _unknown_field_hint(name: str, stage: str, own_keys: list[str]) -> str | None:
+    """Return the config of TRL that has a field of this name, else the nearest field or key of the stage."""
+    for other, config in TRAINERS.items():
+        if name in trl_fields.fields_of(other):
+            return f"only {config} has this field"
+    near = closest_match(name, [*trl_fields.fields_of(stage), *own_keys])
+    if near is None:
+        return None
+    return f"did you mean {stage}.{near}?" if near in own_keys else f"did you mean {near}?"

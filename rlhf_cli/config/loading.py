@@ -10,13 +10,14 @@ from typing import Any, Literal, overload
 from pydantic import ValidationError
 
 from rlhf_cli import terminal
-from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.fields import Key, current_name, key_at, keys_of, with_current_names
-from rlhf_cli.config.machinery.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.machinery.paths import resolve_paths
 from rlhf_cli.config.machinery.secret_values import remove_secrets
+from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.machinery.yaml_io import YamlFile, parse_value
+from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, translate_validation_error
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import Problem, RLHFError, shell_path, shown
@@ -40,15 +41,16 @@ def apply_overrides(
         if problem := check_override(text):
             problems.append(problem)
             continue
-        key, _, value = text.partition("=")
-        # `*.seed=3` applies to every stage.
-        old, key = key.strip().removeprefix("*."), current_name(key.strip().removeprefix("*."))
+        name, _, value = text.partition("=")
+        old = name.strip().removeprefix("*.")  # `*.seed=3` applies to every stage
+        key = current_name(old)
         if key != old:
             terminal.warn("C19", f"is now {key}", where=f"--set {old}")
         # `>= 0.6` is a requirement; in YAML it would start a folded text.
         is_requirement = value.lstrip().startswith((">", "<", "=="))
         try:
-            _write(source.tree, _split_key(model, key), value.strip() if is_requirement else parse_value(value))
+            parsed = value.strip() if is_requirement else parse_value(value)
+            _write(source.tree, _split_key(model, key), parsed)
         except RLHFError as error:
             problems += [Problem("C11", problem.text, f"--set {key}", problem.hint) for problem in error.problems]
             continue
@@ -101,7 +103,8 @@ def _count_sections(tree: dict[str, Any]) -> dict[str, int]:
 
 def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
     """Raise C07 if the file is for another stage, instead of listing its keys as unknown."""
-    file_stage, location = tree.get("stage"), origin.where("stage")
+    file_stage = tree.get("stage")
+    location = origin.where("stage")
     if file_stage is None:
         counts = _count_sections(tree)
         file_stage = stage if stage in tree else max(counts, key=lambda name: (counts[name], name == stage))
@@ -143,12 +146,17 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     file = Path(os.path.abspath(path))
     origin = Origin(file, source.name, source.lines, overridden)
     require_stage(stage, source.tree, origin)
-    problems += source.problems + remove_secrets(source.tree, origin.where)
+    problems += source.problems
+    problems += remove_secrets(source.tree, origin.where)
     is_incomplete = bool(problems)  # parts of the YAML or an override could not be read
-    folder, working_dir = str(file.parent), os.getcwd()
+
+    folder = str(file.parent)
+    working_dir = os.getcwd()
     resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else folder)
+
     trainer = source.tree.get("trainer") if "trainer" in model.model_fields else None
-    problems += check_trainer(trainer, model, origin.where) if isinstance(trainer, dict) else []
+    if isinstance(trainer, dict):
+        problems += check_trainer(trainer, model, origin.where)
     try:
         config: Config | None = model.model_validate(source.tree)
     except ValidationError as error:
@@ -161,13 +169,19 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
 
 def _rename_keys(source: YamlFile) -> YamlFile:
     """Return the file with today's names of renamed keys, and warn about each, unless a stage wrote the file."""
-    problems, is_resolved = [*source.problems], os.path.basename(source.name) == "config.yaml"
+    problems = [*source.problems]
+    is_resolved = os.path.basename(source.name) == "config.yaml"
     for old, line in source.lines.items():
-        new, location = current_name(old), f"{shown(source.name)}:{line}"
-        if new in source.lines and new != old:
+        new = current_name(old)
+        if new == old:
+            continue
+        location = f"{shown(source.name)}:{line}"
+        is_itself_renamed = new.rpartition(".")[0] == old.rpartition(".")[0]  # not only a section above it
+        if new in source.lines:
             problems.append(Problem("C03", f"{old} is the old name of {new}", location, "remove this line"))
-        elif not is_resolved and new != old and new.rpartition(".")[0] == old.rpartition(".")[0]:
+        elif is_itself_renamed and not is_resolved:
             terminal.warn("C19", f"{old} is now {new}", where=location)
+
     lines = {current_name(path): line for path, line in source.lines.items()}
     return YamlFile(source.name, with_current_names(source.tree), lines, problems)
 
@@ -185,14 +199,15 @@ def accepts_key(stage: str, key: str) -> bool:
     parts = current_name(key.removeprefix("*.")).split(".")
     if parts[0] == "trainer" and len(parts) > 1:
         return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
-    *tables, own = (key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts) + 1))
-    return own is not None or any(table is not None and table.allows_any_key for table in tables)
+    if key_at(CONFIGS[stage], parts) is not None:
+        return True
+    above = [key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts))]
+    return any(table is not None and table.allows_any_key for table in above)
 
 
 def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
     """Validate the config without its invalid keys; None if one is in a section with paths, or if that fails too."""
-    holders = {path: key.entry or key for path, key in keys_of(model).items()}
-    with_paths = {path.partition(".")[0] for path, holder in holders.items() if holder.path_field}
+    with_paths = {path.partition(".")[0] for path, key in keys_of(model).items() if (key.entry or key).path_field}
     tree = deepcopy(tree)
     for path in sorted(set(paths), key=len, reverse=True):
         if not path or path[0] not in model.model_fields or path[0] in with_paths:
@@ -211,5 +226,7 @@ def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config],
 
 def _line_number(problem: Problem) -> int:
     """Return the sort key of a problem: its line in the file; overrides come last."""
-    match = re.search(r":([0-9]+)(:[0-9]+)?$", problem.where or "")
-    return int(match[1]) if match else 10**9 * (problem.where or "").startswith("--set")
+    where = problem.where or ""
+    if match := re.search(r":([0-9]+)(:[0-9]+)?$", where):
+        return int(match[1])
+    return 10**9 if where.startswith("--set") else 0

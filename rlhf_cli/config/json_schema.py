@@ -50,12 +50,13 @@ def with_modeline(text: str, file: Path, schema_file: Path) -> str:
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
     definitions = tree.get("$defs", {})
-    sections = {inner for key in keys_of(model).values() if (inner := (key.entry or key).section)}
-    for section in (model, *sections):
-        properties = (tree if section is model else definitions[section.__name__])["properties"]
+    sections = {(key.entry or key).section for key in keys_of(model).values()} - {None}
+    schemas = {model: tree} | {section: definitions[section.__name__] for section in sections if section}
+    for section, node in schemas.items():
         for name, key in fields_of(section).items():
-            properties[name]["description"] = _editor_description(key)
+            node["properties"][name]["description"] = _editor_description(key)
     simplified: dict[str, Any] = _simplify(tree, definitions)
+
     if keys := trl_fields.trainer_keys(model):
         fields = trl_fields.fields_of(model.model_fields["stage"].default)
         properties = {name: _trl_field_schema(key, fields[name]) for name, key in keys.items()}
@@ -68,10 +69,14 @@ def _editor_description(key: Key) -> str:
     source = parse_source(key.source) if key.source else None
     if source is None or source.kind == "page":
         return key.meaning
-    where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
-    parts = [source.parts[part] for part in where]
-    name = ", ".join([" ".join(parts[:2]), *parts[2:]])
-    return f"{key.meaning} Source of the default: {name}{f'; {source.remark}' if source.remark else ''}."
+    parts = source.parts
+    if source.kind == "paper":
+        name = f"{parts['authors']} {parts['year']}, {parts['where']}, {parts['part']}"
+    else:
+        name = f"{parts['name']} {parts['version']}"
+    if source.remark:
+        name += f"; {source.remark}"
+    return f"{key.meaning} Source of the default: {name}."
 
 
 def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
@@ -82,7 +87,8 @@ def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
         return node
     if "$ref" in node:
         target = definitions[node["$ref"].rpartition("/")[2]]
-        return _simplify({**target, **{key: value for key, value in node.items() if key != "$ref"}}, definitions)
+        others = {key: value for key, value in node.items() if key != "$ref"}
+        return _simplify({**target, **others}, definitions)
     simplified: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
@@ -96,19 +102,27 @@ def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
 
 def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
     """Merge `anyOf` of one type and null to a list of types, with the description of the key, not of its section."""
-    null = {"type": "null"}
-    types = [item for item in node.get("anyOf", [null]) if item != null]
-    if len(types) != 1 or not isinstance(types[0].get("type"), str) or "const" in types[0]:
+    types = [item for item in node.get("anyOf", []) if item != {"type": "null"}]
+    if len(types) != 1:
         return node
-    merged = {**types[0], **{key: value for key, value in node.items() if key != "anyOf"}}
-    merged["type"] = [types[0]["type"], "null"]
-    return merged | ({"enum": [*types[0]["enum"], None]} if "enum" in merged else {})
+    (only,) = types
+    if not isinstance(only.get("type"), str) or "const" in only:
+        return node
+
+    merged: dict[str, Any] = only | node
+    del merged["anyOf"]
+    merged["type"] = [only["type"], "null"]
+    if "enum" in only:
+        merged["enum"] = [*only["enum"], None]
+    return merged
 
 
 def _trl_field_schema(key: Key, field: dict[str, Any]) -> dict[str, Any]:
     types = field["types"]
     node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
-    return node | ({"enum": field["choices"]} if "choices" in field else {}) | {"description": key.description}
+    if "choices" in field:
+        node["enum"] = field["choices"]
+    return node | {"description": key.description}
 
 
 def completion_values(stage: str) -> dict[str, list[str]]:

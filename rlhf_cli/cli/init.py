@@ -1,0 +1,85 @@
+"""`rlhf init`: create a run folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_cli import terminal
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.options import Debug, argument, flag, option
+from rlhf_cli.errors import RLHFError
+
+PRESET_TEXT = "Preset name; `rlhf init --list` shows them."
+DATA_TEXT = "preferences: file, folder or hub dataset of preference pairs."
+COLUMN_TEXT = "preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable."
+ADAPTERS_TEXT = "Adapters of a large model: none, lora, qlora, or auto, what fits in memory first. Default: auto."
+GPU_TEXT = "GPU that will run a large model, by name (h100, 4090) or GiB. Default: this machine."
+BASELINES_TEXT = "Also write dpo.yaml and best_of/sft.yaml: DPO and best-of-n SFT, to compare PPO with."
+BALANCE_TEXT = "preferences: drop pairs until length does not tell the chosen answer."
+MINUTES_TEXT = "preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU."
+
+
+def init(
+    preset: Annotated[str | None, argument("PRESET", PRESET_TEXT, completion.presets)] = None,
+    folder: Annotated[Path | None, argument("DIR", "Folder to create.")] = None,
+    list_: Annotated[bool, flag("--list", "List the presets.")] = False,
+    seed: Annotated[int, option("--seed", "N", "Random seed of the generated data and configs.", min=0)] = 0,
+    data: Annotated[str | None, option("--data", "PAIRS", DATA_TEXT)] = None,
+    base: Annotated[str | None, option("--base", "MODEL", "preferences: model to start from.")] = None,
+    column: Annotated[list[str] | None, option("--column", "NAME=COLUMN", COLUMN_TEXT)] = None,
+    plain: Annotated[bool, flag("--plain", "preferences: use the texts without a chat template.")] = False,
+    balance_length: Annotated[bool, flag("--balance-length", BALANCE_TEXT)] = False,
+    minutes: Annotated[float | None, option("--minutes", "N", MINUTES_TEXT, min=1)] = None,
+    adapters: Annotated[str | None, option("--adapters", "KIND", ADAPTERS_TEXT)] = None,
+    gpu: Annotated[str | None, option("--gpu", "NAME|GIB", GPU_TEXT)] = None,
+    baselines: Annotated[bool, flag("--baselines", BASELINES_TEXT)] = False,
+    from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
+    trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
+    debug: Debug = False,
+) -> None:
+    """Create a run folder from a preset, or from your preference pairs."""
+    from rlhf_cli.commands import init as presets
+
+    for_preferences = {
+        "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
+        "minutes": minutes,
+    }  # fmt: skip
+    used = [name for name, value in for_preferences.items() if value]
+    if from_trl is not None or trl is not None:
+        has_others = bool(folder is not None or used or adapters or gpu or seed or baselines)
+        _convert_by_old_name(preset, from_trl, trl, has_others=has_others)
+        return
+    if list_:
+        rows = [[name, each.description] for name, each in presets.PRESETS.items()]
+        terminal.table(["preset", "what it is"], rows)
+        return
+
+    if preset is None or (folder is None and preset not in presets.PRESETS):
+        raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    if folder is None:
+        is_own = preset == "preferences"
+        example = "preferences --data pairs.jsonl --base MODEL runs/mine" if is_own else f"{preset} runs/{preset}"
+        raise RLHFError("C11", "DIR is missing: the folder to create", hint=f"rlhf init {example}")
+    if preset == "preferences":
+        from rlhf_cli.commands.init import preferences
+
+        preferences.init(
+            folder, data=data, base=base, columns=column or [], plain=plain, balance_length=balance_length,
+            minutes=minutes, adapters=adapters or "auto", gpu=gpu, baselines=baselines, seed=seed,
+        )  # fmt: skip
+        return
+    if preset in presets.PRESETS and used:
+        raise RLHFError("C11", f"--{used[0]} belongs to `rlhf init preferences`", hint="remove it")
+    presets.init(preset, folder, seed=seed, adapters=adapters, gpu=gpu, baselines=baselines)
+
+
+def _convert_by_old_name(folder: str | None, file: Path | None, version: str | None, *, has_others: bool) -> None:
+    """Run `rlhf init --from-trl FILE DIR`, the old name of `rlhf convert FILE DIR`."""
+    if file is None or folder is None or has_others:
+        text = "--from-trl takes a file and a folder, and no other option than --trl"
+        raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
+
+    from rlhf_cli.commands.convert import write
+
+    write.convert(file, Path(folder), version)

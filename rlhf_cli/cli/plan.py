@@ -1,0 +1,54 @@
+"""`rlhf plan`: estimate memory and time."""
+
+from typing import Annotated, Any
+
+from rlhf_cli.cli.options import (
+    AsJson,
+    Debug,
+    FileOrFolder,
+    Set,
+    Trailing,
+    TrustRemoteCode,
+    heavy_imports,
+    option,
+    overrides_of,
+)
+
+MODE_TEXT = "Compare another mode: full, lora or qlora. Default: the adapters of each config."
+
+
+def plan(
+    path: FileOrFolder,
+    assignments: Trailing = None,
+    set_: Set = None,
+    mode: Annotated[str | None, option("--mode", "MODE", MODE_TEXT)] = None,
+    prompt: Annotated[
+        int | None, option("--prompt-length", "N", "Tokens of the longest prompt; the data is not read.", min=1)
+    ] = None,
+    flops: Annotated[
+        float | None, option("--flops", "N", "Throughput in FLOP/s. Default: measured on this machine.", min=1)
+    ] = None,
+    gpu: Annotated[
+        str | None, option("--gpu", "NAME|GIB", "GPU that need not be here: h100, 4090, ..., or GiB with --flops.")
+    ] = None,
+    nproc: Annotated[
+        int, option("--nproc", "N", "Plan for N processes, one per GPU; figures are per process.", min=1)
+    ] = 1,
+    machines: Annotated[int, option("--machines", "N", "Their number of machines, for ppo.fsdp: hybrid.", min=1)] = 1,
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Estimate memory and time of each stage without loading weights.
+
+    If a stage does not fit, the plan lists the settings that save memory.
+    """
+    from rlhf_cli.config.base import Options
+
+    with heavy_imports():
+        from rlhf_cli.commands import plan
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    overrides = overrides_of(set_, assignments)
+    hardware: dict[str, Any] = {"flops": flops, "gpu": gpu, "processes": nproc, "machines": machines}
+    plan.run(path, overrides, options, mode=mode, prompt=prompt, as_json=as_json, **hardware)

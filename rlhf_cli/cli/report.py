@@ -1,0 +1,29 @@
+"""`rlhf report`: write an HTML report."""
+
+from pathlib import Path
+from typing import Annotated
+
+from rlhf_cli import system
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.errors import only_run
+from rlhf_cli.cli.options import Debug, Step, argument, option
+
+RUNS_TEXT = "Run folder; several are compared. Default: the only run here."
+OUT_TEXT = "HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
+
+
+def report(
+    folders: Annotated[list[Path] | None, argument("RUN...", RUNS_TEXT, completion.runs)] = None,
+    out: Annotated[Path | None, option("--out", "FILE", OUT_TEXT)] = None,
+    step: Step = "last",
+    debug: Debug = False,
+) -> None:
+    """Write an HTML report that diagnoses each stage, or compares runs.
+
+    The file is self-contained. It covers the stages that exist so far, so a running run can be inspected.
+    """
+    from rlhf_cli.commands import report
+
+    run_folders = folders or [only_run()]
+    with system.translate_resource_errors(out or run_folders[0]):
+        report.run(run_folders, out, step)

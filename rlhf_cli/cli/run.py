@@ -1,0 +1,43 @@
+"""`rlhf run`: run all stages of a folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_cli import distributed, terminal
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.options import Debug, Nproc, Set, Trailing, TrustRemoteCode, argument, flag, option, overrides_of
+
+
+def run(
+    folder: Annotated[
+        Path, argument("DIR", "Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", completion.runs)
+    ],
+    assignments: Trailing = None,
+    set_: Set = None,
+    only: Annotated[
+        list[str] | None, option("--only", "STAGE", "Run only this stage. Repeatable.", completion.stages)
+    ] = None,
+    start: Annotated[str | None, option("--from", "STAGE", "Start at this stage.", completion.stages)] = None,
+    force: Annotated[
+        list[str] | None,
+        option("--force", "STAGE", "Run this stage even if it is up to date. Repeatable.", completion.stages),
+    ] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Print which stages would run, and why.")] = False,
+    nproc: Nproc = None,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Run all stages of a folder that are not up to date.
+
+    --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
+    """
+    from rlhf_cli.config.base import Options
+    from rlhf_cli.pipeline import run as pipeline
+
+    distributed.require_single_process("run")
+    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
+    with terminal.share_seen_messages():
+        code = pipeline.run(folder, overrides_of(set_, assignments), options, only or (), start, force or ())
+    raise typer.Exit(code)

@@ -1,0 +1,26 @@
+"""`rlhf serve`: serve a model with vLLM."""
+
+from typing import Annotated
+
+from rlhf_cli.cli.options import Debug, ModelStage, StageFolder, TrustRemoteCode, flag, heavy_imports
+from rlhf_cli.errors import RLHFError
+
+
+def serve(
+    folder: StageFolder,
+    stage: ModelStage = None,
+    rollouts: Annotated[bool, flag("--rollouts", "The server that models.engine of ppo.yaml samples from.")] = False,
+    execute: Annotated[bool, flag("--exec", "Start it. Default: only print the command.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Print the vLLM command that serves a model, or start it."""
+    from rlhf_cli.config.base import Options
+
+    if rollouts and stage is not None:
+        raise RLHFError("C11", "--rollouts serves models.sft of ppo.yaml", hint="omit --stage")
+    with heavy_imports():
+        from rlhf_cli.commands import serve
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    serve.run(folder, options, stage=stage, rollouts=rollouts, execute=execute)

@@ -1,0 +1,33 @@
+"""`rlhf verify`: repeat a PPO update."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_cli import system
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.options import AsJson, Debug, TrustRemoteCode, argument, heavy_imports, option
+
+
+def verify(
+    folder: Annotated[Path, argument("RUN", "Run folder with ppo/.", completion.runs)],
+    step: Annotated[
+        int | None, option("--step", "N", "Update to repeat. Default: the newest with a checkpoint before it.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Repeat one PPO update and compare it with a float64 reference.
+
+    Exits with 1 if the two differ by more than 1e-6 in float64. RUN is not modified.
+    """
+    from rlhf_cli.config.base import Options
+
+    with heavy_imports():
+        from rlhf_cli.commands.verify import show
+
+    with system.translate_resource_errors(folder):
+        code = show.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
+    raise typer.Exit(code)
