@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Record, Rollout
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
-from rlhf_cli.rewards.function import RewardSource
+from rlhf_cli.rewards.function import RolloutReward
 
 MinibatchRows = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
 Stats = dict[str, float]  # metrics by name
@@ -91,7 +91,7 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
     return scores
 
 
-def call_source(source: RewardSource, rollout: Rollout, process_group: ProcessGroup) -> Any:
+def call_source(source: RolloutReward, rollout: Rollout, process_group: ProcessGroup) -> Any:
     """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
     if process_group.world_size == 1:
         return source(rollout)

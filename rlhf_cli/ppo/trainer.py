@@ -44,7 +44,7 @@ from rlhf_cli.ppo.forward_backward import (
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
-from rlhf_cli.rewards.function import FunctionReward, RewardSource
+from rlhf_cli.rewards.function import FunctionReward, RolloutReward
 
 LEARNING_RATES = {"policy": "lr", "value": "value/lr"}  # metric of each trained model
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ class PPOTrainer:
         policy: Any,
         ref: Any,
         value: Any,
-        rewards: dict[str, RewardSource],
+        rewards: dict[str, RolloutReward],
         engine: RolloutEngine,
         settings: PPOSettings,
         optimizer: torch.optim.Optimizer | None = None,

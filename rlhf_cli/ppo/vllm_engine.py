@@ -35,7 +35,7 @@ class ServerLostError(Exception):
 
 
 @dataclass
-class VLLMServer:
+class VLLMClient:
     """The requests to a vLLM server (0.28 or newer). Raises ServerLostError, and RLHFError R20 for a wrong answer."""
 
     url: str
@@ -169,7 +169,7 @@ class VLLMEngine:
     rollout is repeated with the same seeds.
     """
 
-    server: VLLMServer
+    server: VLLMClient
     ref: Any
     write: Callable[[str, int], tuple[str, Path]]  # ("policy" or "reference", update) -> version, folder of weights
     probe: Prompts

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import TextClassificationPipeline
 
-from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.config.ppo import RewardSource
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, shown
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.rewards.function import RewardContext
@@ -39,7 +39,7 @@ class ClassifierReward:
         return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
 
 
-def make(section: RewardSection, context: RewardContext) -> RewardFn:
+def make(section: RewardSource, context: RewardContext) -> RewardFn:
     """Load the classifier of `pipeline:`. Raises RLHFError C07 for an unknown label, M01, M02, M06-M08."""
     assert context.model is not None, "the caller gives the model's folder"
     trust = context.trust_remote_code

@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.config.ppo import RewardSource
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rewards.results import ALL_ROWS, PER_ROW, RewardFormError, as_list, is_finite_number, is_number
 from rlhf_cli.rewards.signature import RewardFn, Signature, TextRows
@@ -33,7 +33,7 @@ MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
 FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads another form
 
 
-class RewardSource(Protocol):
+class RolloutReward(Protocol):
     """Scores a rollout. A source that `may_skip_rows` has this attribute, True; a plain function has none."""
 
     def __call__(self, rollout: "Rollout") -> "Tensor | EnsembleScores":
@@ -41,7 +41,7 @@ class RewardSource(Protocol):
         ...
 
 
-def may_skip_rows(source: RewardSource | None) -> bool:
+def may_skip_rows(source: RolloutReward | None) -> bool:
     """Return True if a NaN of the source is no score, rather than an error."""
     return getattr(source, "may_skip_rows", False)
 
@@ -57,7 +57,7 @@ class RewardContext:
     load: bool = True  # False: validate only, load no weights
 
 
-def make_reward_fn(kind: str, section: RewardSection, context: RewardContext) -> RewardFn:
+def make_reward_fn(kind: str, section: RewardSource, context: RewardContext) -> RewardFn:
     """Build the reward function of a section whose key `kind` is set. Raises RLHFError C01, C06, C07, C17."""
     if kind == "function":
         assert section.function is not None

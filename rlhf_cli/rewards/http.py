@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from rlhf_cli.config.machinery.secret_values import VARIABLE
-from rlhf_cli.config.ppo import RewardSource as RewardSection
+from rlhf_cli.config.ppo import RewardSource
 from rlhf_cli.data.texts import joined
 from rlhf_cli.errors import RLHFError, collect_errors, register_secrets
 from rlhf_cli.http_client import HTTPClient, NoAnswerError, RefusalError, excerpt
@@ -194,7 +194,7 @@ def _reranked(answer: Any, body: Body) -> list[float]:
     return [scores[index] for index in range(len(scores))]
 
 
-def make(section: RewardSection, context: RewardContext) -> RewardFn:
+def make(section: RewardSource, context: RewardContext) -> RewardFn:
     """Build the reward of `url:` without contacting it. Raises RLHFError C17 for an invalid port or header."""
     assert section.url is not None
     in_url = [partial(_check_variable, variable, "url", context) for variable in VARIABLE.findall(section.url)]

@@ -29,7 +29,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft
-from rlhf_cli.stages.common.training import use_own_lm_head
+from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 
 pytestmark = pytest.mark.training
 

@@ -20,7 +20,7 @@ from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.jsonl import decode, write_jsonl
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.resolve import LAST
-from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common import prompt_forms
 
 QUOTES = '"""'
 PROMPT_STYLES = {
@@ -71,7 +71,9 @@ def open_session(chat_models: ChatModels, chat_options: ChatOptions, options: Op
     temperature = defaults.temperature if temperature is None else temperature
     length = chat_options.max_new_tokens or defaults.max_response_length
     models, scorer = load_models(chat_models, options)
-    prompt_format = ConversationFormat(reading.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer)
+    prompt_format = ConversationFormat(
+        prompt_forms.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer
+    )
     sampling = SamplingParams(temperature, length, chat_options.seed)
     return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
 
