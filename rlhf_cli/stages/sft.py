@@ -2,9 +2,10 @@
 
 import math
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -163,13 +164,17 @@ def evaluate_model(
         devices.autocast(bf16=devices.use_bf16(config.sft.bf16)),
     ):
         for batch in track_progress("score: batch", process_group.shard(batches)):
-            rank_sums.append(_batch_sums(model, [windows[i] for i in batch], pad_id))
+            ids, labels = zip(*[windows[i] for i in batch], strict=True)
+            rank_sums.append(_batch_sums(model, ids, labels, pad_id))
         bar.advance()
 
-    total = TokenSums()
-    for sums in process_group.all_gather_object(rank_sums):
-        for each in sums:
-            total.add(each)
+    batch_sums = list(chain.from_iterable(process_group.all_gather_object(rank_sums)))
+    total = TokenSums(
+        loss=sum(sums.loss for sums in batch_sums),
+        entropy=sum(sums.entropy for sums in batch_sums),
+        correct=sum(sums.correct for sums in batch_sums),
+        tokens=sum(sums.tokens for sums in batch_sums),
+    )
     count = max(total.tokens, 1)
     loss = total.loss / count
     if not math.isfinite(loss):
@@ -185,21 +190,13 @@ def evaluate_model(
     }
 
 
-@dataclass
-class TokenSums:
+class TokenSums(NamedTuple):
     """Sums over trained tokens."""
 
-    loss: float = 0.0  # nats
-    entropy: float = 0.0  # nats
-    correct: int = 0  # tokens that are predicted
-    tokens: int = 0
-
-    def add(self, other: "TokenSums") -> None:
-        """Add the sums over other tokens."""
-        self.loss += other.loss
-        self.entropy += other.entropy
-        self.correct += other.correct
-        self.tokens += other.tokens
+    loss: float  # nats
+    entropy: float  # nats
+    correct: int  # tokens that are predicted
+    tokens: int
 
 
 def _windows(rows: TokenRows, width: int) -> list[tuple[list[int], list[int]]]:
@@ -213,15 +210,15 @@ def _windows(rows: TokenRows, width: int) -> list[tuple[list[int], list[int]]]:
 
 
 @torch.no_grad()
-def _batch_sums(model: Any, windows: list[tuple[list[int], list[int]]], pad_id: int) -> TokenSums:
+def _batch_sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad_id: int) -> TokenSums:
     """Return the sums over the trained tokens of a batch."""
-    ids, labels = zip(*windows, strict=True)
     hidden, targets, _ = held_out.hidden_at_labels(model, ids, labels, pad_id)
-    sums = TokenSums(tokens=len(targets))
+    loss = 0.0
+    entropy = 0.0
+    correct = 0
     for part in forward.logit_chunks(model, len(targets)):
         logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)
-        sums.loss += float(nll_loss(logprobs, targets[part], reduction="sum"))
-        sums.correct += int((logprobs.argmax(-1) == targets[part]).sum())
-        entropies = [float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256)]  # chunked to save memory
-        sums.entropy -= sum(entropies)
-    return sums
+        loss += float(nll_loss(logprobs, targets[part], reduction="sum"))
+        correct += int((logprobs.argmax(-1) == targets[part]).sum())
+        entropy -= sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
+    return TokenSums(loss, entropy, correct, len(targets))

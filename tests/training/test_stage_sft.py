@@ -402,7 +402,7 @@ def test_a_model_that_diverged_never_counts_as_finished(
 ) -> None:
     """Neither immediately, nor when the same command finds the last step saved: the finished model's loss decides."""
     config = config_of(world, tmp_path, sft={"max_steps": 1})
-    monkeypatch.setattr(sft, "_batch_sums", lambda *_: (math.nan, 0.0, 0, 10))
+    monkeypatch.setattr(sft, "_batch_sums", lambda *_: sft.TokenSums(math.nan, 0.0, 0, 10))
     for _ in range(2):
         fails(config, "R01", "the training diverged")
         runs.release()
