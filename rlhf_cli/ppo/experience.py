@@ -95,11 +95,15 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
 
 def call_source(source: RolloutReward, rollout: Rollout, process_group: ProcessGroup) -> Any:
     """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
+
+    def score_part(part: slice) -> Any:
+        return _to_cpu(source(rollout.rows(part)))
+
     if process_group.world_size == 1:
         return source(rollout)
     if not getattr(source, "splits_rows", False):
         return process_group.run_on_main(lambda: _to_cpu(source(rollout)))
-    parts: list[Any] = process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
+    parts: list[Any] = process_group.map_rows(len(rollout), score_part)
     if isinstance(parts[0], EnsembleScores):
         return EnsembleScores.concat(parts)
     return torch.cat(parts)

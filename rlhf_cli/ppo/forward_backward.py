@@ -176,7 +176,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, policy: Any, ref: Any, value: Any, settings: PPOSettings, loading: ProcessGroup = SINGLE_PROCESS
+        self,
+        policy: Any,
+        ref: Any,
+        value: Any,
+        settings: PPOSettings,
+        loading: ProcessGroup = SINGLE_PROCESS,
     ):
         self.policy = policy
         self.ref = ref
@@ -210,31 +215,41 @@ class ModelRunner:
             if self.value is not None:
                 values["values"] = forward.response_values(self.value, micro_batch, hidden)
             ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
-        ids = micro_batch.response_ids
-        chunks = [self._forward_chunk(ids, hidden, ref_hidden, part) for part in self.logit_chunks(len(hidden))]
+
+        chunks = []
+        for part in self.logit_chunks(len(hidden)):
+            ids = micro_batch.response_ids[part]
+            chunks.append(self._forward_chunk(ids, hidden[part], ref_hidden[part]))
         return {**_concat(chunks), **values}
 
-    def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor, part: slice) -> dict[str, Tensor]:
-        estimator = self.settings.kl_estimator
+    def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor) -> dict[str, Tensor]:
+        """Return logprobs, ref_logprobs and kl of some tokens (n,) from the hidden states (n, H)."""
         with self._autocast():
-            logits = forward.lm_head_logits(self.policy, hidden[part])
-            ref_logits = forward.lm_head_logits(self.ref, ref_hidden[part])
-        logprobs = self._token_logprobs(logits, ids[part])
-        ref_logprobs = self._token_logprobs(ref_logits, ids[part])
-        if estimator == "full":
+            logits = forward.lm_head_logits(self.policy, hidden)
+            ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
+        logprobs = self._token_logprobs(logits, ids)
+        ref_logprobs = self._token_logprobs(ref_logits, ids)
+        if self.settings.kl_estimator == "full":
             kl = losses.exact_kl(logits, ref_logits, self.settings.temperature)
         else:
-            kl = losses.token_kl(logprobs, ref_logprobs, estimator)
+            kl = losses.token_kl(logprobs, ref_logprobs, self.settings.kl_estimator)
         return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
 
     def _token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the log-probs of `ids` (n,), by the function that the update runs."""
         if not self.compiled:
             return losses.token_logprobs(logits, ids, self.settings.temperature)
         logprobs, _ = fused_logprobs_and_entropy(logits, ids, self.settings.temperature)
         return logprobs
 
     def backward(
-        self, tokens: TokenBatch, micro_batch: MicroBatch, kl_coef: float, scale: float, *, train_policy: bool
+        self,
+        tokens: TokenBatch,
+        micro_batch: MicroBatch,
+        kl_coef: float,
+        scale: float,
+        *,
+        train_policy: bool,
     ) -> MicroBatchResult:
         """Add the gradients of `scale` times the losses, summed over the micro-batch's tokens.
 
@@ -273,7 +288,11 @@ class ModelRunner:
         return MicroBatchResult(micro_batch, loss, {**value_metrics, **_concat(chunk_metrics)})
 
     def _policy_loss_of_chunk(
-        self, tokens: TokenBatch, hidden: Tensor, ref_hidden: Tensor | None, kl_coef: float
+        self,
+        tokens: TokenBatch,
+        hidden: Tensor,
+        ref_hidden: Tensor | None,
+        kl_coef: float,
     ) -> tuple[Tensor, TokenMetrics]:
         """Return the policy's loss and metrics, (n,) each, from the hidden states (n, H) of some tokens."""
         with self._autocast():
@@ -285,12 +304,18 @@ class ModelRunner:
         return policy_loss_and_metrics(tokens, logits, ref_logits, kl_coef, self.settings, fused=self.compiled)
 
     def _backward_value(
-        self, tokens: TokenBatch, micro_batch: MicroBatch, hidden: Tensor | None, scale: float
+        self,
+        tokens: TokenBatch,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
     ) -> tuple[Tensor, TokenMetrics]:
+        """Add the gradients of the value loss; return the loss and its metrics. `hidden`: the policy's, for a head."""
         with self._autocast():
             values = forward.response_values(self.value, micro_batch, hidden)
         loss, metrics = value_loss_and_metrics(tokens, values, self.settings)
-        (self.settings.vf_coef * loss.sum() * scale).backward()
+        scaled = self.settings.vf_coef * loss.sum() * scale
+        scaled.backward()
         return loss.detach(), metrics
 
     def backward_ptx(self, micro_batch: MicroBatch, scale: float) -> float:

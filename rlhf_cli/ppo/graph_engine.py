@@ -6,7 +6,6 @@ step of a small batch takes as long as it takes to start its kernels: about ten 
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from rlhf_cli.errors import short_reason
 from rlhf_cli.models import forward, row_trial
 from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
 from rlhf_cli.ppo.rollout import (
+    Autocast,
     AutocastMixin,
     HFEngine,
     _CachedDecoder,
@@ -103,6 +103,7 @@ class GraphEngine(HFEngine):
         self.steps.clear()
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Return what HFEngine's does; the batch shrinks when fewer rows are unfinished."""
         device = self.model.device
         length = prompts.response_length
         responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
@@ -162,7 +163,7 @@ class FixedStep:
         sample: Callable[..., Any],
         stop: StopTokenId,
         pad: int,
-        autocast: Callable[..., AbstractContextManager[Any]],
+        autocast: Autocast,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -217,6 +218,7 @@ class FixedStep:
             layer.keys.copy_(source.keys[index])
             layer.values.copy_(source.values[index])
             layer.cumulative_length.copy_(source.cumulative_length)
+
         for name in ("tokens", "positions", "mask", "keys", "ids", "logprobs"):
             getattr(self, name).copy_(getattr(other, name)[index])
         self.column.copy_(other.column)
@@ -237,6 +239,7 @@ class FixedStep:
         self.graph.replay()
 
     def _forward_and_draw(self) -> None:
+        """Read the last tokens and draw the next ones."""
         self.mask.index_fill_(3, self.column, True)
         with self.autocast(cache_enabled=False), forward.float32_logits(self.model):
             output = self.model(
@@ -252,6 +255,7 @@ class FixedStep:
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
+        """Draw a token of each row from the logits (rows, V); padding for rows that have ended."""
         tokens, logprobs = self.sample(logits, self.keys, self.number, self.counters)
         tokens = torch.where(self.unfinished, tokens, self.pad)
         logprobs = torch.where(self.unfinished, logprobs, 0)
@@ -259,6 +263,7 @@ class FixedStep:
         self.ids.index_copy_(1, at, tokens[:, None])
         self.logprobs.index_copy_(1, at, logprobs[:, None])
         self.unfinished &= ~is_stop(tokens, self.stop)
+
         self.tokens.copy_(tokens[:, None])
         self.number += 1
 

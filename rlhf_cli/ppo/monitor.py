@@ -31,8 +31,9 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
+        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
+        super().__init__("R01", text, hint=hint)
         self.row = row
         self.args = step, name, row  # by which the processes of a group exchange it
 
@@ -257,7 +258,12 @@ class Watchdog:
         return {key: now for key, now in readings.items() if key[0] in enabled}
 
     def _check(
-        self, limits: WatchdogSettings, step: int, signal: Signal, source: str | None, now: Tensor
+        self,
+        limits: WatchdogSettings,
+        step: int,
+        signal: Signal,
+        source: str | None,
+        now: Tensor,
     ) -> Alert | None:
         """Add the update's values to the signal's window; return an alert if a full window is beyond the limit."""
         update = RunningMeanStd.of(now)
@@ -291,8 +297,10 @@ class Watchdog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next check depends on, without the settings; the keys are those of checkpoints."""
-        signals = {name: asdict(signal) for name, signal in self.signals.items()}
-        return {"alarms": {"equal": self.equal_reward_updates, "told": self.warned}, "watchdog": signals}
+        return {
+            "alarms": {"equal": self.equal_reward_updates, "told": self.warned},
+            "watchdog": {name: asdict(signal) for name, signal in self.signals.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`."""

@@ -39,6 +39,7 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
 
 
 def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> list[dict[str, Any]]:
+    """Return a model's trained matrices and, without weight decay, its trained vectors."""
     lr = settings.learning_rate
     if name == "value" and settings.value_learning_rate is not None:
         lr = settings.value_learning_rate
@@ -46,12 +47,11 @@ def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> lis
     matrices = [weight for weight in trained if weight.ndim >= 2]
     vectors = [weight for weight in trained if weight.ndim < 2]
 
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name})
-    if vectors:
-        groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"})
-    return groups
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name},
+        {"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _kernel(*, fused: bool, on_cpu: bool) -> dict[str, Any]:
@@ -66,6 +66,7 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     def step(self, closure: Any = None) -> Any:
+        """Step with sharded and whole weights in groups of their own."""
         groups = self.param_groups
         self.param_groups = []
         for group in groups:
@@ -78,6 +79,7 @@ class ShardedAdamW(torch.optim.AdamW):
             self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state, and keep this optimizer's kernel."""
         kernel = {name: self.defaults[name] for name in ("foreach", "fused")}
         groups = [{**group, **kernel} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})

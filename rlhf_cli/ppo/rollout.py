@@ -19,10 +19,14 @@ from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
 
+Autocast = Callable[..., AbstractContextManager[Any]]
+
 NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they fit its cache
 
 
 class RolloutEngine(Protocol):
+    """Generates responses to prompts, with the policy's weights."""
+
     deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone
 
     def generate(self, prompts: Prompts) -> Rollout:
@@ -128,10 +132,12 @@ class HFEngine:
         device = self.model.device
         batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
         unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
+
         decoder = self._prefill(prompts)
         keys = row_keys(prompts.seeds, device)
         counters = token_counters(decoder.logits.shape[1], device)
         number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
+
         for step in track_progress("rollout: token", range(prompts.response_length)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
@@ -141,6 +147,7 @@ class HFEngine:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == prompts.response_length:
                 break
+
             if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
                 rows = unfinished.nonzero()[:, 0]
                 decoder.select_rows(rows)
@@ -151,10 +158,12 @@ class HFEngine:
             decoder.append(tokens)
 
     def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return next tokens (n,) and their log-probs (n,)."""
         draw = compiled(sample) if self.compiles else sample
         return draw(logits, self.temperature, keys, step, counters)
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":
+        """Return a decoder that has read the prompts, each of adjacent equal ones once."""
         open_decoder = _CachedDecoder if uses_cache(self.model) else _WholeRowDecoder
         start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
         ids = prompts.ids[:, start:].to(self.model.device)
@@ -162,12 +171,14 @@ class HFEngine:
         if not self.compact_batch:
             return open_decoder(self.model, ids, mask, self._autocast)
 
-        differs = (ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])  # from the row before
+        other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
+        other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
-        is_new[1:] = differs.any(1)
+        is_new[1:] = other_ids | other_mask
         decoder = open_decoder(self.model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
-            decoder.select_rows(is_new.cumsum(0) - 1)
+            source_rows = is_new.cumsum(0) - 1
+            decoder.select_rows(source_rows)
         return decoder
 
 
@@ -208,6 +219,7 @@ class AutocastMixin:
     """Cache in autocast's dtype: attention casts keys and values to it anyway, and most models give float32."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values in autocast's dtype."""
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -224,7 +236,7 @@ class _CachedDecoder:
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
         self.mask = mask.long()
         self.autocast = autocast
@@ -237,7 +249,8 @@ class _CachedDecoder:
 
     def append(self, tokens: Tensor) -> None:
         """Add one token (b,) to each row."""
-        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        column = torch.ones_like(self.mask[:, :1])
+        self.mask = torch.cat([self.mask, column], 1)
         positions = self.mask.sum(1, keepdim=True) - 1
         self._forward(tokens[:, None], positions)
 
@@ -263,18 +276,20 @@ class _WholeRowDecoder:
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
         self.model = model
         self.autocast = autocast
         self.lengths = mask.sum(1)
         width = ids.shape[1]
-        columns = torch.arange(width, device=ids.device) + (width - self.lengths)[:, None]
+        padding = width - self.lengths
+        columns = torch.arange(width, device=ids.device) + padding[:, None]
         self.ids = ids.gather(1, columns % width)  # padded on the right
         self._forward()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token (b,) to each row."""
-        self.ids = torch.cat([self.ids, torch.zeros_like(self.ids[:, :1])], 1)
+        column = torch.zeros_like(self.ids[:, :1])
+        self.ids = torch.cat([self.ids, column], 1)
         self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
         self.lengths = self.lengths + 1
         self._forward()
@@ -294,7 +309,11 @@ class _WholeRowDecoder:
 
 
 def sample(
-    logits: Tensor, temperature: float, keys: Tensor, step: int | Tensor, counters: Tensor
+    logits: Tensor,
+    temperature: float,
+    keys: Tensor,
+    step: int | Tensor,
+    counters: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return a token of each row of logits (b, V) and its log-prob, (b,) each: 0 at temperature 0."""
     if not temperature:
@@ -348,9 +367,11 @@ def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tenso
     `step` is a number, or an int32 tensor (1,) on the device. Resolution is finest near E = 0, which decides the argmax
     in `gumbel_sample`.
     """
-    first = hash_int32(keys[:, :1] ^ hash_int32(torch.zeros_like(keys[:, :1]) + step))
+    step_hash = hash_int32(torch.zeros_like(keys[:, :1]) + step)
+    first = hash_int32(keys[:, :1] ^ step_hash)
     second = hash_int32(keys[:, 1:] + first)
-    bits = hash_int32((counters[None] ^ first).add_(second)).bitwise_and_(0x7FFFFFFF)
+    mixed = (counters[None] ^ first).add_(second)
+    bits = hash_int32(mixed).bitwise_and_(0x7FFFFFFF)
     minus_uniform = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31))
     return minus_uniform.log1p_().neg_().log_()
 

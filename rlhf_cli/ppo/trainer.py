@@ -130,15 +130,16 @@ class PPOTrainer:
             sharding.share_layers(self.policy, self.ref, settings.num_shared_layers)
         loading = self.process_group if shards else SINGLE_PROCESS
         self.model_runner = ModelRunner(self.policy, self.ref, self.value, settings, loading)
+        backbones = self.model_runner.trained_backbones
 
-        shards_ref = settings.fsdp and not settings.offload
-        if settings.bf16 and not settings.num_shared_layers and not shards_ref:
-            lora.autocast_matrices(self.ref)  # not for FSDP, which shards weights of one dtype
+        fsdp_shards_ref = settings.fsdp and not settings.offload  # it shards weights of one dtype
+        if settings.bf16 and not settings.num_shared_layers and not fsdp_shards_ref:
+            lora.autocast_matrices(self.ref)
         if settings.offload:
             if shards:
                 sharding.broadcast_weights(self.ref, CPU)
             sharding.offload_to_cpu(self.ref)
-        backbones = self.model_runner.trained_backbones
+
         if shards:
             frozen = [] if settings.offload else [self.ref]
             self.parallel = ShardedModels(self.process_group, backbones, frozen, hybrid=settings.fsdp == "hybrid")
@@ -146,6 +147,7 @@ class PPOTrainer:
             if shards:
                 sharding.broadcast_weights(self.value, self.policy.device)
             self.value.to(self.policy.device)  # to which sharding has moved the policy
+
         if settings.gradient_checkpointing:
             for model in backbones:
                 forward.enable_gradient_checkpointing(model)
@@ -196,13 +198,18 @@ class PPOTrainer:
         return rollout
 
     def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
+        """Return the engine's responses to all prompts, on all ranks."""
+
+        def generate_part(part: slice) -> Rollout:
+            return engine.generate(seeded.rows(part)).to(CPU)
+
         group = self.process_group
         if group.world_size == 1 or not engine.deterministic:  # one process talks to a server
             rollout = group.run_on_main(lambda: engine.generate(seeded))
         else:
-            with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
-                parts = group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
-            rollout = Rollout.concat(parts)
+            model = getattr(engine, "model", self.policy)
+            with self.parallel.gathered_model(model):
+                rollout = Rollout.concat(group.map_rows(len(seeded), generate_part))
         return replace(rollout, records=seeded.records)
 
     @property
@@ -211,7 +218,8 @@ class PPOTrainer:
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
-        return length.min + derive_seed(self.seed, "length", self.updates) % (length.max - length.min + 1)
+        num_lengths = length.max - length.min + 1
+        return length.min + derive_seed(self.seed, "length", self.updates) % num_lengths
 
     # Make experience
 
@@ -293,9 +301,11 @@ class PPOTrainer:
     def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
         """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
         only_row = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
+        minibatch = (only_row,)
         with self.ref_on_device():
-            outputs = self._forward(row, ((only_row,),))
-        return float((outputs["logprobs"] - logprobs)[row.response_mask].abs().mean())
+            outputs = self._forward(row, (minibatch,))
+        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
+        return float(gaps.abs().mean())
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
@@ -317,6 +327,7 @@ class PPOTrainer:
         return ScoreResult(raw, ensembles, summed, moments, final)
 
     def _call_source(self, name: str, rollout: Rollout) -> Any:
+        """Return a source's scores; a function that takes long is named on the terminal."""
         source = self.rewards[name]
         if not isinstance(source, FunctionReward):
             return call_source(source, rollout, self.process_group)
@@ -329,9 +340,11 @@ class PPOTrainer:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rollout), generator=generator).to(rollout.ids.device)
         num_minibatches = min(self.settings.num_mini_batches, len(order))
-        return tuple(self._split_minibatch(rollout, rows) for rows in order.tensor_split(num_minibatches))
+        minibatches = order.tensor_split(num_minibatches)
+        return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
+        """Split the rows of a minibatch into micro-batches of rows of similar length."""
         micro_batches = split_into_micro_batches(
             rollout.lengths,
             rows,
@@ -472,6 +485,7 @@ class PPOTrainer:
 
     @property
     def _trains_policy(self) -> bool:
+        """False in the first updates with value_only_updates."""
         return self.updates >= self.settings.value_only_updates
 
     def _backward_ptx(self, minibatch: MinibatchRows, epoch: int) -> Stats:
@@ -500,11 +514,13 @@ class PPOTrainer:
         for rank in rank_stats:
             if rank.error:
                 raise rank.error
+
         gradient_norms = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
             gradient_norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        monitor.check_finite({f"{name} gradient": norm for name, norm in gradient_norms.items()}, self.updates + 1)
+        named = {f"{name} gradient": norm for name, norm in gradient_norms.items()}
+        monitor.check_finite(named, self.updates + 1)
         self.optimizer.step()
         return {f"{name}/grad_norm": float(norm) for name, norm in gradient_norms.items()}
 
@@ -559,6 +575,7 @@ class PPOTrainer:
 
 
 def _check_engine_settings(engine: RolloutEngine, settings: PPOSettings) -> None:
+    """Check that log-probs are computed as the engine samples, for the settings that an engine has."""
     for key in ("temperature", "bf16"):
         read = getattr(settings, key)
         sampled = getattr(engine, key, read)

@@ -162,6 +162,7 @@ class VLLMClient:
 
 
 def _read_json(answer: bytes) -> dict[str, Any]:
+    """Return a JSON object; {} for anything else."""
     try:
         value = json.loads(answer)
     except ValueError:
@@ -170,6 +171,7 @@ def _read_json(answer: bytes) -> dict[str, Any]:
 
 
 def _run_of(version: str) -> str:
+    """Return what the versions of one run have in common."""
     return version.rpartition("-update-")[0]
 
 
@@ -179,6 +181,15 @@ class Drawn:
 
     tokens: list[int]
     logprobs: Tensor  # (n,) float32: by the trainer
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probs of a response's tokens, and what they are on average over the draws of each, (n,) float32."""
+
+    logprobs: Tensor
+    entropy: Tensor  # mean of -log p
+    variance: Tensor  # of log p
 
 
 @dataclass
@@ -240,6 +251,7 @@ class VLLMEngine:
         """Do nothing: the server has its own memory."""
 
     def _retry(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns. If the server is lost, wait for it and repeat. Raises RLHFError R20."""
         for _ in range(MAX_ATTEMPTS):
             try:
                 return action()
@@ -253,9 +265,12 @@ class VLLMEngine:
 
     def _start(self) -> None:
         """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
-        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
+        weights = None
+        if self.server.sync == "disk":
+            weights = self.write("reference", 0)  # the server may start from them
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
+
         name = self.server.load(*weights) if weights else self.server.served
         self.noise = self._check(name, self.ref, self.max_gap)
 
@@ -278,11 +293,13 @@ class VLLMEngine:
         theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
         on_device = rollout.to(model.device)
         ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
-        drawn = [Drawn(rollout.response_tokens(row), logprobs) for row, (logprobs, _, _) in enumerate(ours)]
+        drawn = [Drawn(rollout.response_tokens(row), each.logprobs) for row, each in enumerate(ours)]
         if self.before and _has_old_weights(theirs, drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
 
-        logprobs, entropy, variance = (torch.cat(parts) for parts in zip(*ours, strict=True))
+        logprobs = torch.cat([each.logprobs for each in ours])
+        entropy = torch.cat([each.entropy for each in ours])
+        variance = torch.cat([each.variance for each in ours])
         gap = float((torch.cat(theirs) - logprobs).abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
@@ -290,7 +307,8 @@ class VLLMEngine:
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
 
-        errors = float((-logprobs - entropy).sum()) / math.sqrt(float(variance.sum()) or 1.0)
+        surprise = float((-logprobs - entropy).sum())
+        errors = surprise / math.sqrt(float(variance.sum()) or 1.0)
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
@@ -298,20 +316,23 @@ class VLLMEngine:
         return gap
 
     def _error(self, text: str) -> RLHFError:
+        """Return RLHFError R19."""
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-prob, entropy and variance of the log-prob at a row's response tokens, (n,) each, on the CPU."""
-        micro_batch = rollout.micro_batch(torch.tensor([row], device=rollout.ids.device))
+    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> "RowLogprobs":
+        """Return the log-probs of a row's response tokens by `model`, on the CPU."""
+        rows = torch.tensor([row], device=rollout.ids.device)
+        micro_batch = rollout.micro_batch(rows)
         with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             logits = forward.response_logits(model, micro_batch)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
-        p = log_p.exp()
         of_tokens = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
+
+        p = log_p.exp()
         entropy = -(p * log_p).sum(-1)
         variance = (p * log_p.square()).sum(-1) - entropy.square()
-        return of_tokens.cpu(), entropy.cpu(), variance.cpu()
+        return RowLogprobs(of_tokens.cpu(), entropy.cpu(), variance.cpu())
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
@@ -347,8 +368,11 @@ class VLLMEngine:
         """Return a choice's tokens, through its stop token, and their log-probs."""
         ids = choice.get("token_ids")
         values = (choice.get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(ids, list) or not isinstance(values, list) or not ids or len(ids) != len(values):
-            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
+        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
+        if not isinstance(ids, list) or not isinstance(values, list):
+            raise self.server.error(problem)
+        if not ids or len(ids) != len(values):
+            raise self.server.error(problem)
 
         stopped = [token in stop_ids(self.stop_token_id) for token in ids]
         is_complete = stopped[-1] or len(ids) == limit

@@ -111,6 +111,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _log_summary(config: SFTConfig, metrics: dict[str, float], num_prompts: int) -> None:
+    """Print how much better the best answers are."""
     assert config.best_of
     scores = f"mean score {metrics['best_of_mean_score']:.2f} -> {metrics['best_of_score']:.2f}"
     ended = f"{metrics['best_of_ended']:.0%} of the best ones end"
@@ -152,7 +153,12 @@ def load_sampler(
 
 
 def _load_reward(
-    config: SFTConfig, stage: lifecycle.StageRun, policy: Any, policy_text: scoring.PolicyText, *, bf16: bool
+    config: SFTConfig,
+    stage: lifecycle.StageRun,
+    policy: Any,
+    policy_text: scoring.PolicyText,
+    *,
+    bf16: bool,
 ) -> ModelReward:
     """Load best_of.reward, on the policy's weights if it is an adapter of them."""
     assert config.best_of
@@ -208,6 +214,7 @@ class BestOfSampler:
         return [answers[i] for i in range(len(sources))]
 
     def _best_of_batch(self, sources: Sequence[SourcePrompt]) -> list[Answer]:
+        """Return the best answer to each prompt of a batch."""
         n = self.settings.n
         rollout = self._sample(sources)
         ended = rollout.ended.cpu()

@@ -21,7 +21,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.dpo import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import devices, forward, load, lora
+from rlhf_cli.models import devices, load, lora
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages.common import (
@@ -33,7 +33,6 @@ from rlhf_cli.stages.common import (
     trl_trainer,
     trl_training,
 )
-from rlhf_cli.stages.common.batch_sizes import PAIR_SIDES
 from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX, use_own_lm_head
 from rlhf_cli.stages.common.trainable_model import load_sft_model, load_tokenizer_and_model
 from rlhf_cli.statistics import share_interval, with_interval
@@ -105,6 +104,7 @@ def _train(config: DPOConfig, stage: lifecycle.StageRun) -> None:
 
 
 def _log_evaluation(trained: trl_training.TrainedModel, metrics: dict[str, Any]) -> None:
+    """Log the held-out loss, margin and accuracy by TRL's names."""
     trl_training.log_final_evaluation(
         trained.log,
         trained.steps,
@@ -117,7 +117,12 @@ def _log_evaluation(trained: trl_training.TrainedModel, metrics: dict[str, Any])
 
 
 def make_trainer(
-    config: DPOConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
+    config: DPOConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: PairRows,
+    eval_rows: PairRows,
+    process_group: ProcessGroup,
 ) -> Any:
     """Return the trainer. The rows {prompt_ids, chosen_ids, rejected_ids} are tokenized, and none is too long.
 
@@ -166,7 +171,11 @@ def _without_prompts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_saved_model(
-    config: DPOConfig, stage: lifecycle.StageRun, tokenizer: Any, base: Any, rows: PairRows
+    config: DPOConfig,
+    stage: lifecycle.StageRun,
+    tokenizer: Any,
+    base: Any,
+    rows: PairRows,
 ) -> dict[str, Any]:
     """Measure the saved model on held-out pairs; `base` as `trl_training.trained_base` returns it.
 
@@ -217,7 +226,8 @@ def _pair_losses(settings: DPOSettings, rows: PairRows, ratios: Tensor, margins:
     """Return the training loss of each pair, (n,), from log pi / pi_ref (n, 2) and their differences times beta."""
     losses = -logsigmoid(margins)
     if settings.loss_type == "ipo":
-        lengths = torch.tensor([[len(row[side]) - len(row["prompt_ids"]) for side in PAIR_SIDES] for row in rows])
+        answers = [_without_prompts(row) for row in rows]
+        lengths = torch.tensor([[len(row["chosen_ids"]), len(row["rejected_ids"])] for row in answers])
         per_token = ratios / lengths
         losses = (per_token[:, 0] - per_token[:, 1] - 1 / (2 * settings.beta)) ** 2
     share = settings.label_smoothing
@@ -228,7 +238,11 @@ def _pair_losses(settings: DPOSettings, rows: PairRows, ratios: Tensor, margins:
 
 @torch.no_grad()
 def pair_logprobs(
-    config: DPOConfig, model: Any, rows: PairRows, pad_id: int, process_group: ProcessGroup
+    config: DPOConfig,
+    model: Any,
+    rows: PairRows,
+    pad_id: int,
+    process_group: ProcessGroup,
 ) -> list[list[float]]:
     """Return the log-probs of the chosen and of the rejected answer of each pair, on all ranks."""
     answers = []
@@ -258,8 +272,7 @@ def _answer_logprobs(model: Any, answers: Sequence[tuple[list[int], int]], pad_i
     hidden, targets, row_index = held_out.hidden_at_labels(model, ids, labels, pad_id)
 
     sums = torch.zeros(len(answers), dtype=torch.float64, device=model.device)
-    for part in forward.logit_chunks(model, len(targets)):
-        logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)
+    for part, logprobs in held_out.logprobs_in_parts(model, hidden):
         of_targets = logprobs.gather(-1, targets[part, None])[:, 0]
         sums.index_add_(0, row_index[part], of_targets.double())
     result: list[float] = sums.tolist()

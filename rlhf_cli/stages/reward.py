@@ -164,7 +164,12 @@ def load_tokenizer_and_models(
 
 
 def make_trainer(
-    config: RewardConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: PairRows,
+    eval_rows: PairRows,
+    process_group: ProcessGroup,
 ) -> Any:
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     args = trl_trainer.training_args(
@@ -187,6 +192,7 @@ def make_trainer(
 
 
 def _without_prompt_ids(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair as TRL's trainer takes it."""
     return {name: value for name, value in row.items() if name != "prompt_ids"}
 
 
@@ -200,7 +206,12 @@ def use_bf16(config: RewardConfig) -> bool:
 
 @torch.no_grad()
 def raw_scores(
-    scorer: Any, rows: list[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS, *, bf16: bool = False
+    scorer: Any,
+    rows: list[list[int]],
+    size: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    *,
+    bf16: bool = False,
 ) -> list[float]:
     """Return the logit at the last token of each row of ids, in batches of `size` rows of similar length.
 
@@ -215,6 +226,7 @@ def raw_scores(
 
 
 def _batch_scores(scorer: Any, rows: list[list[int]], *, bf16: bool) -> list[float]:
+    """Return the logit at the last token of each row of a batch."""
     ids, mask = right_pad(rows, build.pad_token_id(scorer.config) or 0)
     with devices.autocast(bf16=bf16):
         output = scorer.base_model(
@@ -259,7 +271,11 @@ class ModelsInMemory:
 
 
 def sample_sft_answers(
-    config: RewardConfig, stage: lifecycle.StageRun, in_memory: ModelsInMemory, tokenizer: Any, rows: PairRows
+    config: RewardConfig,
+    stage: lifecycle.StageRun,
+    in_memory: ModelsInMemory,
+    tokenizer: Any,
+    rows: PairRows,
 ) -> list[list[int]]:
     """Sample answers of the SFT model, as `sample_answers`; read it if it is not in memory.
 
@@ -280,7 +296,12 @@ def sample_sft_answers(
 
 
 def sample_answers(
-    config: RewardConfig, model: Any, parent: Parent, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    model: Any,
+    parent: Parent,
+    tokenizer: Any,
+    rows: PairRows,
+    process_group: ProcessGroup,
 ) -> list[list[int]]:
     """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 
@@ -344,7 +365,11 @@ def normalize_scores(
 
 
 def make_report_card(
-    config: RewardConfig, scorer: Any, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    scorer: Any,
+    tokenizer: Any,
+    rows: PairRows,
+    process_group: ProcessGroup,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; both {} without pairs.
 
@@ -404,6 +429,7 @@ def _score_all(
 
 
 def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
+    """Return the pairs with their raw scores, as the report card reads them."""
     pairs = []
     for row, chosen_score, rejected_score in zip(rows, chosen, rejected, strict=True):
         start = len(row["prompt_ids"])
@@ -417,8 +443,9 @@ def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[fl
 def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
     """Return probe name -> token ids per row. The polite answer starts as the chosen one: by header and whitespace."""
     header = header_of_answers(tokenizer) if tokenizer.chat_template else ""
+    answer_ids = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
     texts = []
-    for answer in tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]):
+    for answer in tokenizer.batch_decode(answer_ids):
         text = answer.removeprefix(header).lstrip()
         beginning = answer[: len(answer) - len(text)]
         texts.append(beginning + POLITE_ANSWER)
@@ -444,6 +471,7 @@ def _evaluation_loss(config: RewardConfig, pairs: Sequence[ScoredPair], row_marg
     """Return the training loss: -log sigmoid(margin - the row's margin), plus center_rewards_coefficient's penalty."""
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
-    coefficient = config.reward.center_rewards_coefficient or 0.0
-    losses = softplus(torch.tensor(row_margins) - margins) + coefficient * sums**2
+    excess = torch.tensor(row_margins) - margins
+    penalties = (config.reward.center_rewards_coefficient or 0.0) * sums**2
+    losses = softplus(excess) + penalties
     return float(losses.mean())

@@ -15,7 +15,7 @@ from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import devices, forward, load
+from rlhf_cli.models import devices, load
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages import best_of
@@ -47,7 +47,8 @@ class SFTTrainer(trl_trainer.TrainerMixin, trl.SFTTrainer):
         labelled = inputs["labels"][:, 1:] != IGNORE_INDEX
         tokens = labelled.sum(1)
         output = super().prediction_step(model, inputs, *args, **kwargs)
-        row_losses = output[0] * tokens.to(output[0].device)
+        mean_losses = output[0]
+        row_losses = mean_losses * tokens.to(mean_losses.device)
         losses, tokens = self.accelerator.gather_for_metrics((row_losses, tokens))
         self._summed_loss += float(losses.sum())
         self._summed_tokens += int(tokens.sum())
@@ -102,6 +103,7 @@ def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
 
 
 def _card_note(config: SFTConfig) -> str:
+    """Return what the model card says about the loss and the answers."""
     note = f"Loss on {'answers only' if config.sft.completion_only_loss else 'whole rows'}."
     if config.best_of:
         note += f" Each answer is the best of {config.best_of.n} of that model's own, by a reward model."
@@ -109,6 +111,7 @@ def _card_note(config: SFTConfig) -> str:
 
 
 def _log_evaluation(trained: trl_training.TrainedModel, metrics: dict[str, float]) -> None:
+    """Log the held-out loss, entropy and accuracy by TRL's names."""
     trl_training.log_final_evaluation(
         trained.log,
         trained.steps,
@@ -121,7 +124,12 @@ def _log_evaluation(trained: trl_training.TrainedModel, metrics: dict[str, float
 
 
 def make_trainer(
-    config: SFTConfig, model: Any, tokenizer: Any, rows: TokenRows, eval_rows: TokenRows, process_group: ProcessGroup
+    config: SFTConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: TokenRows,
+    eval_rows: TokenRows,
+    process_group: ProcessGroup,
 ) -> Any:
     """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -150,7 +158,11 @@ def make_trainer(
 
 
 def evaluate_model(
-    config: SFTConfig, model: Any, rows: TokenRows, pad_id: int, process_group: ProcessGroup
+    config: SFTConfig,
+    model: Any,
+    rows: TokenRows,
+    pad_id: int,
+    process_group: ProcessGroup,
 ) -> dict[str, float]:
     """Return loss (nats), perplexity, entropy and accuracy per trained token of a frozen model, on all ranks.
 
@@ -203,9 +215,11 @@ def _windows(rows: TokenRows, width: int) -> list[tuple[list[int], list[int]]]:
     """Return token ids and labels of all rows, those of longer rows in parts of `width`."""
     windows = []
     for row in rows:
-        for start in range(0, len(row["input_ids"]), width):
-            part = slice(start, start + width)
-            windows.append((row["input_ids"][part], row["labels"][part]))
+        ids = row["input_ids"]
+        labels = row["labels"]
+        for start in range(0, len(ids), width):
+            end = start + width
+            windows.append((ids[start:end], labels[start:end]))
     return windows
 
 
@@ -216,8 +230,7 @@ def _batch_sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]
     loss = 0.0
     entropy = 0.0
     correct = 0
-    for part in forward.logit_chunks(model, len(targets)):
-        logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)
+    for part, logprobs in held_out.logprobs_in_parts(model, hidden):
         loss += float(nll_loss(logprobs, targets[part], reduction="sum"))
         correct += int((logprobs.argmax(-1) == targets[part]).sum())
         entropy -= sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory

@@ -100,7 +100,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = runs.open_parents(config)["model.path"]
     rows = training_rows.read_split(config, "train", tokenizer)
-    sft_model = reward.training_setup.load_sft_model(config, Options(), parent, tokenizer)
+    sft_model = reward.trainable_model.load_sft_model(config, Options(), parent, tokenizer)
     answers = reward.sample_answers(config, sft_model, parent, tokenizer, rows, reward.SINGLE_PROCESS)
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]

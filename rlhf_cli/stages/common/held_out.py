@@ -1,11 +1,11 @@
 """Passes of a frozen model over held-out rows, shared among the processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rlhf_cli.models import build
+from rlhf_cli.models import build, forward
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX
@@ -45,3 +45,10 @@ def hidden_at_labels(
         use_cache=False,
     )
     return output.last_hidden_state[row, column], next_labels[row, column], row
+
+
+def logprobs_in_parts(model: Any, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the log-probs (n, V) float32 of some of the hidden states (N, H) at a time, and which: it saves memory."""
+    for part in forward.logit_chunks(model, len(hidden)):
+        logits = forward.lm_head_logits(model, hidden[part])
+        yield part, logits.float().log_softmax(-1)

@@ -31,7 +31,7 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
     return tokenizer
 
 
-def set_template_variables(config: Any, tokenizer: Any, parent_stage: str) -> None:
+def set_template_variables(config: Config, tokenizer: Any, parent_stage: str) -> None:
     """Write data.chat_template_kwargs into the chat template. Raises RLHFError C17 if one has no effect.
 
     A later stage must keep the template of its parent if that was trained here: T05.

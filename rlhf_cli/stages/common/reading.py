@@ -38,6 +38,7 @@ def read_rows(config: AnyConfig, key: str, longer_hint: str, read: Callable[[], 
 
 
 def _check_dropped(config: AnyConfig, key: str, longer_hint: str, rows: Rows[Any]) -> None:
+    """Warn (D16) if many rows are dropped. Raise RLHFError D16 if they are more than data.max_dropped allows."""
     limit = config.data.max_dropped
     fraction = rows.dropped_share
     if key == f"data.{config.data.EVAL_KEY}" and config.sources()[key].share:

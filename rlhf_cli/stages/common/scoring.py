@@ -115,7 +115,11 @@ def build_model_reward(
 
 
 def retokenize_prompts(
-    config: Config, key: str, tokenizer: Any, prompts: Sequence[data.Prompt], model_config: Any
+    config: Config,
+    key: str,
+    tokenizer: Any,
+    prompts: Sequence[data.Prompt],
+    model_config: Any,
 ) -> dict[tuple[int, ...], list[int]]:
     """Map each prompt's token ids to the reward tokenizer's ids of the same text or conversation.
 

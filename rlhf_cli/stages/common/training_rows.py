@@ -35,7 +35,12 @@ def read_train_and_eval(config: TRLConfig, tokenizer: Any, model_config: Any) ->
 
 
 def read_split(
-    config: TRLConfig, split: str, tokenizer: Any, model_config: Any = None, *, sample: int | None = None
+    config: TRLConfig,
+    split: str,
+    tokenizer: Any,
+    model_config: Any = None,
+    *,
+    sample: int | None = None,
 ) -> data.Rows[Any]:
     """Read data.train or data.eval, up to max_length unless packing splits long rows. With best_of they are prompts.
 
@@ -161,6 +166,7 @@ def add_labels(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, l
 
 
 def _completion_labels(input_ids: list[int], completion_mask: list[int]) -> list[int]:
+    """Return the labels that ignore the prompt's tokens."""
     pairs = zip(input_ids, completion_mask, strict=True)
     return [token if in_completion else IGNORE_INDEX for token, in_completion in pairs]
 

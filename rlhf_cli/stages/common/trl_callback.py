@@ -30,7 +30,13 @@ class TrainingCallback(TrainerCallback, ExportableState):
     memory = 0  # of the process, when freed memory was given back the last time
 
     def __init__(
-        self, trainer: Any, log: MetricsLog, stage: str, stop: GracefulStop, bars: ExitStack, resumed: Mapping[str, Any]
+        self,
+        trainer: Any,
+        log: MetricsLog,
+        stage: str,
+        stop: GracefulStop,
+        bars: ExitStack,
+        resumed: Mapping[str, Any],
     ) -> None:
         self.trainer = trainer
         self.log = log
@@ -47,6 +53,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
             self._restore_sums(self.resumed)
 
     def _restore_sums(self, sums: Mapping[str, Any]) -> None:
+        """Restore the sums since the last log line, and the tokens so far."""
         trainer = self.trainer
         trainer._tr_loss += sums["losses"][trainer.process_group.rank]
         trainer._globalstep_last_logged = sums["logged_at"]
@@ -110,11 +117,13 @@ class TrainingCallback(TrainerCallback, ExportableState):
             self.log.log(state.global_step, metrics)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **kwargs: Any) -> None:
+        """Advance the progress bar of an evaluation."""
         if self.evaluation is None:
             self.evaluation = Progress("evaluation: batch", len(eval_dataloader), "").__enter__()
         self.evaluation.advance()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the progress bar of an evaluation."""
         if self.evaluation:
             self.evaluation.__exit__(None, None, None)
         self.evaluation = None
@@ -147,5 +156,6 @@ def has_finite_weights(model: Any) -> bool:
 
 
 def _not_finite_error(name: str, value: float, args: Any, state: Any) -> RLHFError:
+    """Return RLHFError R01 for a loss, gradient norm or weight."""
     hint = f"lower the learning rate, or look for odd rows; good checkpoints are in {shown(args.output_dir)}"
     return RLHFError("R01", f"{name} is {value} at step {state.global_step}", hint=hint)

@@ -70,6 +70,7 @@ class TrainerMixin:
         (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler of length-grouped batches, TRL's own without lengths."""
         if self.lengths is None:
             return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
         trainer: Any = self

@@ -141,6 +141,7 @@ def _reject_unsafe_pickles(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _save(trainer: Any, tokenizer: Any, stop_token_id: int, folder: Path, card: str) -> None:
+    """Write the trained model to `folder`, with its tokenizer and card."""
     model = trainer.model
     sharding.disable_zero3()
     save.set_special_token_ids(model, tokenizer, stop_token_id)

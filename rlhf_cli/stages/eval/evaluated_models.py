@@ -80,17 +80,20 @@ class EvaluatedModels:
         return self._load_interpolated(parent, share)
 
     def _load_interpolated(self, parent: Parent, share: float) -> Any:
+        """Return SFT + share * (policy - SFT), with its own weights."""
         policy = self._read(parent)
         sft = self._read(self.sft_parent) if self.bf16 else self.sft  # in bfloat16 the SFT model is rounded by now
         interpolation.interpolate(policy, sft, share)
         return model_loading.place_frozen(policy, bf16=self.bf16)
 
     def _load(self, parent: Parent) -> Any:
+        """Return a frozen model on the device."""
         model = self._read(parent, bf16_matrices=self.bf16)
         row_trial.require_rows_alone(model, self.config.where(parent.key))
         return model_loading.place_frozen(model, bf16=self.bf16)
 
     def _read(self, parent: Parent, *, bf16_matrices: bool = False) -> Any:
+        """Load a language model on the CPU."""
         return model_loading.load_model(
             load.load_causal_lm,
             self.config,
@@ -117,6 +120,7 @@ def load_judges(
 
 
 def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, key: str) -> ModelReward:
+    """Load a reward model that judges, with its own tokenizer if it has another one."""
     config = loaded.config
     parent = loaded.stage.parents[key]
     own_tokenizer = scoring.load_own_tokenizer(config, loaded.stage.options, policy_text.sft, parent)

@@ -65,6 +65,7 @@ def evaluate_policies(
 
 
 def _announce_limit(config: EvalConfig, num_prompts: int) -> None:
+    """Print how many answers the limit draws, and how many more than the evaluation without it."""
     if config.eval.limit:
         draws = config.eval.draws
         more = (draws - max(config.eval.best_of, default=0)) * num_prompts
@@ -77,6 +78,7 @@ def _announce_limit(config: EvalConfig, num_prompts: int) -> None:
 def _evaluate_each(
     policies: Sequence[EvaluatedPolicy], loaded: EvaluatedModels, evaluator: "PolicyEvaluator", bar: Progress
 ) -> list[EvalResponses]:
+    """Return the responses of each policy in each of its modes."""
     evaluated = []
     for each in policies:
         policy = loaded.sft if each.name == "sft" else loaded.policy(each.parent, each.share)
@@ -143,7 +145,12 @@ class PolicyEvaluator:
         return replace(responses, scores=scores)
 
     def _sample(
-        self, name: str, mode: str, policy: Any, sft: Any, prompts: Prompts
+        self,
+        name: str,
+        mode: str,
+        policy: Any,
+        sft: Any,
+        prompts: Prompts,
     ) -> tuple[EvalResponses, list[list[int]]]:
         """Sample responses and score them with the judges that are models; return the responses' token ids, too."""
         settings = self.config.eval

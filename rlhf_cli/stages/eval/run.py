@@ -77,9 +77,14 @@ def track(
 
 def _headline(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of the report that are logged at step 0; the rows of its tables by what differs in them."""
-    headline = {name: report[name] for name in ("models", "win_rate", "selected_step") if name in report}
-    for name, key in (("best_of", "n"), ("interpolated", "share")):
-        headline[name] = {str(row[key]): row for row in report.get(name, [])}
+    headline = {
+        "models": report["models"],
+        "win_rate": report["win_rate"],
+        "best_of": {str(row["n"]): row for row in report.get("best_of", [])},
+        "interpolated": {str(row["share"]): row for row in report.get("interpolated", [])},
+    }
+    if "selected_step" in report:
+        headline["selected_step"] = report["selected_step"]
     return headline
 
 

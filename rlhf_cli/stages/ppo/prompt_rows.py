@@ -44,6 +44,7 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
 
 
 def _check_prompts_per_update(config: PPOConfig, prompts: data.Rows[Any]) -> None:
+    """Raise RLHFError D11 if there are fewer prompts than an update takes."""
     settings = config.ppo
     needed = settings.prompts_per_update
     if len(prompts) >= needed:

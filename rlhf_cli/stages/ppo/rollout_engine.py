@@ -40,7 +40,11 @@ def engine_class(config: PPOConfig, policy: Any) -> type[HFEngine]:
 
 
 def local_engine(
-    kind: type[HFEngine], model: Any, settings: PPOSettings, tokenizer: Any, stop_token_id: StopTokenId
+    kind: type[HFEngine],
+    model: Any,
+    settings: PPOSettings,
+    tokenizer: Any,
+    stop_token_id: StopTokenId,
 ) -> HFEngine:
     """Return an engine of this process that samples from `model` as the run's settings say."""
     return kind(
@@ -106,6 +110,7 @@ class ServerWeights:
         return f"{run_hash[:8]}-{role}-update-{update}-{content[:8]}", path
 
     def _write(self, role: str, path: Path) -> None:
+        """Write the weights of one role, as the server loads them."""
         if role != "policy":
             save.save_untied(self.ref, self.tokenizer, path)
         elif self.config.models.server_sync == "lora":
@@ -117,7 +122,12 @@ class ServerWeights:
 
 
 def server_engine(
-    config: PPOConfig, weights: ServerWeights, prompts: list[list[int]], stop_token_id: StopTokenId, *, bf16: bool
+    config: PPOConfig,
+    weights: ServerWeights,
+    prompts: list[list[int]],
+    stop_token_id: StopTokenId,
+    *,
+    bf16: bool,
 ) -> VLLMEngine:
     """Return the engine of models.engine.vllm. Its probe are some of the run's prompts."""
     section = config.models.server

@@ -94,6 +94,7 @@ def _run_updates(config: PPOConfig, stage: lifecycle.StageRun, runner: "PPORunne
 
 
 def _stop_error(config: PPOConfig, stopped: StopTraining, step: int) -> RLHFError:
+    """Return the error of a run that was stopped and has kept its best policy."""
     (problem,) = stopped.problems
     kept = f"{runs.shown(config.folder / 'model')} holds the best policy, of step {step}"
     return RLHFError(
@@ -133,6 +134,7 @@ class PPORunner:
         self.logs = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.watchdog_log}
 
     def _require_free_names(self) -> None:
+        """Raise RLHFError if a checkpoint or snapshot could not be written under its name."""
         for folder in (self.state_folder, self.snapshots.folder):
             runs.require_free(folder, "step_", self.components.num_updates)
 
@@ -209,6 +211,7 @@ class PPORunner:
         return stats
 
     def _prompts_of(self, step: int) -> list[data.Prompt]:
+        """Return the prompts of update `step`."""
         prompts = self.components.prompts
         count = self.config.ppo.prompts_per_update
         return [prompts[i] for i in data.prompt_batch(len(prompts), step, count, self.config.seed)]
@@ -275,11 +278,13 @@ class PPORunner:
             raise
 
     def _explained(self, error: NonFiniteError, batch: Sequence[data.Prompt]) -> RLHFError:
+        """Return the error with the row's prompt and the last checkpoint."""
         (problem,) = error.problems
         text = problem.text
         if batch and error.row is not None:
             prompt = batch[error.row // self.config.ppo.num_samples_per_prompt]
-            text += f"; its prompt: {self.components.tokenizer.decode(prompt.ids)[:80]!r}"
+            prompt_text = self.components.tokenizer.decode(prompt.ids)
+            text += f"; its prompt: {prompt_text[:80]!r}"
         last = runs.latest_state(self.state_folder)
         checkpoint = f"last good checkpoint: {shown(last)}" if last else "no checkpoint was saved before it"
         return RLHFError("R01", text, hint=f"{problem.hint}; {checkpoint}")
@@ -336,6 +341,7 @@ def headline_metrics(config: PPOConfig, components: setup.PPOComponents) -> Stat
     """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
     trainer = components.trainer
     prompts = Prompts.of(components.prompts[: config.ppo.episodes_per_update])
-    experience = trainer.make_experience(trainer.generate(prompts, purpose="headline"))
+    rollout = trainer.generate(prompts, purpose="headline")
+    experience = trainer.make_experience(rollout)
     metrics = experience.metrics(kl_in_reward=config.ppo.kl_in == "reward")
     return {name: metrics[name] for name in HEADLINE}

@@ -128,6 +128,7 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
 
 
 def _score(score: Tensor) -> float | None:
+    """Return a raw score, None if the source gave none."""
     return None if score.isnan() else float(score)
 
 
@@ -152,6 +153,7 @@ def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str,
 
 
 def _format_cell(value: str | float) -> str:
+    """Return a value as a short text for the terminal."""
     if not isinstance(value, str):
         return f"{value:.2f}"
     text = " ".join(value.split())

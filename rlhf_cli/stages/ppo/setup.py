@@ -128,7 +128,11 @@ def load_components(
 
 
 def _load_policy_models(
-    config: PPOConfig, options: Options, sft: Parent, tokenizer: Any, loading: ProcessGroup
+    config: PPOConfig,
+    options: Options,
+    sft: Parent,
+    tokenizer: Any,
+    loading: ProcessGroup,
 ) -> PolicyModels:
     """Load models.sft as policy and reference, with the policy's new adapters. Raises RLHFError C06, C07, M01-M08."""
     settings = fits.settings_for_this_machine(config.ppo)
