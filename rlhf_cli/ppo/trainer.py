@@ -244,9 +244,9 @@ class PPOTrainer:
         experience = Experience(
             rollout,
             minibatches,
-            self.model_runner.packed,
-            score_result,
-            self.kl_coef,
+            packed=self.model_runner.packed,
+            score_result=score_result,
+            kl_coef=self.kl_coef,
             logprobs=outputs["logprobs"],
             ref_logprobs=outputs["ref_logprobs"],
             kl=outputs["kl"],

@@ -175,9 +175,9 @@ def _load_reward(
         config,
         parent.key,
         policy_text,
-        parent,
-        model,
-        own_tokenizer,
+        parent=parent,
+        model=model,
+        own_tokenizer=own_tokenizer,
         rows=config.best_of.per_device_batch_size,
         bf16=bf16,
     )

@@ -115,6 +115,7 @@ def build_trainer(
     trainer_class: Any,
     config: TRLConfig,
     args: Any,
+    *,
     rows: list[dict[str, Any]],
     eval_rows: list[dict[str, Any]],
     lengths: Sequence[int] | None,

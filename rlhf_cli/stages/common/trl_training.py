@@ -121,7 +121,7 @@ def _run_trainer(trainer: Any, log: MetricsLog, stage: str, resumed: Resumed) ->
     checkpoint = resumed.checkpoint
     trainer.cost = runs.CheckpointTimer()
     with GracefulStop() as stop, ExitStack() as bars:
-        trainer.add_callback(TrainingCallback(trainer, log, stage, stop, bars, resumed.sums))
+        trainer.add_callback(TrainingCallback(trainer, log, stage, stop=stop, bars=bars, resumed=resumed.sums))
         with _reject_unsafe_pickles(checkpoint), trainer.process_group.translate_dist_errors():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     terminal.say(f"{stage:<8} {trainer.cost}")

@@ -39,7 +39,7 @@ def policies_to_evaluate(
     for name in ("base", "sft", "ppo"):
         if f"models.{name}" in parents:
             step = series.step if name == "ppo" else None
-            policies.append(EvaluatedPolicy(name, parents[f"models.{name}"], modes, step))
+            policies.append(EvaluatedPolicy(name, parents[f"models.{name}"], modes, step=step))
     for name in config.policies:
         policies.append(EvaluatedPolicy(name, parents[f"policies.{name}"], modes))
     for step, path in series.snapshots.items():
@@ -129,9 +129,9 @@ def _load_model_judge(loaded: EvaluatedModels, policy_text: scoring.PolicyText, 
         config,
         key,
         policy_text,
-        parent,
-        model,
-        own_tokenizer,
+        parent=parent,
+        model=model,
+        own_tokenizer=own_tokenizer,
         rows=config.eval.per_device_batch_size,
         bf16=loaded.bf16,
     )

@@ -49,9 +49,9 @@ def evaluate_policies(
         config,
         inputs.tokenizer,
         inputs.prompts,
-        inputs.sampling,
-        load_judges(loaded, policy_text, inputs.functions),
-        stage.process_group,
+        sampling=inputs.sampling,
+        judges=load_judges(loaded, policy_text, inputs.functions),
+        process_group=stage.process_group,
     )
     policies = policies_to_evaluate(config, stage.parents, inputs.series)
     _announce_limit(config, len(inputs.prompts))

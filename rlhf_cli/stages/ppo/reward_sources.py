@@ -50,9 +50,9 @@ class RewardModelCache:
             self.config,
             key,
             self.policy_text,
-            self.parents[key],
-            model,
-            own_tokenizer,
+            parent=self.parents[key],
+            model=model,
+            own_tokenizer=own_tokenizer,
             rows=settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size,
             packed=settings.packing,
             offloaded=self.offload,
@@ -158,9 +158,9 @@ def build_reward_fns(
         context = RewardContext(
             config.file.parent,
             lambda option: config.where(f"{key}.{option}"),
-            model.model if model else None,
-            options.trust_remote_code,
-            load_models,
+            model=model.model if model else None,
+            trust_remote_code=options.trust_remote_code,
+            load=load_models,
         )
         reward_fns[name] = make_reward_fn(section.kind, section, context)
 

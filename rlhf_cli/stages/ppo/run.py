@@ -127,8 +127,8 @@ class PPORunner:
             config.folder / "samples.jsonl",
             components,
             config.ppo,
-            positions.get("samples"),
-            self.trackers,
+            position=positions.get("samples"),
+            trackers=self.trackers,
         )
         self.watchdog_log = Log(config.folder / "watchdog.jsonl", positions.get("watchdog"))
         self.logs = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.watchdog_log}

@@ -93,16 +93,24 @@ def load_components(
     cache.check_probes()
 
     # Engine and trainer.
-    engine = _build_engine(config, settings, models, tokenizer, prompts, stop_id, loading)
+    engine = _build_engine(
+        config,
+        settings,
+        models,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        stop_id=stop_id,
+        loading=loading,
+    )
     num_updates = settings.num_updates(len(prompts))
     value = cache.value_model(models.policy)
     trainer = PPOTrainer(
         models.policy,
         models.ref if settings.offload or settings.fsdp else models.ref.to(devices.device()),
         lora.unwrap(value),
-        reward_sources.build_reward_sources(config, reward_fns, cache),
-        engine,
-        settings,
+        rewards=reward_sources.build_reward_sources(config, reward_fns, cache),
+        engine=engine,
+        settings=settings,
         weights={name: source.weight for name, source in config.rewards.items()},
         clips={name: source.clip for name, source in config.rewards.items() if source.clip is not None},
         ptx=prompt_rows.read_ptx_pairs(config, tokenizer, model_config),
@@ -172,6 +180,7 @@ def _build_engine(
     config: PPOConfig,
     settings: PPOSettings,
     models: PolicyModels,
+    *,
     tokenizer: Any,
     prompts: list[data.Prompt],
     stop_id: StopTokenId,
