@@ -66,7 +66,7 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     def step(self, closure: Any = None) -> Any:
-        """Step with sharded and whole weights in groups of their own."""
+        """Step with sharded and whole weights in different groups."""
         groups = self.param_groups
         self.param_groups = []
         for group in groups:

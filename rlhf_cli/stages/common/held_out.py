@@ -20,7 +20,7 @@ def batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def gather_rows(process_group: ProcessGroup, rank_values: Mapping[int, T]) -> list[T]:
-    """Return the values of all rows, in order, on all ranks; each rank has those of its own rows, by index."""
+    """Return the values of all rows, in order, on all ranks; `rank_values` are this rank's, by the row's index."""
     values: dict[int, T] = {}
     for part in process_group.all_gather_object(rank_values):
         values.update(part)
