@@ -35,7 +35,7 @@ Answer = dict[str, Any]  # a row of FILE
 class BestRows:
     """Rows to train on and held-out ones, {input_ids, labels}, and the manifest's metrics of the training rows."""
 
-    rows: Any
+    rows: data.Rows[dict[str, list[int]]]
     eval_rows: list[dict[str, list[int]]]
     metrics: dict[str, float]
 
