@@ -20,7 +20,7 @@ from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.graph_engine import GraphEngine, reason_against
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
+from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 
 PROMPT = 32  # tokens
 
@@ -41,7 +41,7 @@ def make_engines(model: Any, length: int, bf16: bool, url: str | None) -> dict[s
     if reason_against(model) is None:
         engines["graph"] = GraphEngine(model, None, 0, bf16=bf16).generate
     if url:
-        server = VLLMServer(url, "lora", HTTPClient(600.0, 0))
+        server = VLLMClient(url, "lora", HTTPClient(600.0, 0))
         server.read_models(PROMPT + length)
         assert server.served
         engine = VLLMEngine(

@@ -42,7 +42,7 @@ from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine, _CachedDecoder, gumbel_sample, row_keys, token_counters
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.eval.run import sequence_kl
+from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -29,7 +29,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import apply_penalties
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.eval.run import sequence_kl
+from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 
 SAMPLES = 8  # answers to each held-out prompt
 ROWS = 512 if train.DEVICE.type == "cuda" else 64  # of a batch

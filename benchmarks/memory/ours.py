@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.memory import tensors
 from rlhf_cli.cli import app
-from rlhf_cli.stages.common import trl_trainer
+from rlhf_cli.stages.common import trl_training
 from rlhf_cli.stages.ppo.run import PPORunner
 
 
@@ -35,8 +35,8 @@ def trl_model(trainer: Any) -> dict[str, nn.Module]:
 
 # Stage -> the function that trains (owner, name), and a function from its first argument to the models.
 TRAINING: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
-    "sft": (trl_trainer, "train_and_save", trl_model),
-    "reward": (trl_trainer, "train_and_save", trl_model),
+    "sft": (trl_training, "train_and_save", trl_model),
+    "reward": (trl_training, "train_and_save", trl_model),
     "ppo": (PPORunner, "run", ppo_models),
 }
 

@@ -16,7 +16,7 @@ from rlhf_cli.models import load
 from rlhf_cli.planning import fits
 from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
 from rlhf_cli.stages.common import model_loading, reading
-from rlhf_cli.stages.ppo import setup
+from rlhf_cli.stages.ppo import rollout_engine
 
 NAMES = {"ppo": "policy", "sft": "sft", "dpo": "dpo", "reward": "reward"}  # of the models in requests
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -97,7 +97,7 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     body = load.read_config(sft.model, options.trust_remote_code)
     place, missing = _whole_model(sft)
     if ppo.models.server_sync == "disk" and body.get_text_config().tie_word_embeddings:  # vLLM would keep the old head
-        untied = setup.server_weights_folder(ppo, "reference", 0)
+        untied = rollout_engine.server_weights_folder(ppo, "reference", 0)
         written = f"rlhf ppo --config {shell_path(ppo.file)} writes it, and waits for the server"
         place = shell_path(untied)
         missing = "" if untied.is_dir() else written

@@ -10,7 +10,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, suffix
 from rlhf_cli.data import columns, conversions, texts
 from rlhf_cli.data.readers import TABLES, BadRow, RowIterator, RowLocation, describe_value, format_columns
-from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.data.texts import Form
 from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, shell_word
 
@@ -90,7 +90,7 @@ class DatasetReader:
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
         self._reading = True
-        self._rows = read_rows(self.source)
+        self._rows = raw_rows(self.source)
         while (located := next(self._rows, None)) is not None:
             location, raw = located
             self.num_read += 1

@@ -26,7 +26,7 @@ from rlhf_cli.jsonl import open_data
 MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
 
 
-def read_rows(source: DataSource) -> RowIterator:
+def raw_rows(source: DataSource) -> RowIterator:
     """Yield each row with its location, at most `max_rows` of them. Raises RLHFError D01-D04, D12."""
     return islice((row for path in locate_files(source) for row in read(path, source.where)), source.max_rows)
 

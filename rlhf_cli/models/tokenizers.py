@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.data.tokens import WITHOUT_EMBEDDING, ids_without_embedding, tokenize
 from rlhf_cli.errors import RLHFError, collect_errors, first_names, short_reason, shown, translate_rust_panics
 from rlhf_cli.files import read_json_object
@@ -195,7 +195,7 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
         text = f"model.new.tokenizer.vocab_size is {vocab_size}; the minimum is {minimum}: bytes and two special tokens"
         raise RLHFError("C06", text)
     source = DataSource.of(source)
-    texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
+    texts = [text for _, row in raw_rows(source) for text in _strings(row.values())]
     if not texts:
         raise RLHFError("D05", f"no text to train a tokenizer on in {source.shown()}", where=source.where)
     backend = Tokenizer(tokenizer_models.BPE())

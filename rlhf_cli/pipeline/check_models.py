@@ -25,9 +25,17 @@ from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
-from rlhf_cli.stages.common import lifecycle, model_loading, reading, scoring, training
-from rlhf_cli.stages.eval import inputs
-from rlhf_cli.stages.ppo import setup, shared_models
+from rlhf_cli.stages.common import (
+    batch_sizes,
+    model_loading,
+    reading,
+    scoring,
+    shared_base,
+    trainable_model,
+    training_rows,
+)
+from rlhf_cli.stages.eval import evaluation_inputs
+from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
 
 class StartModel(NamedTuple):
@@ -63,21 +71,23 @@ class StageValidator:
         tokenizer = None
         with self.report.collecting():
             if isinstance(config, SFTConfig) and config.model.new is not None:
-                model_config = training.new_model_config(config)
+                model_config = trainable_model.new_model_config(config)
                 tokenizer = self._new_tokenizer(stage)
             if parent and model_config is not None:
                 if isinstance(config, RewardConfig):
-                    training.check_can_sample(config, model_config)
+                    trainable_model.check_can_sample(config, model_config)
                 lora.check_adapters(config, model_config)
             if parent and own_tokenizer:
                 if isinstance(config, SFTConfig):
                     vocab_size = model_config.get_text_config().vocab_size
                     tokenizers.check_vocabulary_size(vocab_size, own_tokenizer, config.where("model.path"))
-                tokenizer = training.prepare_tokenizer(config, own_tokenizer, parent.stage)
+                tokenizer = trainable_model.prepare_tokenizer(config, own_tokenizer, parent.stage)
         if isinstance(config, SFTConfig) and "data.train" in stage.data:
-            self.report.attempt(training.log_packing, config)
+            self.report.attempt(training_rows.log_packing, config)
         rows, held_out = (
-            self._read_rows(stage, f"data.{key}", partial(training.read_data, config, key, tokenizer, model_config))
+            self._read_rows(
+                stage, f"data.{key}", partial(training_rows.read_split, config, key, tokenizer, model_config)
+            )
             for key in ("train", "eval")
         )
         best_of = config.best_of if isinstance(config, SFTConfig) else None
@@ -88,11 +98,11 @@ class StageValidator:
             self.report.add("sft", "best_of", f"{sampled}, the best is trained on")
         if rows is not None:
             with self.report.collecting():
-                training.check_rows(config, rows, held_out, model_config)
+                training_rows.check_rows(config, rows, held_out, model_config)
             packed, settings = isinstance(config, SFTConfig) and config.sft.packing, stages.settings_of(config)
             if not packed or settings.max_steps:
-                lifecycle.warn_long_intervals(config, settings.steps(len(rows)))
-            batches = training.describe_batches(config, rows, packed=0 if packed else None)
+                batch_sizes.warn_long_intervals(config, settings.steps(len(rows)))
+            batches = batch_sizes.describe_batches(config, rows, packed=0 if packed else None)
             self.report.add(config.stage, "batches", batches)
         self._add_pending_output(stage, tokenizer, model_config)
 
@@ -101,10 +111,10 @@ class StageValidator:
         if not self.deep:
             text = "sft model.new: its tokenizer and lengths in tokens; use --deep to train it now"
             self.report.not_checked.append(text)
-        elif training.TOKENIZER_DATA_KEY in stage.data:
+        elif trainable_model.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
-            tokenizer = training.prepare_tokenizer(config, training.train_tokenizer(config))
+            tokenizer = trainable_model.prepare_tokenizer(config, trainable_model.train_tokenizer(config))
             with at_location(config.where("model.new")):
                 model = build.new_causal_lm(config.model.new.config_fields(), tokenizer)
                 row_trial.require_rows_alone(model)
@@ -116,7 +126,7 @@ class StageValidator:
         parent, tokenizer, model_config = self._check_policies(stage)
         attempt = self.report.attempt
         reward_fns = (
-            attempt(shared_models.build_reward_fns, config, self.options, stage.parents, load_models=False) or {}
+            attempt(reward_sources.build_reward_fns, config, self.options, stage.parents, load_models=False) or {}
         )
         attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
@@ -132,40 +142,42 @@ class StageValidator:
                 setup.stop_token_id(config, tokenizer, parent, vocabulary)
                 for key, (scorer, own_tokenizer) in scorers.items():
                     end = scoring.end_token_ids(own_tokenizer or tokenizer)
-                    shared_models.warn_pad_is_end_token(scorer, end, config.where(key))
+                    shared_base.warn_pad_is_end_token(scorer, end, config.where(key))
         read, length = partial(reading.read_prompts, config), config.ppo.max_response_length
         prompts, held_out = (
             self._read_rows(stage, key, partial(read, key, tokenizer, model_config, length))
             for key in ("data.prompts", "data.eval_prompts")
         )
-        self._read_rows(stage, "data.ptx_data", partial(setup.read_ptx, config, tokenizer, model_config))
+        self._read_rows(stage, "data.ptx_data", partial(prompt_rows.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
             self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
-            attempt(setup.check_prompt_counts, config, prompts, held_out)
+            attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
             sections = {name: config.rewards[name] for name in reward_fns}
             functions = {name: section.function for name, section in sections.items() if section.function}
             with self.report.collecting():
-                shared_models.check_reward_columns(config, reward_fns, prompts, held_out)
+                reward_sources.check_reward_columns(config, reward_fns, prompts, held_out)
                 self._try_functions(stage, "rewards", functions, prompts, tokenizer)
-            self.report.add("ppo", "batches", setup.describe_batches(config, prompts))
+            self.report.add("ppo", "batches", prompt_rows.describe_batches(config, prompts))
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
 
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
         _, tokenizer, model_config = self._check_policies(stage)
-        judges = self.report.attempt(inputs.judge_functions, config) or {}
-        inputs.warn_of_selection_by_reward(config)
+        judges = self.report.attempt(evaluation_inputs.judge_functions, config) or {}
+        evaluation_inputs.warn_of_selection_by_reward(config)
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
-            self.report.attempt(inputs.check_interpolation, config, self.options, stage.parents)
+            self.report.attempt(evaluation_inputs.check_interpolation, config, self.options, stage.parents)
         scorers = self._check_reward_models(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
             if policy is not None:
-                settings = inputs.ppo_settings(policy)
+                settings = evaluation_inputs.ppo_settings(policy)
             if settings is not None or policy is not None:
-                length = inputs.sampling_params(config, settings, Path(config.models.ppo), None).response_length
+                length = evaluation_inputs.sampling_params(
+                    config, settings, Path(config.models.ppo), None
+                ).response_length
         rows = self._read_rows(
             stage,
             "data.prompts",
@@ -177,7 +189,7 @@ class StageValidator:
                 name: judge for name, judge in config.judges.items() if name in judges and isinstance(judge, str)
             }
             with self.report.collecting():
-                inputs.check_columns_read(config, judges, rows)
+                evaluation_inputs.check_columns_read(config, judges, rows)
                 self._try_functions(stage, "judges", functions, rows, tokenizer)
             for train_rows in self.trained_on:
                 data.warn_shared(train_rows, rows, where=config.where("data.prompts"))

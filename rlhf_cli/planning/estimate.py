@@ -20,7 +20,7 @@ from rlhf_cli.planning.memory import Lengths
 from rlhf_cli.planning.phase_memory import Phase, StageModel
 from rlhf_cli.planning.stage_inputs import Certainty, DataSize, ModelResolver, steps_follow_rows
 from rlhf_cli.planning.stage_models import Bodies, Target
-from rlhf_cli.stages.common.training import SAMPLING_BATCH_SIZE
+from rlhf_cli.stages.common.batch_sizes import SAMPLING_BATCH_SIZE
 from rlhf_cli.stages.ppo import setup
 
 # Freed memory that glibc's malloc keeps, as a share of the tensors (measured: docs/results/memory.md, chat-model.md).

@@ -26,8 +26,8 @@ from rlhf_cli.planning import stage_models
 from rlhf_cli.planning.memory import Lengths
 from rlhf_cli.runs import resolve
 from rlhf_cli.runs.parents import read_manifest
-from rlhf_cli.stages.common import model_loading, reading, training
-from rlhf_cli.stages.eval import inputs
+from rlhf_cli.stages.common import batch_sizes, model_loading, reading, trainable_model, training_rows
+from rlhf_cli.stages.eval import evaluation_inputs
 
 MAX_TOKENIZED_ROWS = 5000  # of a larger file so many rows are tokenized, spread over the file
 TOKENIZER_ROWS = 1000  # rows that the tokenizer of model.new is trained on
@@ -59,18 +59,18 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
         if isinstance(config, SFTConfig) and not config.best_of:
             return _measure_examples(config, tokenizer, body)
         if isinstance(config, RewardConfig | DPOConfig):
-            pairs = training.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
-            mean = _mean_length(row[side] for row in pairs for side in training.PAIR_SIDES)
+            pairs = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+            mean = _mean_length(row[side] for row in pairs for side in batch_sizes.PAIR_SIDES)
             longest = max((len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in pairs), default=1)
             answers = Lengths(round(_mean_length(row["prompt_ids"] for row in pairs)), longest)
             logits = 1  # of a row
             if isinstance(config, DPOConfig):
-                sides = [len(row[side]) - len(row["prompt_ids"]) for row in pairs for side in training.PAIR_SIDES]
+                sides = [len(row[side]) - len(row["prompt_ids"]) for row in pairs for side in batch_sizes.PAIR_SIDES]
                 logits = min(max(sides, default=1), pairs.longest - 1)
             size = _data_size(pairs, Lengths(pairs.longest - logits, logits, mean), "pairs")
             return replace(size, evaluated=_count_evaluated(config), answers=answers)
         if isinstance(config, SFTConfig):
-            prompts = training.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+            prompts = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
         else:
             assert isinstance(config, PPOConfig | EvalConfig)
             prompts = reading.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
@@ -89,7 +89,7 @@ def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
         longest = stages.settings_of(config).max_length - 1
         lengths = Lengths(longest, 1) if isinstance(config, RewardConfig) else Lengths(1, longest)
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
-    count = sum(1 for _ in sources.read_rows(source)) if steps_follow_rows(config) else 0
+    count = sum(1 for _ in sources.raw_rows(source)) if steps_follow_rows(config) else 0
     # A conversation gives an example for each of its answers, and a part may be held out.
     return DataSize(lengths, "rows", count, how="about" if isinstance(config, SFTConfig) else "at most")
 
@@ -103,10 +103,10 @@ def steps_follow_rows(config: Config) -> bool:
 
 def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     """Return the longest row as prompt and response: the response is the most tokens of a row that the loss counts."""
-    rows = training.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+    rows = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
     if config.sft.packing:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = training.num_sequences(config, rows) * rows.stride
+        sequences = training_rows.num_sequences(config, rows) * rows.stride
         size = _data_size(rows, lengths, "sequences")
         evaluated = round(_count_evaluated(config) * sequences / max(1, size.rows))
         return replace(size, rows=sequences, how="about", evaluated=evaluated)
@@ -120,7 +120,7 @@ def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
 def _count_evaluated(config: Config) -> int:
     if (source := config.sources().get("data.eval")) is None:
         return 0
-    return round(sum(1 for _ in sources.read_rows(source)) * (source.share.fraction if source.share else 1))
+    return round(sum(1 for _ in sources.raw_rows(source)) * (source.share.fraction if source.share else 1))
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:
@@ -164,7 +164,7 @@ class ModelResolver:
         spec = self._new_model(config) if config.model.new else self._referenced(config, key)
         if spec.tokenizer is None:
             return spec
-        tokenizer = training.prepare_tokenizer(config, deepcopy(spec.tokenizer))
+        tokenizer = trainable_model.prepare_tokenizer(config, deepcopy(spec.tokenizer))
         body = deepcopy(spec.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
@@ -197,14 +197,14 @@ class ModelResolver:
         """Return model.new, with a tokenizer of the first rows only, whose rows are somewhat longer."""
         assert config.model.new
         vocabulary = config.model.new.tokenizer.vocab_size
-        body = training.new_model_config(config)
+        body = trainable_model.new_model_config(config)
         if self.prompt is not None:
             return ModelSpec(body, None)
-        source = config.sources()[training.TOKENIZER_DATA_KEY]
+        source = config.sources()[trainable_model.TOKENIZER_DATA_KEY]
         count = min(TOKENIZER_ROWS, source.max_rows or TOKENIZER_ROWS)
         with at_location(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=count), vocabulary)
-        complete = next(islice(sources.read_rows(source), count, None), None) is None
+        complete = next(islice(sources.raw_rows(source), count, None), None) is None
         return ModelSpec(body, tokenizer, exact=complete)
 
     def with_adapters(self, config: Config) -> "ModelResolver":
@@ -281,7 +281,7 @@ class ModelResolver:
         if isinstance(config, EvalConfig):
             trainer, policy = self.trainer(config), Path(config.models.ppo)
             settings = trainer.ppo if trainer else None
-            return inputs.sampling_params(config, settings, policy, None).response_length
+            return evaluation_inputs.sampling_params(config, settings, policy, None).response_length
         return 0
 
     def _mean_response(self, config: Config, limit: int) -> float:

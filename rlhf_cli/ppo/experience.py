@@ -8,7 +8,7 @@ Shapes: B rows (episodes), R response width, N response tokens of a micro-batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.batch import EnsembleScores, MicroBatch, Record, Rollout
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo import losses
-from rlhf_cli.rewards.function import RewardSource
+from rlhf_cli.rewards.function import RolloutReward
 
 MinibatchRows = tuple[Tensor, ...]  # micro-batches, each the rollout rows (n,) int64 in it
 Stats = dict[str, float]  # metrics by name
@@ -42,11 +42,13 @@ class RunningMeanStd:
         """Return the statistics of `values` (B,), computed in float64."""
         wide = values.double()
         mean = float(wide.mean())
-        return cls(len(wide), mean, float(((wide - mean) ** 2).sum()))
+        squares = float(((wide - mean) ** 2).sum())
+        return cls(len(wide), mean, squares)
 
     def __add__(self, other: "RunningMeanStd") -> "RunningMeanStd":
         """Combine two sets of values (Chan, Golub and LeVeque 1983, equations 2.1)."""
-        total, delta = self.count + other.count, other.mean - self.mean
+        total = self.count + other.count
+        delta = other.mean - self.mean
         return RunningMeanStd(
             total,
             self.mean + delta * other.count / total,
@@ -90,14 +92,20 @@ def as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
     return scores
 
 
-def call_source(source: RewardSource, rollout: Rollout, process_group: ProcessGroup) -> Any:
+def call_source(source: RolloutReward, rollout: Rollout, process_group: ProcessGroup) -> Any:
     """Return a source's scores of all rows, split over the ranks if the source `splits_rows`, else from rank 0."""
+
+    def score_part(part: slice) -> Any:
+        return _to_cpu(source(rollout.rows(part)))
+
     if process_group.world_size == 1:
         return source(rollout)
     if not getattr(source, "splits_rows", False):
         return process_group.run_on_main(lambda: _to_cpu(source(rollout)))
-    parts: list[Any] = process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
-    return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
+    parts: list[Any] = process_group.map_rows(len(rollout), score_part)
+    if isinstance(parts[0], EnsembleScores):
+        return EnsembleScores.concat(parts)
+    return torch.cat(parts)
 
 
 def _to_cpu(scores: Any) -> Any:
@@ -112,15 +120,27 @@ def weighted_sum(
 
     A source without a clip is not clipped. Raises RLHFError R05 for a row that no source with a weight scores.
     """
-    skipped = [scores.isnan() for name, scores in raw.items() if weights[name]]
-    if skipped and (rows := torch.stack(skipped).all(0).nonzero()[:, 0].tolist()):
-        prompt = f" (prompt: {str(records[rows[0]]['prompt'])[:60]!r})" if records else ""
-        text = f"no reward has a score for row {rows[0]}: each function returned None{prompt}"
-        raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
-    bounds = {name: clips.get(name, torch.inf) for name in raw}
-    clipped = {name: scores.clamp(-bounds[name], bounds[name]) for name, scores in raw.items()}
-    terms = [torch.where(scores.isnan(), 0, weights[name] * scores) for name, scores in clipped.items()]
+    _require_a_score(raw, weights, records)
+    terms = []
+    for name, scores in raw.items():
+        if name in clips:
+            scores = scores.clamp(-clips[name], clips[name])
+        terms.append(torch.where(scores.isnan(), 0, weights[name] * scores))
     return torch.stack(terms).sum(0)
+
+
+def _require_a_score(raw: dict[str, Tensor], weights: dict[str, float], records: Sequence[Record]) -> None:
+    """Raise RLHFError R05 for a row that no source with a weight scores."""
+    skipped = [scores.isnan() for name, scores in raw.items() if weights[name]]
+    if not skipped:
+        return
+    rows = torch.stack(skipped).all(0).nonzero()[:, 0].tolist()
+    if rows:
+        first = rows[0]
+        text = f"no reward has a score for row {first}: each function returned None"
+        if records:
+            text += f" (prompt: {str(records[first]['prompt'])[:60]!r})"
+        raise RLHFError("R05", text, hint="return a number for each row from at least one of them")
 
 
 def normalize_scores(scores: Tensor, stats: RunningMeanStd, settings: PPOSettings) -> Tensor:
@@ -137,7 +157,8 @@ def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOS
     """Subtract missing_eos_penalty and overlong_penalty from scores (B,); `limit` is the response length limit."""
     if settings.missing_eos_penalty and settings.stop_token != "none":
         scores = scores - settings.missing_eos_penalty * ~rollout.ended
-    if penalty := settings.overlong_penalty:
+    penalty = settings.overlong_penalty
+    if penalty:
         fraction = losses.overlong_fraction(rollout.response_lengths, limit, penalty.tokens)
         scores = scores - penalty.factor * fraction.to(scores.dtype)
     return scores
@@ -145,7 +166,8 @@ def apply_penalties(scores: Tensor, rollout: Rollout, limit: int, settings: PPOS
 
 def unscaled_scores(result: ScoreResult, settings: PPOSettings) -> Tensor:
     """Return the weighted sum less the penalties, (B,): comparable over updates, unlike the final scores."""
-    return result.weighted_sum + (result.final - normalize_scores(result.weighted_sum, result.moments, settings))
+    penalties = result.final - normalize_scores(result.weighted_sum, result.moments, settings)
+    return result.weighted_sum + penalties
 
 
 # Experience
@@ -159,14 +181,18 @@ def estimate_advantages(
     Without `values` there are no returns, and advantages only for num_samples_per_prompt adjacent responses to each
     prompt.
     """
-    mask, returns, samples = rollout.response_mask, None, settings.num_samples_per_prompt
+    mask = rollout.response_mask
+    samples = settings.num_samples_per_prompt
+    returns = None
     if values is not None:
         advantages, returns = losses.gae(rewards, values, mask, settings.gamma, settings.lam)
     elif rollout.has_groups(samples):
         advantages = losses.group_advantages(rewards, mask, samples, settings.advantage)
     else:
         return None, None
-    return losses.masked_whiten(advantages, mask) if settings.advantage_norm == "batch" else advantages, returns
+    if settings.advantage_norm == "batch":
+        advantages = losses.masked_whiten(advantages, mask)
+    return advantages, returns
 
 
 @dataclass(frozen=True)
@@ -182,8 +208,18 @@ class TokenBatch:
     weights: Tensor | None = None  # of the surrogate loss, by ppo.rollout_correction
 
     def __getitem__(self, part: slice) -> "TokenBatch":
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenBatch(**{name: tensor[part] for name, tensor in tensors.items() if tensor is not None})
+        def of_part(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[part]
+
+        return TokenBatch(
+            ids=self.ids[part],
+            logprobs=self.logprobs[part],
+            ref_logprobs=self.ref_logprobs[part],
+            advantages=self.advantages[part],
+            values=of_part(self.values),
+            returns=of_part(self.returns),
+            weights=of_part(self.weights),
+        )
 
 
 @dataclass(frozen=True)
@@ -223,7 +259,9 @@ class Experience:
     def logprob_gap(self) -> Tensor:
         """|log-prob here - log-prob of the engine| of each response token, (T,) float32; empty without the engine's."""
         drawn = self.rollout.logprobs
-        return self.logprobs.new_empty(0) if drawn is None else (self.logprobs - drawn)[self.mask].abs()
+        if drawn is None:
+            return self.logprobs.new_empty(0)
+        return (self.logprobs - drawn)[self.mask].abs()
 
     def corrected(self, option: RolloutCorrection | None) -> "Experience":
         """Return the experience with the weights of rollout_correction.
@@ -232,24 +270,41 @@ class Experience:
         """
         if option is None:
             return self
-        if (drawn := self.rollout.logprobs) is None:
+        drawn = self.rollout.logprobs
+        if drawn is None:
             raise ValueError("ppo.rollout_correction needs the engine's log-probs of the response tokens")
-        weights, capped = losses.correction_weights(self.logprobs - drawn, self.mask, option.mode, option.cap)
+        log_ratio = self.logprobs - drawn
+        weights, capped = losses.correction_weights(log_ratio, self.mask, option.mode, option.cap)
         return replace(self, weights=weights, capped=capped)
 
     def token_batch(self, micro_batch: MicroBatch) -> TokenBatch:
         """Return the targets of a micro-batch's response tokens."""
-        names = [field.name for field in fields(TokenBatch)][1:]
-        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        assert self.advantages is not None
         index = micro_batch.response_index
-        return TokenBatch(micro_batch.response_ids, **{name: tensor[index] for name, tensor in tensors.items()})
+
+        def at_tokens(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[index]
+
+        return TokenBatch(
+            ids=micro_batch.response_ids,
+            logprobs=self.logprobs[index],
+            ref_logprobs=self.ref_logprobs[index],
+            advantages=self.advantages[index],
+            values=at_tokens(self.values),
+            returns=at_tokens(self.returns),
+            weights=at_tokens(self.weights),
+        )
 
     @property
     def forward_tokens(self) -> int:
         """Tokens of one forward pass over the minibatches, padding included unless rows are packed."""
         if self.packed:
             return int(self.rollout.mask.sum())
-        return sum(len(part) * int(self.rollout.lengths[part].max()) for part in chain.from_iterable(self.minibatches))
+        total = 0
+        for rows in chain.from_iterable(self.minibatches):
+            width = int(self.rollout.lengths[rows].max())
+            total += len(rows) * width
+        return total
 
     def metrics(self, *, kl_in_reward: bool) -> Stats:
         """Return metrics by TRL's names: sums over a response's tokens, averaged over rows.
@@ -257,54 +312,76 @@ class Experience:
         `objective/non_score_reward` is the reward's KL penalty, 0 with kl_in loss.
         """
 
-        def mean_sum(x: Tensor) -> float:
-            return float(torch.where(self.mask, x, 0).sum(1).mean())
-
-        rollout, result, score = self.rollout, self.score_result, float(self.scores.mean())
-        scored = result.scored
-        unscored = {name: 1 - len(scores) / len(rollout) for name, scores in scored.items()}
-        penalty = -self.kl_coef * mean_sum(self.kl) if kl_in_reward else 0.0
-        metrics = {
-            "objective/kl": mean_sum(self.kl),
-            "objective/kl_k1": mean_sum(self.log_ratio),
-            "objective/entropy": mean_sum(-self.logprobs),
+        rollout = self.rollout
+        score = float(self.scores.mean())
+        kl = self._mean_sum(self.kl)
+        penalty = -self.kl_coef * kl if kl_in_reward else 0.0
+        return {
+            "objective/kl": kl,
+            "objective/kl_k1": self._mean_sum(self.log_ratio),
+            "objective/entropy": self._mean_sum(-self.logprobs),
             "objective/non_score_reward": penalty,
             "objective/rlhf_reward": penalty + score,
             "objective/scores": score,
-            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in scored.items() if len(raw)},
-            **{f"objective/unscored/{name}": share for name, share in unscored.items() if share},
-        }
-        for name, ensemble in result.ensembles.items():
-            members = ensemble.members.items()
-            metrics |= {f"objective/score/{name}/{member}": float(raw.mean()) for member, raw in members}
-            metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
-        if len(gap := self.logprob_gap):
-            p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values  # torch's quantile takes at most 2^24 numbers
-            metrics |= {"rollout/logprob_gap": float(gap.mean()), "rollout/logprob_gap_p99": float(p99)}
-        if self.weights is not None and self.capped is not None:
-            mean = float(self.weights[self.mask].mean())
-            metrics |= {"rollout/correction_mean": mean, "rollout/correction_capped": float(self.capped.float().mean())}
-        explained = {}
-        if self.values is not None and self.returns is not None:
-            explained["val/explained_variance"] = float(losses.explained_variance(self.values, self.returns, self.mask))
-        return metrics | {
+            **self._source_metrics(),
+            **self._engine_metrics(),
             "objective/kl_coef": self.kl_coef,
             "objective/response_length": float(rollout.response_lengths.float().mean()),
             "objective/eos_fraction": float(rollout.ended.float().mean()),
             "objective/repetition": float(rollout.repetition.mean()),
             "val/num_eos_tokens": int(rollout.ended.sum()),
-            **explained,
+            **self._value_metrics(),
             "tokens/real": int(rollout.mask.sum()),
             "tokens/padded": self.forward_tokens,
         }
 
+    def _mean_sum(self, x: Tensor) -> float:
+        """Return the sum of x (B, R) over a response's tokens, averaged over rows."""
+        return float(torch.where(self.mask, x, 0).sum(1).mean())
+
+    def _source_metrics(self) -> Stats:
+        """Return the mean score of each reward source and of an ensemble's members, and the share without a score."""
+        metrics: Stats = {}
+        scored = self.score_result.scored
+        for name, scores in scored.items():
+            if len(scores):
+                metrics[f"objective/score/{name}"] = float(scores.float().mean())
+        for name, scores in scored.items():
+            unscored = 1 - len(scores) / len(self.rollout)
+            if unscored:
+                metrics[f"objective/unscored/{name}"] = unscored
+        for name, ensemble in self.score_result.ensembles.items():
+            for member, scores in ensemble.members.items():
+                metrics[f"objective/score/{name}/{member}"] = float(scores.mean())
+            metrics[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
+        return metrics
+
+    def _engine_metrics(self) -> Stats:
+        """Return how the engine's log-probs differ, and the weights that correct it."""
+        metrics: Stats = {}
+        gap = self.logprob_gap
+        if len(gap):
+            p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values  # torch's quantile takes at most 2^24 numbers
+            metrics["rollout/logprob_gap"] = float(gap.mean())
+            metrics["rollout/logprob_gap_p99"] = float(p99)
+        if self.weights is not None and self.capped is not None:
+            metrics["rollout/correction_mean"] = float(self.weights[self.mask].mean())
+            metrics["rollout/correction_capped"] = float(self.capped.float().mean())
+        return metrics
+
+    def _value_metrics(self) -> Stats:
+        if self.values is None or self.returns is None:
+            return {}
+        explained = losses.explained_variance(self.values, self.returns, self.mask)
+        return {"val/explained_variance": float(explained)}
+
     def histograms(self) -> dict[str, list[float]]:
         """Return the values behind some of the means: one per response, and one advantage per response token."""
-        histograms = {
-            "scores": self.scores,
-            **{f"score/{name}": raw for name, raw in self.score_result.scored.items()},
-            "kl_k1": self.log_ratio.sum(1),
-            "response_length": self.rollout.response_lengths,
-            **({} if self.advantages is None else {"advantages": self.advantages[self.mask]}),
-        }
+        histograms = {"scores": self.scores}
+        for name, scores in self.score_result.scored.items():
+            histograms[f"score/{name}"] = scores
+        histograms["kl_k1"] = self.log_ratio.sum(1)
+        histograms["response_length"] = self.rollout.response_lengths
+        if self.advantages is not None:
+            histograms["advantages"] = self.advantages[self.mask]
         return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}

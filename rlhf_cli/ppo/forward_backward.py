@@ -3,7 +3,7 @@
 Shapes: N response tokens of a micro-batch, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,8 @@ from rlhf_cli.ppo.experience import Stats, TokenBatch
 from rlhf_cli.ppo.fused_logprobs import fused_logprobs_and_entropy
 
 # logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
-MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**20, 2**27
+MAX_LOGITS_CPU = 2**20
+MAX_LOGITS_GPU = 2**27
 MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
 AUTO_MICRO_BATCH_TOKENS_CPU = 640  # micro_batch_tokens `auto`: more are no faster on a CPU and take memory
 
@@ -38,7 +39,8 @@ def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -
     """Return the number of response tokens whose logits are in memory at once; None for all of a micro-batch."""
     size = settings.logits_at_a_time
     if size == "auto":
-        return max(MIN_CHUNK_TOKENS, (MAX_LOGITS_CPU if on_cpu else MAX_LOGITS_GPU) // vocab_size)
+        max_logits = MAX_LOGITS_CPU if on_cpu else MAX_LOGITS_GPU
+        return max(MIN_CHUNK_TOKENS, max_logits // vocab_size)
     return None if size == "all" else size
 
 
@@ -121,11 +123,17 @@ class MinibatchStats:
     @classmethod
     def from_results(cls, results: list[MicroBatchResult], ptx: Stats, step: int) -> "MinibatchStats":
         """Sum the metrics of the micro-batches of update `step`."""
-        names = results[0].metrics if results else ()
-        sums = {name: float(sum(result.metrics[name].sum() for result in results)) for name in names}
-        ratio_errors = [float((result.metrics["val/ratio"] - 1).abs().max()) for result in results]
-        errors = [monitor.non_finite_loss(result.loss, result.micro_batch, step) for result in results]
-        return cls(sums, ptx, max(ratio_errors, default=0.0), next(filter(None, errors), None))
+        sums: Stats = {}
+        for name in results[0].metrics if results else ():
+            sums[name] = float(sum(result.metrics[name].sum() for result in results))
+
+        max_ratio_error = 0.0
+        error = None
+        for result in results:
+            ratio_error = float((result.metrics["val/ratio"] - 1).abs().max())
+            max_ratio_error = max(max_ratio_error, ratio_error)
+            error = error or monitor.non_finite_loss(result.loss, result.micro_batch, step)
+        return cls(sums, ptx, max_ratio_error, error)
 
 
 def sum_metrics(parts: list[Stats]) -> Stats:
@@ -141,13 +149,22 @@ def mean_over_steps(steps: list[Stats]) -> Stats:
     """Return the means over optimizer steps, without those skipped by ratio_threshold (unless all were)."""
     taken = [step for step in steps if not step["skipped"]]
     counted = taken or steps
-    names = [name for name in counted[0] if name not in ("ratio_error", "skipped")]
-    stats = {name: sum(step[name] for step in counted) / len(counted) for name in names}
-    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted) / len(counted)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(counted)
+
+    stats: Stats = {}
+    for name in counted[0]:
+        if name not in ("ratio_error", "skipped"):
+            stats[name] = mean(step[name] for step in counted)
+    stats["val/ratio_var"] = mean((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted)
     if not taken:
-        stats |= {"policy/grad_norm": 0.0} | ({"value/grad_norm": 0.0} if "loss/value_avg" in stats else {})
+        stats["policy/grad_norm"] = 0.0
+        if "loss/value_avg" in stats:
+            stats["value/grad_norm"] = 0.0
     stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
-    return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}
+    stats["policy/first_ratio_error"] = steps[0]["ratio_error"]
+    return stats
 
 
 class ModelRunner:
@@ -159,13 +176,23 @@ class ModelRunner:
     """
 
     def __init__(
-        self, policy: Any, ref: Any, value: Any, settings: PPOSettings, loading: ProcessGroup = SINGLE_PROCESS
+        self,
+        policy: Any,
+        ref: Any,
+        value: Any,
+        settings: PPOSettings,
+        loading: ProcessGroup = SINGLE_PROCESS,
     ):
-        self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
+        self.policy = policy
+        self.ref = ref
+        self.value = value
+        self.settings = settings
         self.has_value_head = isinstance(value, forward.ValueHead)
         self.has_value_model = value is not None and not self.has_value_head  # a separate one
         self.trained_backbones = [policy, value] if self.has_value_model else [policy]
-        self.outputs = ("logprobs", "ref_logprobs", "kl", *(["values"] if value is not None else []))  # of `forward`
+        self.outputs = ["logprobs", "ref_logprobs", "kl"]  # of `forward`
+        if value is not None:
+            self.outputs.append("values")
         self.packed = settings.packing and packing.enable([*self.trained_backbones, ref], loading)
 
     @property
@@ -188,30 +215,41 @@ class ModelRunner:
             if self.value is not None:
                 values["values"] = forward.response_values(self.value, micro_batch, hidden)
             ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
-        ids = micro_batch.response_ids
-        chunks = [self._forward_chunk(ids, hidden, ref_hidden, part) for part in self.logit_chunks(len(hidden))]
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | values
 
-    def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor, part: slice) -> dict[str, Tensor]:
-        temperature, estimator = self.settings.temperature, self.settings.kl_estimator
+        chunks = []
+        for part in self.logit_chunks(len(hidden)):
+            ids = micro_batch.response_ids[part]
+            chunks.append(self._forward_chunk(ids, hidden[part], ref_hidden[part]))
+        return {**_concat(chunks), **values}
+
+    def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor) -> dict[str, Tensor]:
+        """Return logprobs, ref_logprobs and kl of some tokens (n,) from the hidden states (n, H)."""
         with self._autocast():
-            logits = forward.lm_head_logits(self.policy, hidden[part])
-            ref_logits = forward.lm_head_logits(self.ref, ref_hidden[part])
-        logprobs = self._token_logprobs(logits, ids[part])
-        ref_logprobs = self._token_logprobs(ref_logits, ids[part])
-        if estimator == "full":
-            kl = losses.exact_kl(logits, ref_logits, temperature)
+            logits = forward.lm_head_logits(self.policy, hidden)
+            ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
+        logprobs = self._token_logprobs(logits, ids)
+        ref_logprobs = self._token_logprobs(ref_logits, ids)
+        if self.settings.kl_estimator == "full":
+            kl = losses.exact_kl(logits, ref_logits, self.settings.temperature)
         else:
-            kl = losses.token_kl(logprobs, ref_logprobs, estimator)
+            kl = losses.token_kl(logprobs, ref_logprobs, self.settings.kl_estimator)
         return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
 
     def _token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        if self.compiled:
-            return fused_logprobs_and_entropy(logits, ids, self.settings.temperature)[0]
-        return losses.token_logprobs(logits, ids, self.settings.temperature)
+        """Return the log-probs of `ids` (n,), by the function that the update runs."""
+        if not self.compiled:
+            return losses.token_logprobs(logits, ids, self.settings.temperature)
+        logprobs, _ = fused_logprobs_and_entropy(logits, ids, self.settings.temperature)
+        return logprobs
 
     def backward(
-        self, tokens: TokenBatch, micro_batch: MicroBatch, kl_coef: float, scale: float, *, train_policy: bool
+        self,
+        tokens: TokenBatch,
+        micro_batch: MicroBatch,
+        kl_coef: float,
+        scale: float,
+        *,
+        train_policy: bool,
     ) -> MicroBatchResult:
         """Add the gradients of `scale` times the losses, summed over the micro-batch's tokens.
 
@@ -219,42 +257,65 @@ class ModelRunner:
         accumulated gradient of the hidden states. Without `train_policy` the policy gets no gradient.
         """
         value_loss: Tensor | float = 0.0
-        metrics: TokenMetrics = {}
+        value_metrics: TokenMetrics = {}
         if self.has_value_model:  # before the policy's activations take their memory
-            value_loss, metrics = self._backward_value(tokens, micro_batch, None, scale)
+            value_loss, value_metrics = self._backward_value(tokens, micro_batch, None, scale)
+
         with torch.set_grad_enabled(train_policy or self.compiled), self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
         leaf = hidden.detach().requires_grad_(train_policy)
-        with torch.no_grad(), self._autocast():
-            ref_hidden = forward.response_hidden_states(self.ref, micro_batch) if self.exact_kl_in_loss else None
-        chunks = []
+        ref_hidden = None
+        if self.exact_kl_in_loss:
+            with torch.no_grad(), self._autocast():
+                ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
+
+        chunk_losses = []
+        chunk_metrics = []
         for part in self.logit_chunks(len(leaf)):
             with torch.set_grad_enabled(train_policy):
-                with self._autocast():
-                    logits = forward.lm_head_logits(self.policy, leaf[part])
-                with torch.no_grad(), self._autocast():
-                    ref_logits = None if ref_hidden is None else forward.lm_head_logits(self.ref, ref_hidden[part])
-                loss, chunk_metrics = policy_loss_and_metrics(
-                    tokens[part], logits, ref_logits, kl_coef, self.settings, fused=self.compiled
-                )
+                ref_part = None if ref_hidden is None else ref_hidden[part]
+                loss, metrics = self._policy_loss_of_chunk(tokens[part], leaf[part], ref_part, kl_coef)
             if train_policy:
                 (loss.sum() * scale).backward()
-            chunks.append((loss.detach(), chunk_metrics))
+            chunk_losses.append(loss.detach())
+            chunk_metrics.append(metrics)
+
         if self.has_value_head:
-            value_loss, metrics = self._backward_value(tokens, micro_batch, leaf, scale)
+            value_loss, value_metrics = self._backward_value(tokens, micro_batch, leaf, scale)
         if train_policy:
             hidden.backward(leaf.grad)
-        policy_loss = torch.cat([loss for loss, _ in chunks])
-        metrics |= {name: torch.cat([chunk[name] for _, chunk in chunks]) for name in chunks[0][1]}
-        return MicroBatchResult(micro_batch, policy_loss + self.settings.vf_coef * value_loss, metrics)
+        loss = torch.cat(chunk_losses) + self.settings.vf_coef * value_loss
+        return MicroBatchResult(micro_batch, loss, {**value_metrics, **_concat(chunk_metrics)})
+
+    def _policy_loss_of_chunk(
+        self,
+        tokens: TokenBatch,
+        hidden: Tensor,
+        ref_hidden: Tensor | None,
+        kl_coef: float,
+    ) -> tuple[Tensor, TokenMetrics]:
+        """Return the policy's loss and metrics, (n,) each, from the hidden states (n, H) of some tokens."""
+        with self._autocast():
+            logits = forward.lm_head_logits(self.policy, hidden)
+        ref_logits = None
+        if ref_hidden is not None:
+            with torch.no_grad(), self._autocast():
+                ref_logits = forward.lm_head_logits(self.ref, ref_hidden)
+        return policy_loss_and_metrics(tokens, logits, ref_logits, kl_coef, self.settings, fused=self.compiled)
 
     def _backward_value(
-        self, tokens: TokenBatch, micro_batch: MicroBatch, hidden: Tensor | None, scale: float
+        self,
+        tokens: TokenBatch,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
     ) -> tuple[Tensor, TokenMetrics]:
+        """Add the gradients of the value loss; return the loss and its metrics. `hidden`: the policy's, for a head."""
         with self._autocast():
             values = forward.response_values(self.value, micro_batch, hidden)
         loss, metrics = value_loss_and_metrics(tokens, values, self.settings)
-        (self.settings.vf_coef * loss.sum() * scale).backward()
+        scaled = self.settings.vf_coef * loss.sum() * scale
+        scaled.backward()
         return loss.detach(), metrics
 
     def backward_ptx(self, micro_batch: MicroBatch, scale: float) -> float:
@@ -264,11 +325,13 @@ class ModelRunner:
         """
         with self._autocast():
             hidden = forward.response_hidden_states(self.policy, micro_batch)
-        leaf, total = hidden.detach().requires_grad_(), 0.0
+        leaf = hidden.detach().requires_grad_()
+        total = 0.0
         for part in self.logit_chunks(len(leaf)):
             with self._autocast():
                 logits = forward.lm_head_logits(self.policy, leaf[part])
-            loss = -losses.token_logprobs(logits, micro_batch.response_ids[part], 1.0).sum() * scale
+            logprobs = losses.token_logprobs(logits, micro_batch.response_ids[part], temperature=1.0)
+            loss = -logprobs.sum() * scale
             (self.settings.ptx_coef * loss).backward()
             total += float(loss.detach())
         hidden.backward(leaf.grad)
@@ -276,7 +339,8 @@ class ModelRunner:
 
     def logit_chunks(self, num_tokens: int) -> list[slice]:
         """Return slices of the response tokens whose logits are computed together (settings.logits_at_a_time)."""
-        vocab_size, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
+        vocab_size = self.policy.config.get_text_config().vocab_size
+        on_cpu = self.policy.device.type == "cpu"
         size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
@@ -299,3 +363,8 @@ class ModelRunner:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=bool(self.settings.bf16))
+
+
+def _concat(chunks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of consecutive chunks of tokens as one, by name."""
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}

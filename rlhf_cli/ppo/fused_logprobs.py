@@ -40,8 +40,10 @@ def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float) -> tup
     z = logits / temperature
     log_normalizer = z.logsumexp(-1)
     p = torch.exp(z - log_normalizer[:, None])
-    entropy = log_normalizer - torch.where(p > 0, p * z, 0.0).sum(-1)  # 0 log 0 is 0
-    return z.gather(-1, ids[:, None])[:, 0] - log_normalizer, entropy, log_normalizer
+    expected_z = torch.where(p > 0, p * z, 0.0).sum(-1)  # 0 log 0 is 0
+    entropy = log_normalizer - expected_z
+    logprobs = z.gather(-1, ids[:, None])[:, 0] - log_normalizer
+    return logprobs, entropy, log_normalizer
 
 
 def logits_gradient(
@@ -59,7 +61,10 @@ def logits_gradient(
     """
     log_p = logits / temperature - log_normalizer[:, None]
     p = torch.exp(log_p)
-    at_id = torch.arange(logits.shape[1], device=logits.device) == ids[:, None]
-    of_logprob = to_logprobs[:, None] * (at_id.float() - p)
-    of_entropy = to_entropy[:, None] * torch.where(p > 0, -p * (log_p + entropy[:, None]), 0.0)
+    vocabulary = torch.arange(logits.shape[1], device=logits.device)
+    at_id = vocabulary == ids[:, None]
+    logprob_gradient = at_id.float() - p
+    entropy_gradient = torch.where(p > 0, -p * (log_p + entropy[:, None]), 0.0)
+    of_logprob = to_logprobs[:, None] * logprob_gradient
+    of_entropy = to_entropy[:, None] * entropy_gradient
     return (of_logprob + of_entropy) / temperature

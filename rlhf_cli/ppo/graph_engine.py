@@ -20,6 +20,7 @@ from rlhf_cli.errors import short_reason
 from rlhf_cli.models import forward, row_trial
 from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
 from rlhf_cli.ppo.rollout import (
+    Autocast,
     AutocastMixin,
     HFEngine,
     _CachedDecoder,
@@ -70,7 +71,8 @@ def _step_problem(model: Any) -> str | None:
 def row_bucket(rows: int) -> int:
     """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least `rows`."""
     power = 1 << (rows - 1).bit_length()
-    return power // 4 * 3 if power >= 4 and rows <= power // 4 * 3 else power
+    three_quarters = power // 4 * 3
+    return three_quarters if power >= 4 and rows <= three_quarters else power
 
 
 @dataclass
@@ -86,7 +88,8 @@ class GraphEngine(HFEngine):
     @torch.no_grad()
     def update_weights(self, update: int, policy: Any) -> None:
         """Copy the policy's weights in bfloat16, if the engine samples from a copy."""
-        if policy.device.type != "cuda" or not self.bf16 or any(not p.requires_grad for p in policy.parameters()):
+        trains_all = all(weight.requires_grad for weight in policy.parameters())
+        if policy.device.type != "cuda" or not self.bf16 or not trains_all:
             return
         if self.model is policy:
             self.model = copy.deepcopy(policy).requires_grad_(False)
@@ -100,13 +103,16 @@ class GraphEngine(HFEngine):
         self.steps.clear()
 
     def _generate_ids(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        device, length = self.model.device, prompts.response_length
+        """Return what HFEngine's does; the batch shrinks when fewer rows are unfinished."""
+        device = self.model.device
+        length = prompts.response_length
         responses = torch.full((len(prompts), length), self.pad_token_id, device=device)
         logprobs = torch.zeros_like(responses, dtype=torch.float32)
         decoder = self._prefill(prompts)
         assert isinstance(decoder, _CachedDecoder), "see `reason_against`"
         rows = torch.arange(len(prompts), device=device)  # of `prompts`, in the order of the step's first rows
         width = decoder.mask.shape[1] + length
+
         step = self._step(len(rows), width)
         step.start(decoder, row_keys(prompts.seeds, device))
         for number in range(1, length):
@@ -118,19 +124,28 @@ class GraphEngine(HFEngine):
                     responses[rows], logprobs[rows] = step.results(len(rows), length)
                     smaller = self._step(len(unfinished), width)
                     smaller.take_rows(step, unfinished)
-                    step, rows = smaller, rows[unfinished]
+                    step = smaller
+                    rows = rows[unfinished]
             step()
         responses[rows], logprobs[rows] = step.results(len(rows), length)
         return responses, logprobs
 
     def _step(self, rows: int, width: int) -> "FixedStep":
-        shape = row_bucket(rows), -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-        if shape not in self.steps:
+        """Return the step of the smallest shape that holds `rows` rows of `width` positions; make it once."""
+        bucket = row_bucket(rows)
+        width = -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        if (bucket, width) not in self.steps:
             autocast = partial(torch.autocast, self.model.device.type, dtype=torch.bfloat16, enabled=bool(self.bf16))
-            self.steps[shape] = FixedStep(
-                self.model, *shape, self._sample, self.stop_token_id, self.pad_token_id, autocast
+            self.steps[bucket, width] = FixedStep(
+                self.model,
+                bucket,
+                width,
+                sample=self._sample,
+                stop=self.stop_token_id,
+                pad=self.pad_token_id,
+                autocast=autocast,
             )
-        return self.steps[shape]
+        return self.steps[bucket, width]
 
 
 class FixedStep:
@@ -140,22 +155,41 @@ class FixedStep:
     """
 
     def __init__(
-        self, model: Any, rows: int, width: int, sample: Callable[..., Any], stop: StopTokenId, pad: int, autocast: Any
+        self,
+        model: Any,
+        rows: int,
+        width: int,
+        *,
+        sample: Callable[..., Any],
+        stop: StopTokenId,
+        pad: int,
+        autocast: Autocast,
     ) -> None:
-        self.model, self.rows, self.sample, self.stop, self.pad = model, rows, sample, stop, pad
-        self.autocast, self.graph = autocast, None  # type: Any, Any
+        self.model = model
+        self.rows = rows
+        self.sample = sample
+        self.stop = stop
+        self.pad = pad
+        self.autocast = autocast
+        self.graph: Any = None  # of a GPU, once it is captured
+
         zeros = partial(torch.zeros, device=model.device)
         self.cache = _StaticCache(config=model.config, max_cache_len=width)
-        self.tokens, self.positions = (zeros(rows, 1, dtype=torch.int64) for _ in range(2))
         self.mask = zeros(rows, 1, 1, width, dtype=torch.bool)  # positions of the cache that are read
-        self.column, self.number = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int32)  # of cache and response
-        self.unfinished, self.keys = zeros(rows, dtype=torch.bool), zeros(rows, 2, dtype=torch.int32)
-        self.ids, self.logprobs = zeros(rows, width, dtype=torch.int64), zeros(rows, width)
+        self.column = zeros(1, dtype=torch.int64)  # of the cache, which is written next
+        self.number = zeros(1, dtype=torch.int32)  # of the response's token
+        self.tokens = zeros(rows, 1, dtype=torch.int64)  # last ones
+        self.positions = zeros(rows, 1, dtype=torch.int64)
+        self.unfinished = zeros(rows, dtype=torch.bool)
+        self.keys = zeros(rows, 2, dtype=torch.int32)
+        self.ids = zeros(rows, width, dtype=torch.int64)  # of the responses
+        self.logprobs = zeros(rows, width)
         self.counters = token_counters(model.get_output_embeddings().weight.shape[0], model.device)
 
     def start(self, decoder: Any, keys: Tensor) -> None:
         """Take the rows of a decoder that has read the prompts, with their keys (n, 2), and draw their first tokens."""
-        count, read = len(keys), decoder.mask.shape[1]
+        count = len(keys)
+        read = decoder.mask.shape[1]
         index = self._fill(torch.arange(count, device=keys.device))
         decoder.select_rows(index)
         for layer, source in zip(self.cache.layers, decoder.cache.layers, strict=True):
@@ -164,6 +198,7 @@ class FixedStep:
             layer.keys[:, :, :read].copy_(source.keys)
             layer.values[:, :, :read].copy_(source.values)
             layer.cumulative_length.fill_(read)
+
         self.mask.zero_()[:, 0, 0, :read] = decoder.mask.bool()
         self.positions.copy_(decoder.mask.sum(1, keepdim=True))
         self.column.fill_(read)
@@ -183,6 +218,7 @@ class FixedStep:
             layer.keys.copy_(source.keys[index])
             layer.values.copy_(source.values[index])
             layer.cumulative_length.copy_(source.cumulative_length)
+
         for name in ("tokens", "positions", "mask", "keys", "ids", "logprobs"):
             getattr(self, name).copy_(getattr(other, name)[index])
         self.column.copy_(other.column)
@@ -203,23 +239,31 @@ class FixedStep:
         self.graph.replay()
 
     def _forward_and_draw(self) -> None:
+        """Read the last tokens and draw the next ones."""
         self.mask.index_fill_(3, self.column, True)
         with self.autocast(cache_enabled=False), forward.float32_logits(self.model):
-            logits = self.model(
-                input_ids=self.tokens, position_ids=self.positions, attention_mask=self.mask,
-                past_key_values=self.cache, use_cache=True,
-            ).logits[:, -1].float()  # fmt: skip
+            output = self.model(
+                input_ids=self.tokens,
+                position_ids=self.positions,
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            logits = output.logits[:, -1].float()
         self.column += 1
         self.positions += 1
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
+        """Draw a token of each row from the logits (rows, V); padding for rows that have ended."""
         tokens, logprobs = self.sample(logits, self.keys, self.number, self.counters)
         tokens = torch.where(self.unfinished, tokens, self.pad)
+        logprobs = torch.where(self.unfinished, logprobs, 0)
         at = self.number.long()
         self.ids.index_copy_(1, at, tokens[:, None])
-        self.logprobs.index_copy_(1, at, torch.where(self.unfinished, logprobs, 0)[:, None])
+        self.logprobs.index_copy_(1, at, logprobs[:, None])
         self.unfinished &= ~is_stop(tokens, self.stop)
+
         self.tokens.copy_(tokens[:, None])
         self.number += 1
 
@@ -229,8 +273,17 @@ class FixedStep:
 
     def _capture(self) -> None:
         """Capture a step as a CUDA graph, after two that are undone: the first ones choose kernels and workspaces."""
-        moved = (self.tokens, self.positions, self.mask, self.column, self.number, self.unfinished, self.ids)
-        moved += (self.logprobs, *(layer.cumulative_length for layer in self.cache.layers))
+        moved = [
+            self.tokens,
+            self.positions,
+            self.mask,
+            self.column,
+            self.number,
+            self.unfinished,
+            self.ids,
+            self.logprobs,
+            *(layer.cumulative_length for layer in self.cache.layers),
+        ]
         before = [tensor.clone() for tensor in moved]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -240,6 +293,7 @@ class FixedStep:
         torch.cuda.current_stream().wait_stream(stream)
         for tensor, value in zip(moved, before, strict=True):
             tensor.copy_(value)
+
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._forward_and_draw()

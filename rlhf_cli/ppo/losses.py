@@ -79,7 +79,8 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """Return KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position in nats; (..., V) -> (...)."""
-    logp, ref = log_probs(logits, temperature), log_probs(ref_logits, temperature)
+    logp = log_probs(logits, temperature)
+    ref = log_probs(ref_logits, temperature)
     # 0 log 0 is 0; masked before the product, or the gradient would be 0 * inf
     return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
 
@@ -98,8 +99,10 @@ def token_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, 
 
     `estimator` is a key of KL_LOSSES. The importance ratio pi / pi_old has no gradient; it is 1 on the first step.
     """
-    k2, k3 = (token_kl(logprobs, ref_logprobs, name) for name in ("k2", "k3"))
-    return torch.exp(logprobs - old_logprobs).detach() * KL_LOSSES[estimator](k2, k3)
+    k2 = token_kl(logprobs, ref_logprobs, "k2")
+    k3 = token_kl(logprobs, ref_logprobs, "k3")
+    ratio = torch.exp(logprobs - old_logprobs).detach()
+    return ratio * KL_LOSSES[estimator](k2, k3)
 
 
 def compute_token_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
@@ -127,7 +130,8 @@ def adapt_kl_coef(kl_coef: float, kl: float, *, target: float, episodes: int, ho
 
     Ziegler et al. 2019, section 2.2; TRL 0.11's AdaptiveKLController.
     """
-    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * episodes / horizon)
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -185,7 +189,8 @@ def group_advantages(rewards: Tensor, mask: Tensor, samples: int, estimator: str
     `estimator` is a key of GROUP_ADVANTAGES.
     """
     returns = torch.where(mask, rewards, 0).sum(1).view(-1, samples)
-    return torch.where(mask, GROUP_ADVANTAGES[estimator](returns).flatten()[:, None], 0)
+    advantages = GROUP_ADVANTAGES[estimator](returns).flatten()
+    return torch.where(mask, advantages[:, None], 0)
 
 
 def policy_loss(
@@ -206,10 +211,12 @@ def policy_loss(
     unclipped_loss = -advantages * ratio
     upper = cliprange if cliprange_high is None else cliprange_high
     clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + upper)
-    loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
+    loss = torch.max(unclipped_loss, clipped_loss)
+    clipped = clipped_loss > unclipped_loss
     if dual_clip is not None:
         ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
-        loss, clipped = torch.min(loss, ceiling), clipped | (loss > ceiling)
+        clipped = clipped | (loss > ceiling)
+        loss = torch.min(loss, ceiling)
     return loss, ratio, clipped
 
 
@@ -237,7 +244,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
     (arXiv 2403.17031), section 7.
     """
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
-    unclipped_error, clipped_error = (values - returns) ** 2, (clipped_values - returns) ** 2
+    unclipped_error = (values - returns) ** 2
+    clipped_error = (clipped_values - returns) ** 2
     return torch.max(unclipped_error, clipped_error) / 2, clipped_error > unclipped_error
 
 

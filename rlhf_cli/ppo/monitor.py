@@ -30,8 +30,9 @@ class NonFiniteError(RLHFError):
 
     def __init__(self, step: int, name: str, row: int | None) -> None:
         position = "" if row is None else f" in row {row}"
+        text = f"step {step}: {name} is not finite{position}; training stops here"
         hint = "look at the reward of that row" if "score" in name else "lower ppo.learning_rate"
-        super().__init__("R01", f"step {step}: {name} is not finite{position}; training stops here", hint=hint)
+        super().__init__("R01", text, hint=hint)
         self.row = row
         self.args = step, name, row  # by which the processes of a group exchange it
 
@@ -41,17 +42,23 @@ def check_finite(tensors: Mapping[str, Tensor], step: int) -> None:
     for name, tensor in tensors.items():
         bad = ~torch.isfinite(tensor)
         if bad.any():
-            raise NonFiniteError(step, name, int(bad.nonzero()[0, 0]) if tensor.ndim else None)
+            row = int(bad.nonzero()[0, 0]) if tensor.ndim else None
+            raise NonFiniteError(step, name, row)
 
 
 def check_scores(
     raw: Mapping[str, Tensor], ensembles: Mapping[str, EnsembleScores], sources: Mapping[str, Any], step: int
 ) -> None:
     """Raise NonFiniteError for a score, (B,) by source, that is not finite; NaN is no score of `may_skip_rows`."""
-    scores = {f"{name}/{key}": score for name, each in ensembles.items() for key, score in each.members.items()}
-    for name, each in raw.items():
-        scores[name] = torch.where(each.isnan(), 0, each) if may_skip_rows(sources.get(name)) else each
-    check_finite({f"score `{name}`": score for name, score in scores.items()}, step)
+    checked: dict[str, Tensor] = {}
+    for name, ensemble in ensembles.items():
+        for member, scores in ensemble.members.items():
+            checked[f"score `{name}/{member}`"] = scores
+    for name, scores in raw.items():
+        if may_skip_rows(sources.get(name)):
+            scores = torch.where(scores.isnan(), 0, scores)
+        checked[f"score `{name}`"] = scores
+    check_finite(checked, step)
 
 
 def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFiniteError | None:
@@ -59,7 +66,9 @@ def non_finite_loss(loss: Tensor, micro_batch: MicroBatch, step: int) -> NonFini
     bad = ~torch.isfinite(loss)
     if not bad.any():
         return None
-    return NonFiniteError(step, "loss", int(micro_batch.rows[micro_batch.row_index[bad.nonzero()[0, 0]]]))
+    token = bad.nonzero()[0, 0]
+    row = micro_batch.rows[micro_batch.row_index[token]]
+    return NonFiniteError(step, "loss", int(row))
 
 
 def check_engine(experience: Experience, limit: float, step: int, find_cause: Callable[[], tuple[str, str]]) -> None:
@@ -68,9 +77,12 @@ def check_engine(experience: Experience, limit: float, step: int, find_cause: Ca
     `find_cause` returns the cause and a hint.
     """
     gap = experience.logprob_gap
-    if len(gap) and float(gap.mean()) > limit:
+    if not len(gap):
+        return
+    mean = float(gap.mean())
+    if mean > limit:
         cause, hint = find_cause()
-        text = f"step {step}: the engine's log-probs differ from the policy's by {float(gap.mean()):.3g} nats a token, "
+        text = f"step {step}: the engine's log-probs differ from the policy's by {mean:.3g} nats a token, "
         text += f"more than ppo.max_logprob_gap {limit:g}: {cause}; nothing was trained on them"
         raise RLHFError("R19", text, hint=f"the same command resumes; {hint}")
 
@@ -83,14 +95,17 @@ class StopTraining(RLHFError):
         self.key = key
 
 
+def _length_changed(now: float, first: float, limit: float, error: float) -> bool:
+    is_usual = first / limit <= now <= first * limit
+    return not is_usual and abs(now - first) > NOISE_SE * error
+
+
 # (reading, reference, limit, standard error of their difference) -> True if the reading is beyond its limit.
 EXCEEDS: dict[Signal, Callable[[float, float, float, float], bool]] = {
     "judge": lambda now, best, limit, error: best - now > limit * error,
     "disagreement": lambda now, first, limit, error: now > limit * first and now - first > NOISE_SE * error,
     "kl": lambda now, first, limit, error: now > limit,
-    "length": lambda now, first, limit, error: (
-        not first / limit <= now <= first * limit and abs(now - first) > NOISE_SE * error
-    ),
+    "length": _length_changed,
     "repetition": lambda now, first, limit, error: now - first > max(limit, NOISE_SE * error),
     "eos": lambda now, first, limit, error: first - now > max(limit, NOISE_SE * error),
 }
@@ -134,10 +149,14 @@ class Watchdog:
     """
 
     def __init__(self, settings: PPOSettings, judges: Sequence[str]) -> None:
-        self.settings, self.limits, self.judges = settings, settings.watchdog, judges
-        sampled_length = isinstance(settings.response_length, LengthRange)
-        no_eos = settings.stop_token == "none"
-        self.unavailable: set[Signal] = {"length", "eos"} if sampled_length else {"eos"} if no_eos else set()
+        self.settings = settings
+        self.limits = settings.watchdog
+        self.judges = judges
+        self.unavailable: set[Signal] = set()
+        if isinstance(settings.response_length, LengthRange):
+            self.unavailable = {"length", "eos"}
+        elif settings.stop_token == "none":
+            self.unavailable = {"eos"}
         self.equal_reward_updates = 0  # consecutive updates whose rewards were all equal
         self.warned: list[str] = []  # failures that were reported; each is reported once per run
         self.signals: dict[str, SignalState] = {}
@@ -147,93 +166,147 @@ class Watchdog:
 
         Raises RLHFError R02 after ten consecutive updates of equal rewards, StopTraining R04 above kl_stop.
         """
-        kl, limit = stats["objective/kl_k1"], self.settings.kl_stop
+        kl = stats["objective/kl_k1"]
+        limit = self.settings.kl_stop
         if limit is not None and kl > limit:
             text = f"step {step}: KL to the SFT policy is {kl:.4g} nats per response, over ppo.kl_stop {limit:g}"
             raise StopTraining("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
-        failures = dict(self._failures(step, experience, stats))
-        new = {name: problem for name, problem in failures.items() if name not in self.warned}
-        self.warned += new
-        return [Problem(code, f"step {step}: {text}", hint=hint) for code, text, hint in new.values()]
+        new: list[Problem] = []
+        for name, problem in self._failures(step, experience, stats):
+            if name not in self.warned:
+                self.warned.append(name)
+                new.append(problem)
+        return new
 
-    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, tuple[str, str, str]]]:
-        """Yield (name, (code, text, hint)) of each failure that the update shows; checkpoints have the names."""
-        scores, rollout, count = experience.score_result.weighted_sum, experience.rollout, len(experience.rollout)
-        equal = count > 1 and bool((scores == scores[0]).all())
-        self.equal_reward_updates = self.equal_reward_updates + 1 if equal else 0
+    def _failures(self, step: int, experience: Experience, stats: Stats) -> Iterator[tuple[str, Problem]]:
+        """Yield the failures that update `step` shows, by the names that they have in checkpoints."""
+        rollout = experience.rollout
+        count = len(rollout)
+        equal = self._equal_rewards(step, experience.score_result.weighted_sum)
         if equal:
-            text = f"all {count} rewards are {float(scores[0]):.6g}"
-            hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
-            if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
-                text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
-                raise RLHFError("R02", text, hint=hint)
-            hint += f"; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
-            yield "equal", ("R02", text, hint)
+            yield "equal", equal
+
         ended = int(rollout.ended.sum())
         if self.settings.stop_token != "none" and ended < MIN_EOS_FRACTION * count:
             text = f"{ended} of {count} responses end with the stop token ({ended / count:.0%})"
             hint = "raise ppo.response_length; check ppo.stop_token, and that SFT's rows end with it (rlhf explain T06)"
-            yield "endless", ("R03", text, hint)
+            yield "endless", _failure("R03", step, text, hint)
+
         empty = int((rollout.ended & (rollout.response_lengths == 1)).sum())
         if empty >= (1 - MIN_EOS_FRACTION) * count:
             text = f"{empty} of {count} responses are empty, only the stop token ({empty / count:.0%})"
-            yield "empty", ("R03", text, "check that prompts end as those of SFT's rows do, and its chat template")
+            hint = "check that prompts end as those of SFT's rows do, and its chat template"
+            yield "empty", _failure("R03", step, text, hint)
+
         kl = RunningMeanStd.of(experience.log_ratio.double().sum(1))
         if kl.mean < -NOISE_SE * kl.standard_error:
             text = f"KL to the SFT policy is {kl.mean:.4g} nats per response, below 0 by more than noise"
             text += f" ({kl.standard_error:.2g})"
-            yield "negative", ("R04", text, "responses are not sampled from the distribution that gives the log-probs")
+            hint = "responses are not sampled from the distribution that gives the log-probs"
+            yield "negative", _failure("R04", step, text, hint)
+
         if stats["policy/skipped_minibatches"]:
             text = f"the mean ratio of a minibatch exceeds ppo.ratio_threshold {self.settings.ratio_threshold:g}"
             hint = "it made no optimizer step; policy/skipped_minibatches counts them; lower ppo.learning_rate"
-            yield "skipped", ("R08", text, hint)
+            yield "skipped", _failure("R08", step, text, hint)
+
+    def _equal_rewards(self, step: int, scores: Tensor) -> Problem | None:
+        """Return a failure if all rewards (B,) of the update are equal; count such updates. Raises RLHFError R02."""
+        count = len(scores)
+        if count == 1 or not bool((scores == scores[0]).all()):
+            self.equal_reward_updates = 0
+            return None
+        self.equal_reward_updates += 1
+        text = f"all {count} rewards are {float(scores[0]):.6g}"
+        hint = "the reward cannot distinguish the responses: inspect them in samples.jsonl, and the reward model"
+        if self.equal_reward_updates >= MAX_EQUAL_REWARD_UPDATES:
+            text = f"step {step}: {text}, for {self.equal_reward_updates} updates in a row"
+            raise RLHFError("R02", text, hint=hint)
+        hint += f"; {MAX_EQUAL_REWARD_UPDATES} such updates in a row end the run"
+        return _failure("R02", step, text, hint)
 
     def check(self, step: int, experience: Experience) -> list[Alert]:
         """Return the alerts after update `step`. The next alert of a signal needs another full window."""
         if self.limits is None:
             return []
-        readings = self._readings(self.limits, experience)
-        alerts = [self._check(self.limits, step, signal, source, now) for (signal, source), now in readings.items()]
-        return [alert for alert in alerts if alert]
+        alerts = []
+        for (signal, source), now in self._readings(self.limits, experience).items():
+            alert = self._check(self.limits, step, signal, source, now)
+            if alert:
+                alerts.append(alert)
+        return alerts
 
     def _readings(self, limits: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
         """Return a value for each response, (B,), by enabled signal and source; of a judge for those that it scores."""
-        rollout, scores = experience.rollout, experience.score_result
+        rollout = experience.rollout
+        scores = experience.score_result
         readings: dict[tuple[Signal, str | None], Tensor] = {
             ("kl", None): experience.log_ratio.sum(1) / experience.mask.sum(1),
             ("length", None): rollout.response_lengths,
             ("repetition", None): rollout.repetition,
             ("eos", None): rollout.ended,
-            **{("judge", name): scored for name in self.judges if len(scored := scores.scored[name])},
-            **{("disagreement", name): ensemble.disagreement for name, ensemble in scores.ensembles.items()},
         }
+        for name in self.judges:
+            scored = scores.scored[name]
+            if len(scored):
+                readings["judge", name] = scored
+        for name, ensemble in scores.ensembles.items():
+            readings["disagreement", name] = ensemble.disagreement
+
         enabled = {signal for signal in SIGNALS if getattr(limits, signal) is not None} - self.unavailable
         return {key: now for key, now in readings.items() if key[0] in enabled}
 
     def _check(
-        self, limits: WatchdogSettings, step: int, signal: Signal, source: str | None, now: Tensor
+        self,
+        limits: WatchdogSettings,
+        step: int,
+        signal: Signal,
+        source: str | None,
+        now: Tensor,
     ) -> Alert | None:
-        update, limit = RunningMeanStd.of(now), getattr(limits, signal)
-        state = self.signals.setdefault(f"{signal} {source or ''}".strip(), SignalState(update, update, []))
+        """Add the update's values to the signal's window; return an alert if a full window is beyond the limit."""
+        update = RunningMeanStd.of(now)
+        name = f"{signal} {source}" if source else signal
+        state = self.signals.setdefault(name, SignalState(update, update, []))
         state.recent = [*state.recent, update][-limits.window :]
         if len(state.recent) < limits.window:
             return None
+
         reading = reduce(add, state.recent)
         reference = state.best if signal == "judge" else state.first
+        limit = getattr(limits, signal)
         error = math.hypot(reading.standard_error, reference.standard_error)
         exceeds = EXCEEDS[signal](reading.mean, reference.mean, limit, error)
         state.best = max(state.best, reading, key=lambda stats: (stats.count > 1, stats.mean))  # one has no error
         if not exceeds:
             return None
-        state.recent, state.fired = [], state.fired + 1
-        return Alert(step, signal, source, reading.mean, reference.mean, limit, limits.action_on(signal), state.fired)
+
+        state.recent = []
+        state.fired += 1
+        return Alert(
+            step,
+            signal,
+            source,
+            reading=reading.mean,
+            reference=reference.mean,
+            limit=limit,
+            action=limits.action_on(signal),
+            times=state.fired,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next check depends on, without the settings; the keys are those of checkpoints."""
-        signals = {name: asdict(signal) for name, signal in self.signals.items()}
-        return {"alarms": {"equal": self.equal_reward_updates, "told": self.warned}, "watchdog": signals}
+        return {
+            "alarms": {"equal": self.equal_reward_updates, "told": self.warned},
+            "watchdog": {name: asdict(signal) for name, signal in self.signals.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self.equal_reward_updates, self.warned = state["alarms"]["equal"], state["alarms"]["told"]
+        self.equal_reward_updates = state["alarms"]["equal"]
+        self.warned = state["alarms"]["told"]
         self.signals = TypeAdapter(dict[str, SignalState]).validate_python(state["watchdog"])
+
+
+def _failure(code: str, step: int, text: str, hint: str) -> Problem:
+    return Problem(code, f"step {step}: {text}", hint=hint)

@@ -19,23 +19,44 @@ def build_optimizer(models: dict[str, nn.Module], settings: PPOSettings) -> torc
     """
     groups: list[dict[str, Any]] = []
     for name, model in models.items():
-        value_lr = settings.value_learning_rate if name == "value" else None
-        lr = settings.learning_rate if value_lr is None else value_lr
-        trained = [p for p in model.parameters() if p.requires_grad]
-        for suffix, decay in (("", settings.weight_decay), ("/no_decay", 0.0)):
-            params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
-            if params:
-                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
-    betas = settings.adam_beta1, settings.adam_beta2
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
+        groups += _parameter_groups(name, model, settings)
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
     if settings.optim == "adamw_8bit":
         return adamw_8bit(groups, models.values(), **options)
+
     weights = [weight for group in groups for weight in group["params"]]
-    on_cpu, fused = weights[0].device.type == "cpu", settings.optim == "adamw_torch_fused"
-    kernel: dict[str, Any] = {"fused": fused} if fused or on_cpu else {"foreach": True}
-    if any(map(is_sharded_tensor, weights)):
-        return ShardedAdamW(groups, **options, **(kernel if not on_cpu else {"foreach": False}))
-    return torch.optim.AdamW(groups, **options, **kernel)
+    on_cpu = weights[0].device.type == "cpu"
+    kernel = _kernel(fused=settings.optim == "adamw_torch_fused", on_cpu=on_cpu)
+    if not any(map(is_sharded_tensor, weights)):
+        return torch.optim.AdamW(groups, **options, **kernel)
+    if on_cpu:
+        kernel = {"foreach": False}
+    return ShardedAdamW(groups, **options, **kernel)
+
+
+def _parameter_groups(name: str, model: nn.Module, settings: PPOSettings) -> list[dict[str, Any]]:
+    """Return a model's trained matrices and, without weight decay, its trained vectors."""
+    lr = settings.learning_rate
+    if name == "value" and settings.value_learning_rate is not None:
+        lr = settings.value_learning_rate
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in trained if weight.ndim >= 2]
+    vectors = [weight for weight in trained if weight.ndim < 2]
+
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": lr, "weight_decay": settings.weight_decay, "name": name},
+        {"params": vectors, "lr": lr, "weight_decay": 0.0, "name": f"{name}/no_decay"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _kernel(*, fused: bool, on_cpu: bool) -> dict[str, Any]:
+    """Return the option of torch's AdamW that selects its kernel."""
+    return {"fused": fused} if fused or on_cpu else {"foreach": True}
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -45,19 +66,20 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     def step(self, closure: Any = None) -> Any:
+        """Step with sharded and whole weights in different groups."""
         groups = self.param_groups
-        self.param_groups = [
-            {**group, "params": params}
-            for group in groups
-            for kind in (True, False)
-            if (params := [weight for weight in group["params"] if is_sharded_tensor(weight) == kind])
-        ]
+        self.param_groups = []
+        for group in groups:
+            sharded = [weight for weight in group["params"] if is_sharded_tensor(weight)]
+            whole = [weight for weight in group["params"] if not is_sharded_tensor(weight)]
+            self.param_groups += [{**group, "params": params} for params in (sharded, whole) if params]
         try:
             return super().step(closure)
         finally:
             self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state, and keep this optimizer's kernel."""
         kernel = {name: self.defaults[name] for name in ("foreach", "fused")}
         groups = [{**group, **kernel} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
@@ -65,7 +87,10 @@ class ShardedAdamW(torch.optim.AdamW):
 
 def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
     """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
-    return {module.weight for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights: set[torch.Tensor] = set()
+    for model in models:
+        weights |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return weights
 
 
 def adamw_8bit(groups: list[dict[str, Any]], models: Iterable[nn.Module], **options: Any) -> torch.optim.Optimizer:
@@ -99,16 +124,20 @@ def _lr_factor(group: dict[str, Any], settings: PPOSettings, num_updates: int) -
     """Return the factor of a parameter group's peak learning rate as a function of the update."""
     from transformers import get_scheduler  # imports peft if installed: over a second
 
-    is_value, peak = group.get("name", "").startswith("value"), group["lr"]
+    is_value = group.get("name", "").startswith("value")
     start = 0 if is_value else settings.value_only_updates
-    scheduler_kwargs = {
-        "cosine_with_min_lr": {"min_lr_rate": 0.1},
-        "polynomial": {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0},  # transformers requires lr_end < peak
-    }.get(settings.lr_scheduler_type)
+    steps = num_updates - start
+    kind = settings.lr_scheduler_type
+    options = None
+    if kind == "cosine_with_min_lr":
+        options = {"min_lr_rate": 0.1}
+    elif kind == "polynomial":
+        peak = group["lr"]
+        options = {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0}  # transformers requires lr_end < peak
+
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps, kind = num_updates - start, settings.lr_scheduler_type
     warmup = settings.num_warmup(steps, value=is_value)
-    factor = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=scheduler_kwargs).lr_lambdas[0]
+    (factor,) = get_scheduler(kind, dummy, warmup, steps, scheduler_specific_kwargs=options).lr_lambdas
     return lambda update: factor(max(update - start, 0))
 
 

@@ -19,10 +19,14 @@ from rlhf_cli.models.compiled import compiled
 from rlhf_cli.ppo import losses
 from rlhf_cli.progress import track_progress
 
+Autocast = Callable[..., AbstractContextManager[Any]]
+
 NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they fit its cache
 
 
 class RolloutEngine(Protocol):
+    """Generates responses to prompts, with the policy's weights."""
+
     deterministic: ClassVar[bool]  # row i's tokens depend on `prompts.seeds[i]` alone
 
     def generate(self, prompts: Prompts) -> Rollout:
@@ -71,17 +75,28 @@ class HFEngine:
         """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
+        batches = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        ids_of_batches = []
+        logprobs_of_batches = []
         with self._autocast(), forward.float32_logits(self.model):  # around all tokens: they keep copies of the weights
-            starts = track_progress("batch", range(0, len(prompts), size))
-            parts = [self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts]
-        responses, logprobs = map(torch.cat, zip(*parts, strict=True))
+            for batch in track_progress("batch", batches):
+                ids, logprobs = self._generate_ids(prompts.rows(batch))
+                ids_of_batches.append(ids)
+                logprobs_of_batches.append(logprobs)
+
+        responses = torch.cat(ids_of_batches)
+        ended = is_stop(responses, self.stop_token_id).any(1)
         response_mask = losses.response_mask(responses, self.stop_token_id)
-        ended, width = is_stop(responses, self.stop_token_id).any(1), int(response_mask.sum(1).max())
+        width = int(response_mask.sum(1).max())
         responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
         response_mask = response_mask[:, :width]
-        ids = torch.cat([prompts.ids.to(responses.device), responses], 1)
-        mask = torch.cat([prompts.mask.to(responses.device), response_mask], 1)
-        return Rollout(ids, mask, response_mask, ended, logprobs=logprobs[:, :width])
+        return Rollout(
+            torch.cat([prompts.ids.to(responses.device), responses], 1),
+            torch.cat([prompts.mask.to(responses.device), response_mask], 1),
+            response_mask,
+            ended,
+            logprobs=torch.cat(logprobs_of_batches)[:, :width],
+        )
 
     def update_weights(self, update: int, policy: Any) -> None:
         """Do nothing: the engine samples from the model that is trained."""
@@ -107,8 +122,9 @@ class HFEngine:
         shape = len(prompts), prompts.response_length
         responses = torch.full(shape, self.pad_token_id, device=self.model.device)
         logprobs = torch.zeros(shape, device=self.model.device)
-        for step, (rows, tokens, drawn) in enumerate(self._decode_steps(prompts)):
-            responses[rows, step], logprobs[rows, step] = tokens, drawn
+        for step, (rows, tokens, token_logprobs) in enumerate(self._decode_steps(prompts)):
+            responses[rows, step] = tokens
+            logprobs[rows, step] = token_logprobs
         return responses, logprobs
 
     def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -116,38 +132,53 @@ class HFEngine:
         device = self.model.device
         batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
         unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
+
         decoder = self._prefill(prompts)
-        keys, counters = row_keys(prompts.seeds, device), token_counters(decoder.logits.shape[1], device)
+        keys = row_keys(prompts.seeds, device)
+        counters = token_counters(decoder.logits.shape[1], device)
         number = torch.zeros(1, dtype=torch.int32, device=device)  # `step`, where a compiled function can read it
+
         for step in track_progress("rollout: token", range(prompts.response_length)):
             tokens, logprobs = self._sample(decoder.logits, keys, number, counters)
             number += 1
             yield batch_rows[unfinished], tokens[unfinished], logprobs[unfinished]
+
             if self.stop_token_id is not None:
                 unfinished = unfinished & ~is_stop(tokens, self.stop_token_id)
             if not unfinished.any() or step + 1 == prompts.response_length:
                 break
+
             if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
                 rows = unfinished.nonzero()[:, 0]
                 decoder.select_rows(rows)
-                batch_rows, tokens, unfinished, keys = batch_rows[rows], tokens[rows], unfinished[rows], keys[rows]
+                batch_rows = batch_rows[rows]
+                tokens = tokens[rows]
+                unfinished = unfinished[rows]
+                keys = keys[rows]
             decoder.append(tokens)
 
     def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return next tokens (n,) and their log-probs (n,)."""
         draw = compiled(sample) if self.compiles else sample
         return draw(logits, self.temperature, keys, step, counters)
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":
+        """Return a decoder that has read the prompts, each of adjacent equal ones once."""
         open_decoder = _CachedDecoder if uses_cache(self.model) else _WholeRowDecoder
         start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
-        ids, mask = (tensor[:, start:].to(self.model.device) for tensor in (prompts.ids, prompts.mask))
+        ids = prompts.ids[:, start:].to(self.model.device)
+        mask = prompts.mask[:, start:].to(self.model.device)
         if not self.compact_batch:
             return open_decoder(self.model, ids, mask, self._autocast)
+
+        other_ids = (ids[1:] != ids[:-1]).any(1)  # than in the row before
+        other_mask = (mask[1:] != mask[:-1]).any(1)
         is_new = torch.ones_like(mask[:, 0])
-        is_new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
+        is_new[1:] = other_ids | other_mask
         decoder = open_decoder(self.model, ids[is_new], mask[is_new], self._autocast)
         if not is_new.all():
-            decoder.select_rows(is_new.cumsum(0) - 1)
+            source_rows = is_new.cumsum(0) - 1
+            decoder.select_rows(source_rows)
         return decoder
 
 
@@ -178,7 +209,8 @@ def _cache_problem(model: Any) -> str | None:
     problem = row_trial.generation_problem(model, partial(_CachedDecoder, model, autocast=nullcontext))
     if problem is None:
         return None
-    if worse := row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext)):
+    worse = row_trial.generation_problem(model, partial(_WholeRowDecoder, model, autocast=nullcontext))
+    if worse:
         raise row_trial.refusal(model, f"token by token, {worse}")
     return problem
 
@@ -187,6 +219,7 @@ class AutocastMixin:
     """Cache in autocast's dtype: attention casts keys and values to it anyway, and most models give float32."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values in autocast's dtype."""
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -203,18 +236,23 @@ class _CachedDecoder:
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
-        self.model, self.mask, self.autocast = model, mask.long(), autocast
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
+        self.model = model
+        self.mask = mask.long()
+        self.autocast = autocast
         self.cache = _AutocastCache(config=model.config)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.accepts_position_ids = accepts_position_ids(model)
-        self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        self._forward(ids, positions)
 
     def append(self, tokens: Tensor) -> None:
         """Add one token (b,) to each row."""
-        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
-        self._forward(tokens[:, None], self.mask.sum(1, keepdim=True) - 1)
+        column = torch.ones_like(self.mask[:, :1])
+        self.mask = torch.cat([self.mask, column], 1)
+        positions = self.mask.sum(1, keepdim=True) - 1
+        self._forward(tokens[:, None], positions)
 
     def select_rows(self, rows: Tensor) -> None:
         """Replace the batch by these of its rows (n,), which may repeat."""
@@ -229,7 +267,8 @@ class _CachedDecoder:
         if self.cache_name == "past_key_values" or ids.shape == self.mask.shape:  # Mamba masks the tokens of this call
             inputs["attention_mask"] = self.mask
         with self.autocast(), forward.float32_logits(self.model):  # a streaming caller's code runs between two tokens
-            self.logits = self.model(input_ids=ids, logits_to_keep=1, **inputs).logits[:, -1].float()
+            output = self.model(input_ids=ids, logits_to_keep=1, **inputs)
+            self.logits = output.logits[:, -1].float()
 
 
 class _WholeRowDecoder:
@@ -237,32 +276,44 @@ class _WholeRowDecoder:
 
     logits: Tensor
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Callable[[], AbstractContextManager[Any]]):
-        self.model, self.autocast, self.lengths = model, autocast, mask.sum(1)
-        columns = torch.arange(ids.shape[1], device=ids.device) + (ids.shape[1] - self.lengths)[:, None]
-        self.ids = ids.gather(1, columns % ids.shape[1])  # padded on the right
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, autocast: Autocast):
+        self.model = model
+        self.autocast = autocast
+        self.lengths = mask.sum(1)
+        width = ids.shape[1]
+        padding = width - self.lengths
+        columns = torch.arange(width, device=ids.device) + padding[:, None]
+        self.ids = ids.gather(1, columns % width)  # padded on the right
         self._forward()
 
     def append(self, tokens: Tensor) -> None:
         """Add one token (b,) to each row."""
-        self.ids = torch.cat([self.ids, torch.zeros_like(self.ids[:, :1])], 1)
+        column = torch.zeros_like(self.ids[:, :1])
+        self.ids = torch.cat([self.ids, column], 1)
         self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
         self.lengths = self.lengths + 1
         self._forward()
 
     def select_rows(self, rows: Tensor) -> None:
         """Replace the batch by these of its rows (n,), which may repeat."""
-        self.logits, self.ids, self.lengths = self.logits[rows], self.ids[rows], self.lengths[rows]
+        self.logits = self.logits[rows]
+        self.ids = self.ids[rows]
+        self.lengths = self.lengths[rows]
 
     def _forward(self) -> None:
         rows = torch.arange(len(self.ids), device=self.ids.device)
+        decoder = build.decoder(self.model)
         with self.autocast():
-            hidden = packing.hidden_states_at(build.decoder(self.model), self.ids, self.lengths, rows, self.lengths - 1)
+            hidden = packing.hidden_states_at(decoder, self.ids, self.lengths, rows, self.lengths - 1)
             self.logits = forward.lm_head_logits(self.model, hidden).float()
 
 
 def sample(
-    logits: Tensor, temperature: float, keys: Tensor, step: int | Tensor, counters: Tensor
+    logits: Tensor,
+    temperature: float,
+    keys: Tensor,
+    step: int | Tensor,
+    counters: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return a token of each row of logits (b, V) and its log-prob, (b,) each: 0 at temperature 0."""
     if not temperature:
@@ -283,7 +334,8 @@ def hash_int32(x: Tensor) -> Tensor:
     int32 overflow wraps around like the unsigned integers of the original.
     """
     shifted = torch.empty_like(x)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, None)):
+    rounds = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, None))
+    for shift, factor in rounds:
         torch.bitwise_right_shift(x, shift, out=shifted)
         shifted &= (1 << 32 - shift) - 1  # a signed shift copies the sign bit
         x ^= shifted
@@ -294,8 +346,14 @@ def hash_int32(x: Tensor) -> Tensor:
 
 def row_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
     """Return the rows' 64-bit seeds as two int32 each, (b, 2)."""
-    words = [[(seed >> shift) & 0xFFFFFFFF for shift in (0, 32)] for seed in seeds]
-    return torch.tensor([[word - (word >> 31 << 32) for word in row] for row in words], dtype=torch.int32).to(device)
+    keys = [(_signed(seed), _signed(seed >> 32)) for seed in seeds]
+    return torch.tensor(keys, dtype=torch.int32).to(device)
+
+
+def _signed(number: int) -> int:
+    """Return the lower 32 bits of a number as a signed integer."""
+    word = number & 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word
 
 
 def token_counters(vocab_size: int, device: torch.device) -> Tensor:
@@ -309,10 +367,13 @@ def log_exponential(keys: Tensor, step: int | Tensor, counters: Tensor) -> Tenso
     `step` is a number, or an int32 tensor (1,) on the device. Resolution is finest near E = 0, which decides the argmax
     in `gumbel_sample`.
     """
-    first = hash_int32(keys[:, :1] ^ hash_int32(torch.zeros_like(keys[:, :1]) + step))
+    step_hash = hash_int32(torch.zeros_like(keys[:, :1]) + step)
+    first = hash_int32(keys[:, :1] ^ step_hash)
     second = hash_int32(keys[:, 1:] + first)
-    bits = hash_int32((counters[None] ^ first).add_(second)).bitwise_and_(0x7FFFFFFF)
-    return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
+    mixed = (counters[None] ^ first).add_(second)
+    bits = hash_int32(mixed).bitwise_and_(0x7FFFFFFF)
+    minus_uniform = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31))
+    return minus_uniform.log1p_().neg_().log_()
 
 
 def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Tensor) -> Tensor:
@@ -323,5 +384,8 @@ def gumbel_sample(logits: Tensor, keys: Tensor, step: int | Tensor, counters: Te
     if logits.device.type != "cpu":
         return (logits - log_exponential(keys, step, counters)).argmax(-1)
     rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1])
-    chunks = zip(logits.split(rows), keys.split(rows), strict=True)
-    return torch.cat([(z - log_exponential(key, step, counters)).argmax(-1) for z, key in chunks])
+    tokens = []
+    for part_logits, part_keys in zip(logits.split(rows), keys.split(rows), strict=True):
+        noise = log_exponential(part_keys, step, counters)
+        tokens.append((part_logits - noise).argmax(-1))
+    return torch.cat(tokens)

@@ -44,7 +44,7 @@ from rlhf_cli.ppo.forward_backward import (
 from rlhf_cli.ppo.optimizer import WeightAverage, build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.progress import says_if_slow, track_progress
-from rlhf_cli.rewards.function import FunctionReward, RewardSource
+from rlhf_cli.rewards.function import FunctionReward, RolloutReward
 
 LEARNING_RATES = {"policy": "lr", "value": "value/lr"}  # metric of each trained model
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ class PPOTrainer:
         policy: Any,
         ref: Any,
         value: Any,
-        rewards: dict[str, RewardSource],
+        rewards: dict[str, RolloutReward],
         engine: RolloutEngine,
         settings: PPOSettings,
         optimizer: torch.optim.Optimizer | None = None,
@@ -89,44 +89,68 @@ class PPOTrainer:
         assert bool(ptx) == bool(settings.ptx_coef), "pass ptx rows if and only if ptx_coef is set"
         assert (value is None) != settings.needs_value_model, "pass a value model if and only if the advantage needs it"
         settings = settings.model_copy(update={"bf16": devices.use_bf16(settings.bf16)})
-        for key in ("temperature", "bf16"):
-            sampled, read = getattr(engine, key, getattr(settings, key)), getattr(settings, key)
-            assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
-        self.trained_models: dict[str, Any] = {"policy": policy} | ({} if value is None else {"value": value})
-        for model in self.trained_models.values():
-            if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
-                model.requires_grad_(True)
-        self.policy, self.ref, self.value, self.ptx = policy, ref.requires_grad_(False), value, ptx
-        self._frozen_names = {name: lora.frozen_state_keys(model) for name, model in self.trained_models.items()}
-        self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
-        self.reward_weights, self.reward_clips = dict.fromkeys(rewards, 1.0) | (weights or {}), clips or {}
-        for model in (*self.trained_models.values(), ref):
-            forward.disable_dropout(model)
-        if settings.num_shared_layers:
-            sharding.share_layers(policy, ref, settings.num_shared_layers)
-        self.process_group, shards = process_group, settings.fsdp and process_group.world_size > 1
-        self.model_runner = ModelRunner(policy, ref, value, settings, process_group if shards else SINGLE_PROCESS)
-        if settings.bf16 and not (settings.num_shared_layers or (settings.fsdp and not settings.offload)):
-            lora.autocast_matrices(ref)  # not for FSDP, which shards weights of one dtype
-        if settings.offload:
-            if shards:
-                sharding.broadcast_weights(ref, CPU)
-            sharding.offload_to_cpu(ref)
-        self.parallel, backbones = ReplicatedModels(process_group), self.model_runner.trained_backbones
-        if shards:
-            frozen, hybrid = [] if settings.offload else [ref], settings.fsdp == "hybrid"
-            self.parallel = ShardedModels(process_group, backbones, frozen, hybrid=hybrid)
-        if self.model_runner.has_value_head:
-            if shards:
-                sharding.broadcast_weights(value, policy.device)
-            value.to(policy.device)  # to which sharding has moved the policy
-        for model in backbones if settings.gradient_checkpointing else ():
-            forward.enable_gradient_checkpointing(model)
+        _check_engine_settings(engine, settings)
+
+        self.settings = settings
+        self.seed = seed
+        self.process_group = process_group
+        self.policy = policy
+        self.ref = ref.requires_grad_(False)
+        self.value = value
+        self.engine = engine
+        self.rewards = rewards
+        self.reward_weights = dict.fromkeys(rewards, 1.0) | (weights or {})
+        self.reward_clips = clips or {}
+        self.ptx = ptx
+
+        self.trained_models: dict[str, Any] = {"policy": policy}
+        if value is not None:
+            self.trained_models["value"] = value
+        self._frozen_names: dict[str, set[str]] = {}
+        for name, model in self.trained_models.items():
+            _train_something(model)
+            self._frozen_names[name] = lora.frozen_state_keys(model)
+        self.parallel: ReplicatedModels | ShardedModels = ReplicatedModels(process_group)
+        self._place_models()
+
         self.optimizer = optimizer or build_optimizer(self.trained_models, settings)
         self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
         self.average = WeightAverage(policy, settings.average) if settings.average else None
-        self._other_states = ["optimizer", "scheduler", *(["average"] if self.average else [])]
-        self.updates, self.kl_coef, self.score_moments = 0, settings.kl_coef, RunningMeanStd()
+        self.updates = 0
+        self.kl_coef = settings.kl_coef
+        self.score_moments = RunningMeanStd()
+
+    def _place_models(self) -> None:
+        """Prepare the models to run: dropout, shared layers, packing, dtypes, shards, devices, checkpointing."""
+        settings = self.settings
+        shards = bool(settings.fsdp) and self.process_group.world_size > 1
+        for model in (*self.trained_models.values(), self.ref):
+            forward.disable_dropout(model)
+        if settings.num_shared_layers:
+            sharding.share_layers(self.policy, self.ref, settings.num_shared_layers)
+        loading = self.process_group if shards else SINGLE_PROCESS
+        self.model_runner = ModelRunner(self.policy, self.ref, self.value, settings, loading)
+        backbones = self.model_runner.trained_backbones
+
+        fsdp_shards_ref = settings.fsdp and not settings.offload  # it shards weights of one dtype
+        if settings.bf16 and not settings.num_shared_layers and not fsdp_shards_ref:
+            lora.autocast_matrices(self.ref)
+        if settings.offload:
+            if shards:
+                sharding.broadcast_weights(self.ref, CPU)
+            sharding.offload_to_cpu(self.ref)
+
+        if shards:
+            frozen = [] if settings.offload else [self.ref]
+            self.parallel = ShardedModels(self.process_group, backbones, frozen, hybrid=settings.fsdp == "hybrid")
+        if self.model_runner.has_value_head:
+            if shards:
+                sharding.broadcast_weights(self.value, self.policy.device)
+            self.value.to(self.policy.device)  # to which sharding has moved the policy
+
+        if settings.gradient_checkpointing:
+            for model in backbones:
+                forward.enable_gradient_checkpointing(model)
 
     def step(self, prompts: Prompts) -> Stats:
         """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
@@ -137,9 +161,13 @@ class PPOTrainer:
         score_end = self._synchronized_time()
         stats = self.update(self.experience)
         end = self._synchronized_time()
-        times = {"rollout": generate_end - start, "judge": score_end - generate_end, "update": end - score_end}
-        stats |= {f"time/{phase}_s": seconds for phase, seconds in times.items()}
-        return stats | {"tokens_per_s": stats["tokens/real"] / (end - start)}
+        return {
+            **stats,
+            "time/rollout_s": generate_end - start,
+            "time/judge_s": score_end - generate_end,
+            "time/update_s": end - score_end,
+            "tokens_per_s": stats["tokens/real"] / (end - start),
+        }
 
     def _synchronized_time(self) -> float:
         """Return a clock's seconds once the accelerator's queued work is done."""
@@ -157,8 +185,9 @@ class PPOTrainer:
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
-        seeded = replace(prompts, seeds=seeds, response_length=self.response_limit)
+        seeds = [derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts))]
+        seeded = replace(prompts, seeds=tuple(seeds), response_length=self.response_limit)
+
         if engine is not None:
             return replace(self._generate(seeded, engine), logprobs=None)
         if not self.engine_has_weights:
@@ -169,11 +198,19 @@ class PPOTrainer:
         return rollout
 
     def _generate(self, seeded: Prompts, engine: RolloutEngine) -> Rollout:
-        if self.process_group.world_size == 1 or not engine.deterministic:  # one process talks to a server
-            return replace(self.process_group.run_on_main(lambda: engine.generate(seeded)), records=seeded.records)
-        with self.parallel.gathered_model(getattr(engine, "model", self.policy)):
-            parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
-        return replace(Rollout.concat(parts), records=seeded.records)
+        """Return the engine's responses to all prompts, on all ranks."""
+
+        def generate_part(part: slice) -> Rollout:
+            return engine.generate(seeded.rows(part)).to(CPU)
+
+        group = self.process_group
+        if group.world_size == 1 or not engine.deterministic:  # one process talks to a server
+            rollout = group.run_on_main(lambda: engine.generate(seeded))
+        else:
+            model = getattr(engine, "model", self.policy)
+            with self.parallel.gathered_model(model):
+                rollout = Rollout.concat(group.map_rows(len(seeded), generate_part))
+        return replace(rollout, records=seeded.records)
 
     @property
     def response_limit(self) -> int:
@@ -181,7 +218,8 @@ class PPOTrainer:
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
-        return length.min + derive_seed(self.seed, "length", self.updates) % (length.max - length.min + 1)
+        num_lengths = length.max - length.min + 1
+        return length.min + derive_seed(self.seed, "length", self.updates) % num_lengths
 
     # Make experience
 
@@ -194,50 +232,80 @@ class PPOTrainer:
         rollout was drawn from other weights; ValueError if rollout_correction lacks the engine's log-probs.
         """
         rollout = rollout.to(self.policy.device)
-        settings, mask = self.settings, rollout.response_mask
+        settings = self.settings
         minibatches = self._make_minibatches(rollout, epoch=0)
         with self.ref_on_device():
             outputs = self._forward(rollout, minibatches)
         monitor.check_finite(outputs, self.updates + 1)
         score_result = self._compute_scores(rollout, scores)
-        penalty = self.kl_coef * outputs["kl"] if settings.kl_in == "reward" else torch.zeros_like(outputs["kl"])
-        token_rewards = losses.compute_token_rewards(score_result.final, penalty, mask)
-        if settings.whiten_rewards:
-            token_rewards = losses.masked_whiten(token_rewards, mask, shift_mean=False)
+
+        token_rewards = self._token_rewards(rollout, score_result, outputs["kl"])
         advantages, returns = estimate_advantages(rollout, token_rewards, outputs.get("values"), settings)
-        tensors: dict[str, Any] = {**outputs, "rewards": token_rewards, "advantages": advantages, "returns": returns}
-        experience = Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
+        experience = Experience(
+            rollout,
+            minibatches,
+            packed=self.model_runner.packed,
+            score_result=score_result,
+            kl_coef=self.kl_coef,
+            logprobs=outputs["logprobs"],
+            ref_logprobs=outputs["ref_logprobs"],
+            kl=outputs["kl"],
+            rewards=token_rewards,
+            advantages=advantages,
+            values=outputs.get("values"),
+            returns=returns,
+        )
         find_cause = partial(self._gap_cause, experience)
         monitor.check_engine(experience, settings.max_logprob_gap, self.updates + 1, find_cause)
         return experience.corrected(settings.rollout_correction)
 
+    def _token_rewards(self, rollout: Rollout, scores: ScoreResult, kl: Tensor) -> Tensor:
+        """Return the rewards (B, R): the score at the last token, less the KL penalty with kl_in reward."""
+        mask = rollout.response_mask
+        penalty = self.kl_coef * kl if self.settings.kl_in == "reward" else torch.zeros_like(kl)
+        rewards = losses.compute_token_rewards(scores.final, penalty, mask)
+        if self.settings.whiten_rewards:
+            rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
+        return rewards
+
     def _gap_cause(self, experience: Experience) -> tuple[str, str]:
         """Return why the engine's log-probs differ from the policy's, and a hint: by a row that both compute alone."""
-        rollout, engine = experience.rollout, self.engine
+        rollout = experience.rollout
+        engine = self.engine
         drawn = rollout.logprobs
         assert drawn is not None
-        row = int(torch.where(rollout.response_mask, experience.logprobs - drawn, 0).abs().sum(1).argmax())
+        limit = self.settings.max_logprob_gap
+        gaps = torch.where(rollout.response_mask, experience.logprobs - drawn, 0).abs()
+        row = int(gaps.sum(1).argmax())
         one = rollout.rows(slice(row, row + 1))
 
-        def alone_gap(row_alone: Rollout, logprobs: Tensor) -> float:
-            mask = row_alone.response_mask
-            with self.ref_on_device():
-                outputs = self._forward(row_alone, ((torch.zeros(1, dtype=torch.int64, device=mask.device),),))
-            return float((outputs["logprobs"] - logprobs)[mask].abs().mean())
-
-        if (gap := alone_gap(one, experience.logprobs[row : row + 1])) > self.settings.max_logprob_gap:
+        gap = self._gap_alone(one, experience.logprobs[row : row + 1])
+        if gap > limit:
             cause = f"the policy's passes over a batch differ by {gap:.2g} nats a token from those of row {row} alone"
             return cause, "set ppo.packing: false, or ppo.per_device_train_batch_size: 1"
         if isinstance(engine, HFEngine):
-            seeds = (derive_seed(self.seed, "sample", self.updates, row),)
-            prompt = Prompts(one.ids[:, : one.prompt_width], one.mask[:, : one.prompt_width], seeds, drawn.shape[1])
+            prompt = Prompts(
+                one.ids[:, : one.prompt_width],
+                one.mask[:, : one.prompt_width],
+                seeds=(derive_seed(self.seed, "sample", self.updates, row),),
+                response_length=drawn.shape[1],
+            )
             with self.parallel.gathered_model(engine.model):
                 again = engine.generate(prompt).to(one.ids.device)
             assert again.logprobs is not None
-            if alone_gap(again, again.logprobs) <= self.settings.max_logprob_gap:
+            if self._gap_alone(again, again.logprobs) <= limit:
                 cause = f"what the engine draws depends on the padding beside a row; row {row} drawn alone is right"
                 return cause, "set ppo.local_rollout_forward_batch_size: 1"
         return "it draws from other weights", "check that the engine gets the last weights"
+
+    def _gap_alone(self, row: Rollout, logprobs: Tensor) -> float:
+        """Return the mean difference, in nats a token, of `logprobs` (1, R) from those of a rollout of one row."""
+        only_row = torch.zeros(1, dtype=torch.int64, device=row.ids.device)
+        minibatch = (only_row,)
+        with self.ref_on_device():
+            outputs = self._forward(row, (minibatch,))
+        gaps = (outputs["logprobs"] - logprobs)[row.response_mask]
+        return float(gaps.abs().mean())
 
     def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
         """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
@@ -245,10 +313,13 @@ class PPOTrainer:
         if given is None:
             results = {name: self._call_source(name, rollout) for name in self.rewards}
         ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
-        raw = {name: as_row_scores(name, scores, rollout) for name, scores in results.items()}
+        raw = {name: as_row_scores(name, result, rollout) for name, result in results.items()}
         monitor.check_scores(raw, ensembles, self.rewards, self.updates + 1)
-        weights, clips = self.reward_weights, self.reward_clips
-        summed = weighted_sum(raw, weights, clips, rollout.records) if given is None else raw["given"]
+
+        if given is None:
+            summed = weighted_sum(raw, self.reward_weights, self.reward_clips, rollout.records)
+        else:
+            summed = raw["given"]
         moments = self.score_moments + RunningMeanStd.of(summed)
         final = normalize_scores(summed, moments, self.settings)
         if given is None:
@@ -256,24 +327,32 @@ class PPOTrainer:
         return ScoreResult(raw, ensembles, summed, moments, final)
 
     def _call_source(self, name: str, rollout: Rollout) -> Any:
+        """Return a source's scores; a function that takes long is named on the terminal."""
         source = self.rewards[name]
-        watched = says_if_slow(f"ppo      reward `{name}`") if isinstance(source, FunctionReward) else nullcontext()
-        with watched:
+        if not isinstance(source, FunctionReward):
+            return call_source(source, rollout, self.process_group)
+        with says_if_slow(f"ppo      reward `{name}`"):
             return call_source(source, rollout, self.process_group)
 
     def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[MinibatchRows, ...]:
         """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatches", self.updates, epoch))
+        seed = derive_seed(self.seed, "minibatches", self.updates, epoch)
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rollout), generator=generator).to(rollout.ids.device)
-        parts = order.tensor_split(min(self.settings.num_mini_batches, len(order)))
-        return tuple(self._split_minibatch(rollout, rows) for rows in parts)
+        num_minibatches = min(self.settings.num_mini_batches, len(order))
+        minibatches = order.tensor_split(num_minibatches)
+        return tuple(self._split_minibatch(rollout, rows) for rows in minibatches)
 
     def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> MinibatchRows:
-        max_tokens = max_micro_batch_tokens(self.settings, on_cpu=self.policy.device.type == "cpu")
-        max_rows, packed = self.settings.per_device_train_batch_size, self.model_runner.packed
-        return tuple(
-            split_into_micro_batches(rollout.lengths, rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
+        """Split the rows of a minibatch into micro-batches of rows of similar length."""
+        micro_batches = split_into_micro_batches(
+            rollout.lengths,
+            rows,
+            max_rows=self.settings.per_device_train_batch_size,
+            max_tokens=max_micro_batch_tokens(self.settings, on_cpu=self.policy.device.type == "cpu"),
+            packed=self.model_runner.packed,
         )
+        return tuple(micro_batches)
 
     def ref_on_device(self) -> AbstractContextManager[None]:
         """Context manager that moves an offloaded reference to the policy's device."""
@@ -283,12 +362,13 @@ class PPOTrainer:
         """Return the models' outputs, (B, R) each and 0 outside the response mask, by the update's micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in self.model_runner.outputs}
+        micro_batches = list(chain.from_iterable(minibatches))
         with (
             self.parallel.minibatch_context(),
             self.model_runner.scoring_context(),
             forward.float32_logits(self.policy, self.ref),
         ):
-            assigned = self.parallel.micro_batches_of_rank(list(chain.from_iterable(minibatches)))
+            assigned = self.parallel.micro_batches_of_rank(micro_batches)
             for rows, is_real in track_progress("log-probs: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
                 for name, values in self.model_runner.forward(micro_batch).items():
@@ -310,40 +390,59 @@ class PPOTrainer:
             text = f"num_samples_per_prompt {settings.num_samples_per_prompt} adjacent responses to each prompt"
             raise ValueError(f"advantage {settings.advantage} needs {text}")
         learning_rates = {LEARNING_RATES[name]: self._learning_rate(name) for name in self.trained_models}
-        step_stats: list[Stats] = []
+        policy_was_trained = self._trains_policy
+
+        step_stats, num_epochs = self._train_epochs(experience)
+        self._check_weights()
+        self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
+        self.scheduler.step()
+        self.updates += 1
+        if self.average:
+            self.average.update()
+
+        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
+        self.score_moments = experience.score_result.moments
+        if settings.adap_kl_ctrl and policy_was_trained:  # otherwise the KL does not depend on the coefficient
+            self.kl_coef = losses.adapt_kl_coef(
+                self.kl_coef,
+                stats["objective/kl"],
+                target=settings.target,
+                episodes=len(experience.rollout),
+                horizon=settings.horizon,
+            )
+        return {
+            "episode": self.updates * len(experience.rollout),
+            "policy/epochs": num_epochs,
+            **stats,
+            **learning_rates,
+        }
+
+    def _train_epochs(self, experience: Experience) -> tuple[list[Stats], int]:
+        """Train until the last epoch or early_stopping; return the metrics of each step, and the number of epochs."""
+        settings = self.settings
+        steps: list[Stats] = []
         self.engine_has_weights = False
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
             for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 minibatches = self._make_minibatches(experience.rollout, epoch) if epoch else experience.minibatches
                 for minibatch in track_progress("minibatch", minibatches):
-                    step_stats.append(self._train_minibatch(experience, minibatch, epoch))
-                if settings.early_stopping and step_stats[-1]["policy/policykl"] > 1.5 * settings.target_kl:
+                    steps.append(self._train_minibatch(experience, minibatch, epoch))
+                if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
-        weight_norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained_models.items()}
-        monitor.check_finite(
-            {f"a weight of the {name} model": norm for name, norm in weight_norms.items()}, self.updates + 1
-        )
-        self.parallel.check_replicas(weight_norms)
-        self.optimizer.zero_grad(set_to_none=True)  # the memory of the gradients is for the next rollout
-        policy_was_trained = self._trains_policy  # otherwise the KL does not depend on the coefficient
-        self.scheduler.step()
-        self.updates += 1
-        if self.average:
-            self.average.update()
-        stats = experience.metrics(kl_in_reward=settings.kl_in == "reward") | mean_over_steps(step_stats)
-        self.score_moments = experience.score_result.moments
-        if settings.adap_kl_ctrl and policy_was_trained:
-            self.kl_coef = losses.adapt_kl_coef(
-                self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
-                horizon=settings.horizon,
-            )  # fmt: skip
-        counts = {"episode": self.updates * len(experience.rollout), "policy/epochs": epoch + 1}
-        return {**counts, **stats, **learning_rates}
+        return steps, epoch + 1
+
+    def _check_weights(self) -> None:
+        """Raise RLHFError R01 for a weight that is not finite, and if the ranks' weights differ."""
+        norms = {name: self.parallel.trainable_norm(model) for name, model in self.trained_models.items()}
+        named = {f"a weight of the {name} model": norm for name, norm in norms.items()}
+        monitor.check_finite(named, self.updates + 1)
+        self.parallel.check_replicas(norms)
 
     def _learning_rate(self, name: str) -> float:
         """Return the learning rate of a model's parameter groups, or the first group's if none has its name."""
         groups = self.optimizer.param_groups
-        return float(next((group for group in groups if group.get("name", "").startswith(name)), groups[0])["lr"])
+        named = [group for group in groups if group.get("name", "").startswith(name)]
+        return float((named or groups)[0]["lr"])
 
     def _train_minibatch(self, experience: Experience, minibatch: MinibatchRows, epoch: int = 0) -> Stats:
         """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
@@ -358,37 +457,55 @@ class PPOTrainer:
             results = []
             for rows, is_real in track_progress("micro-batch", self.parallel.micro_batches_of_rank(minibatch)):
                 micro_batch = experience.rollout.micro_batch(rows)
-                targets, scale = experience.token_batch(micro_batch), is_real / num_tokens
                 result = self.model_runner.backward(
-                    targets, micro_batch, experience.kl_coef, scale, train_policy=self._trains_policy
+                    experience.token_batch(micro_batch),
+                    micro_batch,
+                    experience.kl_coef,
+                    scale=is_real / num_tokens,
+                    train_policy=self._trains_policy,
                 )
-                results += [result] if is_real else []
+                if is_real:
+                    results.append(result)
             ptx = self._backward_ptx(minibatch, epoch)
+
         rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
-        sums = sum_metrics([rank.token_sums for rank in rank_stats])
-        stats = {name: total / num_tokens for name, total in sums.items()} | sum_metrics(
-            [rank.ptx for rank in rank_stats]
-        )
+        token_sums = sum_metrics([rank.token_sums for rank in rank_stats])
+        stats = {name: total / num_tokens for name, total in token_sums.items()}
+        stats |= sum_metrics([rank.ptx for rank in rank_stats])
+
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
             stats |= self._optimizer_step(rank_stats)
-        return stats | {"ratio_error": max(rank.max_ratio_error for rank in rank_stats), "skipped": float(skipped)}
+        return {
+            **stats,
+            "ratio_error": max(rank.max_ratio_error for rank in rank_stats),
+            "skipped": float(skipped),
+        }
 
     @property
     def _trains_policy(self) -> bool:
+        """False in the first updates with value_only_updates."""
         return self.updates >= self.settings.value_only_updates
 
     def _backward_ptx(self, minibatch: MinibatchRows, epoch: int) -> Stats:
         """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
         if not self.ptx or not self._trains_policy:
             return {}
-        draws = [derive_seed(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
-        sampled = [self.ptx[draw % len(self.ptx)] for draw in draws]
-        ptx_rows = Rollout.from_lists(*zip(*sampled, strict=True)).to(self.policy.device)
-        num_tokens, loss = int(ptx_rows.response_mask.sum()), 0.0
-        parts = self._split_minibatch(ptx_rows, torch.arange(len(ptx_rows), device=ptx_rows.ids.device))
-        for rows, is_real in self.parallel.micro_batches_of_rank(parts):
+        prompts = []
+        completions = []
+        for episode in torch.cat(minibatch).tolist():
+            draw = derive_seed(self.seed, "ptx", self.updates, epoch, episode)
+            prompt, completion = self.ptx[draw % len(self.ptx)]
+            prompts.append(prompt)
+            completions.append(completion)
+
+        ptx_rows = Rollout.from_lists(prompts, completions).to(self.policy.device)
+        num_tokens = int(ptx_rows.response_mask.sum())
+        all_rows = torch.arange(len(ptx_rows), device=ptx_rows.ids.device)
+        micro_batches = self._split_minibatch(ptx_rows, all_rows)
+        loss = 0.0
+        for rows, is_real in self.parallel.micro_batches_of_rank(micro_batches):
             loss += self.model_runner.backward_ptx(ptx_rows.micro_batch(rows), is_real / num_tokens)
         return {"loss/ptx_avg": loss}
 
@@ -397,11 +514,13 @@ class PPOTrainer:
         for rank in rank_stats:
             if rank.error:
                 raise rank.error
+
         gradient_norms = {}
         for name, model in self.trained_models.items():
             self.parallel.all_reduce_gradients(model)
             gradient_norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
-        monitor.check_finite({f"{name} gradient": norm for name, norm in gradient_norms.items()}, self.updates + 1)
+        named = {f"{name} gradient": norm for name, norm in gradient_norms.items()}
+        monitor.check_finite(named, self.updates + 1)
         self.optimizer.step()
         return {f"{name}/grad_norm": float(norm) for name, norm in gradient_norms.items()}
 
@@ -419,21 +538,51 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next step depends on, except frozen weights and settings."""
-        states = {name: getattr(self, name).state_dict() for name in (*self.trained_models, *self._other_states)}
+        states = {name: part.state_dict() for name, part in self._stateful_parts().items()}
         for name, frozen in self._frozen_names.items():
             states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
-        numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
-        return {**numbers, "moments": asdict(self.score_moments), **states}
+        return {
+            "updates": self.updates,
+            "seed": self.seed,
+            "kl_coef": self.kl_coef,
+            "moments": asdict(self.score_moments),
+            **states,
+        }
+
+    def _stateful_parts(self) -> dict[str, Any]:
+        """Return the objects with a state by their names in checkpoints."""
+        parts = {**self.trained_models, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        if self.average:
+            parts["average"] = self.average
+        return parts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`. Raises ValueError if the state's seed differs."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
-        for name in self._other_states:
-            getattr(self, name).load_state_dict(state[name])
+        for name, part in self._stateful_parts().items():
+            if name not in self.trained_models:
+                part.load_state_dict(state[name])
         for name, frozen in self._frozen_names.items():
-            missing, unexpected = getattr(self, name).load_state_dict(state[name], strict=False)
-            if wrong := unexpected or sorted(set(missing) - frozen):
+            missing, unexpected = self.trained_models[name].load_state_dict(state[name], strict=False)
+            wrong = unexpected or sorted(set(missing) - frozen)
+            if wrong:
                 raise ValueError(f"the state does not fit the {name} model: {wrong[0]}")
-        self.updates, self.kl_coef, self.engine_has_weights = state["updates"], state["kl_coef"], False
+        self.updates = state["updates"]
+        self.kl_coef = state["kl_coef"]
         self.score_moments = RunningMeanStd(**state["moments"])
+        self.engine_has_weights = False
+
+
+def _check_engine_settings(engine: RolloutEngine, settings: PPOSettings) -> None:
+    """Check that log-probs are computed as the engine samples, for the settings that an engine has."""
+    for key in ("temperature", "bf16"):
+        read = getattr(settings, key)
+        sampled = getattr(engine, key, read)
+        assert sampled == read, f"the engine samples with {key} {sampled}, log-probs are computed with {read}"
+
+
+def _train_something(model: Any) -> None:
+    """Train all parameters of a model, if none requires a gradient, e.g. of a copy of a frozen model."""
+    if not any(weight.requires_grad for weight in model.parameters()):
+        model.requires_grad_(True)

@@ -25,8 +25,19 @@ NOISE_FACTOR = 4.0  # a gap of so many times that of the reference's weights is 
 MIN_GAP_LIMIT = 1e-4  # nats: two float32 implementations agree to 1e-5
 MAX_STANDARD_ERRORS = 5.0
 MAX_ATTEMPTS = 5  # of what a server does that is lost in between
-HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+HEALTH_INTERVAL_S = 2.0
+HEALTH_TIMEOUT_S = 10.0
 HTTP_NOT_FOUND = 404
+PLAIN_SAMPLING = {  # what a server may do besides temperature, switched off
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "skip_special_tokens": False,
+}
 T = TypeVar("T")
 
 
@@ -35,7 +46,7 @@ class ServerLostError(Exception):
 
 
 @dataclass
-class VLLMServer:
+class VLLMClient:
     """The requests to a vLLM server (0.28 or newer). Raises ServerLostError, and RLHFError R20 for a wrong answer."""
 
     url: str
@@ -53,8 +64,11 @@ class VLLMServer:
 
         async def send() -> list[bytes]:
             async with self.client.connections() as connections:
-                data = [None if body is None else json.dumps(body).encode() for body in bodies]
-                return await asyncio.gather(*[self.client.request(connections, self.url + path, each) for each in data])
+                requests = []
+                for body in bodies:
+                    data = None if body is None else json.dumps(body).encode()
+                    requests.append(self.client.request(connections, self.url + path, data))
+                return await asyncio.gather(*requests)
 
         try:
             answers = asyncio.run(send())
@@ -68,7 +82,8 @@ class VLLMServer:
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. Raises RLHFError R20 after `seconds`."""
-        patient, end = self.client, time.monotonic() + seconds
+        patient = self.client
+        end = time.monotonic() + seconds
         try:
             self.client = HTTPClient(HEALTH_TIMEOUT_S, 0)
             while True:
@@ -90,19 +105,15 @@ class VLLMServer:
             raise self.error("/v1/models names no model: is it a vLLM server?")
         self.served = base["id"]
         self.loaded = [model["id"] for model in models if model.get("parent")]
-        if (limit := base.get("max_model_len") or needed_tokens) < needed_tokens:
+        limit = base.get("max_model_len") or needed_tokens
+        if limit < needed_tokens:
             text = f"serves rows of {limit} tokens; prompt and response have up to {needed_tokens}"
             raise self.error(text, hint=f"start it with --max-model-len {needed_tokens}")
 
     def load(self, version: str, folder: Path) -> str:
         """Make the server use the weights in `folder`; return the name of the model that has them."""
-        if self.sync == "lora":  # a new name each time: the prefix cache is keyed by name
-            if version not in self.loaded:
-                self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
-                self.loaded.append(version)
-            while len(ours := [name for name in self.loaded if _run_of(name) == _run_of(version)]) > 2:
-                self.call("/v1/unload_lora_adapter", {"lora_name": ours[0]})
-                self.loaded.remove(ours[0])
+        if self.sync == "lora":
+            self._load_adapter(version, folder)
             return version
         self.call("/pause?mode=wait", {})
         try:
@@ -114,24 +125,35 @@ class VLLMServer:
         self.require_version(version)
         return self.served
 
+    def _load_adapter(self, version: str, folder: Path) -> None:
+        """Load an adapter, under a new name each time: the prefix cache is keyed by name. Unload all but two."""
+        if version not in self.loaded:
+            self.call("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(folder)})
+            self.loaded.append(version)
+        ours = [name for name in self.loaded if _run_of(name) == _run_of(version)]
+        for name in ours[:-2]:
+            self.call("/v1/unload_lora_adapter", {"lora_name": name})
+            self.loaded.remove(name)
+
     def require_version(self, version: str) -> None:
         """Raise ServerLostError if the server has other whole weights."""
-        if self.sync == "disk" and (found := self.call("/weight_info").get("weight_version")) != version:
+        if self.sync != "disk":
+            return
+        found = self.call("/weight_info").get("weight_version")
+        if found != version:
             raise ServerLostError(f"/weight_info answered version {found!r}, not {version!r}")
 
     def complete(self, name: str, rows: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the choice of each row of ids, which the server continues by its `options`."""
-        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-        off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False}
-        bodies = [
-            {"model": name, "prompt": ids, "return_token_ids": True, "logprobs": 0, **off, **option}
-            for ids, option in zip(rows, options, strict=True)
-        ]
-        answers = self.call_all("/v1/completions", bodies)
-        choices = [(answer.get("choices") or [{}])[0] for answer in answers]
-        for ids, answer, choice in zip(rows, answers, choices, strict=True):
-            if (read := choice.get("prompt_token_ids") or answer.get("prompt_token_ids")) != ids:
+        shared = {"model": name, "return_token_ids": True, "logprobs": 0, **PLAIN_SAMPLING}
+        bodies = [{**shared, "prompt": ids, **option} for ids, option in zip(rows, options, strict=True)]
+        choices = []
+        for ids, answer in zip(rows, self.call_all("/v1/completions", bodies), strict=True):
+            choice = (answer.get("choices") or [{}])[0]
+            read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+            if read != ids:
                 raise self.error(f"read other tokens than the prompt's: {str(read)[:80]}")
+            choices.append(choice)
         return choices
 
     def error(self, text: str, hint: str = "the same command resumes; docs/engines.md has its options") -> RLHFError:
@@ -140,6 +162,7 @@ class VLLMServer:
 
 
 def _read_json(answer: bytes) -> dict[str, Any]:
+    """Return a JSON object; {} for anything else."""
     try:
         value = json.loads(answer)
     except ValueError:
@@ -148,6 +171,7 @@ def _read_json(answer: bytes) -> dict[str, Any]:
 
 
 def _run_of(version: str) -> str:
+    """Return what the versions of one run have in common."""
     return version.rpartition("-update-")[0]
 
 
@@ -157,6 +181,15 @@ class Drawn:
 
     tokens: list[int]
     logprobs: Tensor  # (n,) float32: by the trainer
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probs of a response's tokens, and what they are on average over the draws of each, (n,) float32."""
+
+    logprobs: Tensor
+    entropy: Tensor  # mean of -log p
+    variance: Tensor  # of log p
 
 
 @dataclass
@@ -169,7 +202,7 @@ class VLLMEngine:
     rollout is repeated with the same seeds.
     """
 
-    server: VLLMServer
+    server: VLLMClient
     ref: Any
     write: Callable[[str, int], tuple[str, Path]]  # ("policy" or "reference", update) -> version, folder of weights
     probe: Prompts
@@ -206,7 +239,9 @@ class VLLMEngine:
         """Write the policy's weights, make the server load them, and check that it has them."""
         if not distributed.is_main_process():  # it alone draws
             return
-        self.policy, self.update, self.served = policy, update, ""
+        self.policy = policy
+        self.update = update
+        self.served = ""
         if self.noise is None:
             self._retry(self._start)
         self.weights = self.write("policy", update)
@@ -216,11 +251,13 @@ class VLLMEngine:
         """Do nothing: the server has its own memory."""
 
     def _retry(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns. If the server is lost, wait for it and repeat. Raises RLHFError R20."""
         for _ in range(MAX_ATTEMPTS):
             try:
                 return action()
             except ServerLostError as error:
-                self.served, problem = "", str(error)
+                problem = str(error)
+                self.served = ""
                 self.report(f"the server {problem}; ppo waits up to {self.max_wait:.0f} s, and sends the weights again")
                 self.server.wait(self.max_wait)
                 self.server.read_models(self.longest_row)
@@ -228,9 +265,12 @@ class VLLMEngine:
 
     def _start(self) -> None:
         """Measure how far the server's log-probs are from the trainer's for the weights of the reference."""
-        weights = self.write("reference", 0) if self.server.sync == "disk" else None  # the server may start from them
+        weights = None
+        if self.server.sync == "disk":
+            weights = self.write("reference", 0)  # the server may start from them
         self.server.wait(self.max_wait)
         self.server.read_models(self.longest_row)
+
         name = self.server.load(*weights) if weights else self.server.served
         self.noise = self._check(name, self.ref, self.max_gap)
 
@@ -238,7 +278,8 @@ class VLLMEngine:
         """Load `weights` and check them."""
         assert self.noise is not None
         served = self.server.load(*self.weights)
-        self._check(served, self.policy, min(self.max_gap, max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)))
+        limit = max(MIN_GAP_LIMIT, NOISE_FACTOR * self.noise)
+        self._check(served, self.policy, min(self.max_gap, limit))
         self.served = served
 
     def _check(self, name: str, model: Any, limit: float) -> float:
@@ -248,20 +289,26 @@ class VLLMEngine:
         """
         rollout = self._draw(name, self.probe)
         assert rollout.logprobs is not None
-        theirs = [row[:length] for row, length in zip(rollout.logprobs, rollout.response_lengths.tolist(), strict=True)]
+        lengths = rollout.response_lengths.tolist()
+        theirs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
         on_device = rollout.to(model.device)
         ours = [self._logprobs(model, on_device, row) for row in range(len(rollout))]
-        drawn = [Drawn(rollout.response_tokens(row), ours[row][0]) for row in range(len(rollout))]
-        logprobs, entropy, variance = (torch.cat(each) for each in zip(*ours, strict=True))
+        drawn = [Drawn(rollout.response_tokens(row), each.logprobs) for row, each in enumerate(ours)]
         if self.before and _has_old_weights(theirs, drawn, self.before):
             raise self._error("still has the weights of the sync before: those of the last update did not arrive")
+
+        logprobs = torch.cat([each.logprobs for each in ours])
+        entropy = torch.cat([each.entropy for each in ours])
+        variance = torch.cat([each.variance for each in ours])
         gap = float((torch.cat(theirs) - logprobs).abs().mean())
         if not gap <= limit:
             what = "models.sft" if self.noise is None else "the policy, or only a part of them"
             causes = "old head, old prefix cache, other adapter, penalty, or no --logprobs-mode processed_logprobs"
             difference = f"its log-probs differ by {gap:.3g} nats a token, more than {limit:.3g}"
             raise self._error(f"does not draw from the weights of {what}: {difference} ({causes})")
-        errors = float((-logprobs - entropy).sum()) / math.sqrt(float(variance.sum()) or 1.0)
+
+        surprise = float((-logprobs - entropy).sum())
+        errors = surprise / math.sqrt(float(variance.sum()) or 1.0)
         if abs(errors) > MAX_STANDARD_ERRORS:
             difference = f"-log p of its draws is {errors:+.1f} standard errors from the entropy"
             raise self._error(f"draws from another distribution: {difference} (a filter such as top_k, a temperature)")
@@ -269,40 +316,67 @@ class VLLMEngine:
         return gap
 
     def _error(self, text: str) -> RLHFError:
+        """Return RLHFError R19."""
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-prob, entropy and variance of the log-prob at a row's response tokens, (n,) each, on the CPU."""
-        micro_batch = rollout.micro_batch(torch.tensor([row], device=rollout.ids.device))
+    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> "RowLogprobs":
+        """Return the log-probs of a row's response tokens by `model`, on the CPU."""
+        rows = torch.tensor([row], device=rollout.ids.device)
+        micro_batch = rollout.micro_batch(rows)
         with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             logits = forward.response_logits(model, micro_batch)
         log_p = (logits.float() / self.temperature).log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        variance = (log_p.exp() * log_p.square()).sum(-1) - entropy.square()
-        return log_p.gather(1, micro_batch.response_ids[:, None])[:, 0].cpu(), entropy.cpu(), variance.cpu()
+        of_tokens = log_p.gather(1, micro_batch.response_ids[:, None])[:, 0]
+
+        p = log_p.exp()
+        entropy = -(p * log_p).sum(-1)
+        variance = (p * log_p.square()).sum(-1) - entropy.square()
+        return RowLogprobs(of_tokens.cpu(), entropy.cpu(), variance.cpu())
 
     def _draw(self, name: str, prompts: Prompts) -> Rollout:
         """Return the server's responses. Raises RLHFError R20 for an answer that cannot be one."""
-        stops = list(stop_ids(self.stop_token_id))
-        shared = {"temperature": self.temperature, "max_tokens": prompts.response_length, "stop_token_ids": stops}
-        rows = [ids[mask].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)]
+        prompt_ids = prompts.ids.cpu()
+        prompt_mask = prompts.mask.cpu()
+        rows = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        shared = {
+            "temperature": self.temperature,
+            "max_tokens": prompts.response_length,
+            "stop_token_ids": list(stop_ids(self.stop_token_id)),
+        }
         choices = self.server.complete(name, rows, [{**shared, "seed": seed} for seed in prompts.seeds])
-        drawn, values = zip(*(self._read(choice, prompts.response_length) for choice in choices), strict=True)
-        responses, response_mask = right_pad(drawn, self.pad_token_id)
+
+        tokens: list[list[int]] = []
+        values: list[float] = []
+        for choice in choices:
+            row_tokens, row_values = self._read(choice, prompts.response_length)
+            tokens.append(row_tokens)
+            values += row_values
+        responses, response_mask = right_pad(tokens, self.pad_token_id)
         logprobs = torch.zeros(response_mask.shape)
-        logprobs[response_mask] = torch.tensor([value for row in values for value in row])
-        ids, mask = torch.cat([prompts.ids.cpu(), responses], 1), torch.cat([prompts.mask.cpu(), response_mask], 1)
+        logprobs[response_mask] = torch.tensor(values)
         ended = (is_stop(responses, self.stop_token_id) & response_mask).any(1)
-        return Rollout(ids, mask, response_mask, ended, logprobs=logprobs)
+        return Rollout(
+            torch.cat([prompt_ids, responses], 1),
+            torch.cat([prompt_mask, response_mask], 1),
+            response_mask,
+            ended,
+            logprobs=logprobs,
+        )
 
     def _read(self, choice: Any, limit: int) -> tuple[list[int], list[float]]:
         """Return a choice's tokens, through its stop token, and their log-probs."""
-        ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(ids, list) or not isinstance(values, list) or len(ids) != len(values) or not ids:
-            raise self.server.error("gives no token ids with their log-probs (return_token_ids, logprobs)")
+        ids = choice.get("token_ids")
+        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        problem = "gives no token ids with their log-probs (return_token_ids, logprobs)"
+        if not isinstance(ids, list) or not isinstance(values, list):
+            raise self.server.error(problem)
+        if not ids or len(ids) != len(values):
+            raise self.server.error(problem)
+
         stopped = [token in stop_ids(self.stop_token_id) for token in ids]
-        if any(stopped[:-1]) or not (stopped[-1] or len(ids) == limit) or len(ids) > limit:
+        is_complete = stopped[-1] or len(ids) == limit
+        if any(stopped[:-1]) or not is_complete or len(ids) > limit:
             raise self.server.error(f"ended a response after {len(ids)} of {limit} tokens with token {ids[-1]}")
         if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
             raise self.server.error("gave a log-prob that is not finite")
@@ -315,17 +389,28 @@ def _has_old_weights(theirs: list[Tensor], now: list[Drawn], before: list[Drawn]
     By least squares on the way from the old log-probs (0) to the new ones (1), and its standard error: rounding hides
     small ways. A server with old weights draws all tokens again, because the probe has fixed seeds.
     """
-    ways, moves = [], []
+    ways = []
+    moves = []
     for row, new, old in zip(theirs, now, before, strict=True):
-        pairs = zip(new.tokens, old.tokens, strict=False)
-        same = next(
-            (at for at, (one, other) in enumerate(pairs) if one != other), min(len(new.tokens), len(old.tokens))
-        )
+        same = _num_equal(new.tokens, old.tokens)
         ways.append(new.logprobs[:same] - old.logprobs[:same])
         moves.append(row[:same] - old.logprobs[:same])
-    way, moved = torch.cat(ways), torch.cat(moves)
-    if not (length := float(way.square().sum())):
+
+    way = torch.cat(ways)
+    moved = torch.cat(moves)
+    length = float(way.square().sum())
+    if not length:
         return False
     at = float((moved * way).sum()) / length
     rest = float((moved - at * way).square().mean())
     return at + MAX_STANDARD_ERRORS * math.sqrt(rest / length) < 0.5
+
+
+def _num_equal(tokens: list[int], others: list[int]) -> int:
+    """Return how many tokens two lists have in common from the start."""
+    count = 0
+    for one, other in zip(tokens, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

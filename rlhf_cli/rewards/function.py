@@ -33,7 +33,7 @@ MODULE_OF_KIND = {"builtin": "builtin", "url": "http", "pipeline": "classifier"}
 FORM_ERRORS = (TypeError, AttributeError)  # raised by a function that reads another form
 
 
-class RewardSource(Protocol):
+class RolloutReward(Protocol):
     """Scores a rollout. A source that `may_skip_rows` has this attribute, True; a plain function has none."""
 
     def __call__(self, rollout: "Rollout") -> "Tensor | EnsembleScores":
@@ -41,7 +41,7 @@ class RewardSource(Protocol):
         ...
 
 
-def may_skip_rows(source: RewardSource | None) -> bool:
+def may_skip_rows(source: RolloutReward | None) -> bool:
     """Return True if a NaN of the source is no score, rather than an error."""
     return getattr(source, "may_skip_rows", False)
 

@@ -7,7 +7,7 @@ This is rejection-sampling fine-tuning: Touvron et al. 2023 (Llama 2), arXiv 230
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -19,55 +19,86 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import write_text
 from rlhf_cli.models import devices, load, row_trial
-from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.common import lifecycle, model_loading, scoring, training
-from rlhf_cli.stages.ppo.shared_models import SharedBaseModels, warn_pad_is_end_token
+from rlhf_cli.stages.common import held_out, lifecycle, model_loading, scoring, trainable_model, training_rows
+from rlhf_cli.stages.common.shared_base import SharedBaseModels, warn_pad_is_end_token
 
 FILE = "best_of.jsonl"  # in the stage's folder: one row a prompt, those of data.train before those of data.eval
-Answer = dict[str, Any]
+Answer = dict[str, Any]  # a row of FILE
 
 
 @dataclass(frozen=True)
 class BestRows:
     """Rows to train on and held-out ones, {input_ids, labels}, and the manifest's metrics of the training rows."""
 
-    rows: Any
+    rows: data.Rows[dict[str, list[int]]]
     eval_rows: list[dict[str, list[int]]]
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SourcePrompt:
+    """A prompt and its place in the data, which alone decides the seeds of its answers."""
+
+    split: str  # "train" or "eval"
+    row: int
+    prompt: data.Prompt
 
 
 def best_rows(config: SFTConfig, stage: lifecycle.StageRun) -> BestRows:
     """Return the best answers to the prompts of data.train and data.eval; sample them unless FILE has them all.
 
     An answer depends only on the seed, its row and its number, so that a run that is started again has the same ones.
-    Raises RLHFError as `training_setup.read_rows` and `load_sampler`, and R01 for a score that is not finite.
+    Raises RLHFError as `training_rows.read_train_and_eval` and `load_sampler`, and R01 for a score that is not finite.
     """
-    assert config.best_of
-    parent, process_group, path = stage.parents["model.path"], stage.process_group, config.folder / FILE
-    tokenizer = training.prepare_tokenizer(config, model_loading.load_tokenizer(config, stage.options, parent))
-    with process_group.main_process_first():
+    parent = stage.parents["model.path"]
+    tokenizer = model_loading.load_tokenizer(config, stage.options, parent)
+    tokenizer = trainable_model.prepare_tokenizer(config, tokenizer, parent_stage="")
+    with stage.process_group.main_process_first():
         model_config = load.read_config(parent.model, stage.options.trust_remote_code)
-        prompts, eval_prompts = training.read_rows(config, tokenizer, model_config)
-    numbered = [("train", *each) for each in enumerate(prompts)] + [("eval", *each) for each in enumerate(eval_prompts)]
-    answers = process_group.run_on_main(lambda: _read(path, len(numbered)))
-    if not answers:
-        sampler = load_sampler(config, stage, tokenizer, [*prompts, *eval_prompts])
-        answers = sampler.best_answers(numbered, process_group)
-        del sampler
-        devices.release_memory()  # before the model to train is loaded
-        text = "".join(jsonl.to_json(answer, allow_nan=False) + "\n" for answer in answers)
-        process_group.run_on_main(lambda: write_text(path, text))
-    rows, count = [_token_row(*each) for each in zip(numbered, answers, strict=True)], len(prompts)
-    metrics = summarize(answers[:count])
-    scores = f"mean score {metrics['best_of_mean_score']:.2f} -> {metrics['best_of_score']:.2f}"
-    ended = f"{metrics['best_of_ended']:.0%} of the best ones end"
-    terminal.say(f"sft      best of {config.best_of.n} answers to {count} prompts: {scores}; {ended}")
-    train_rows = training.add_labels(config, prompts.with_rows(rows[:count]))
-    eval_rows = training.add_labels(config, prompts.with_rows(rows[count:]))
+        prompts, eval_prompts = training_rows.read_train_and_eval(config, tokenizer, model_config)
+
+    sources = [SourcePrompt("train", row, prompt) for row, prompt in enumerate(prompts)]
+    sources += [SourcePrompt("eval", row, prompt) for row, prompt in enumerate(eval_prompts)]
+    answers = _read_or_sample(config, stage, tokenizer, sources)
+
+    metrics = summarize(answers[: len(prompts)])
+    _log_summary(config, metrics, len(prompts))
+    rows = [_token_row(source.prompt, answer) for source, answer in zip(sources, answers, strict=True)]
+    train_rows = training_rows.add_labels(config, prompts.with_rows(rows[: len(prompts)]))
+    eval_rows = training_rows.add_labels(config, prompts.with_rows(rows[len(prompts) :]))
     return BestRows(train_rows, list(eval_rows), metrics)
+
+
+def _read_or_sample(
+    config: SFTConfig, stage: lifecycle.StageRun, tokenizer: Any, sources: Sequence[SourcePrompt]
+) -> list[Answer]:
+    """Return the answers of an earlier start of this run, or sample them and write them to FILE."""
+    path = config.folder / FILE
+    process_group = stage.process_group
+    answers = process_group.run_on_main(lambda: _read(path, len(sources)))
+    if answers:
+        return answers
+
+    sampler = load_sampler(config, stage, tokenizer, [source.prompt for source in sources])
+    answers = sampler.best_answers(sources, process_group)
+    del sampler
+    devices.release_memory()  # before the model to train is loaded
+    lines = [jsonl.to_json(answer, allow_nan=False) + "\n" for answer in answers]
+    process_group.run_on_main(lambda: write_text(path, "".join(lines)))
+    return answers
+
+
+def _read(path: Path, count: int) -> list[Answer]:
+    """Return the answers of an earlier start of this run, [] unless there are `count`. Raises RLHFError D03, D04."""
+    if not path.exists():
+        return []
+    answers = [row for _, row in jsonl.read_jsonl(path)]
+    return answers if len(answers) == count else []
 
 
 def summarize(answers: Sequence[Answer]) -> dict[str, float]:
@@ -79,16 +110,21 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def _read(path: Any, count: int) -> list[Answer]:
-    """Return the answers of an earlier start of this run, [] unless there are `count`. Raises RLHFError D03, D04."""
-    answers = [row for _, row in jsonl.read_jsonl(path)] if path.exists() else []
-    return answers if len(answers) == count else []
+def _log_summary(config: SFTConfig, metrics: dict[str, float], num_prompts: int) -> None:
+    """Print how much better the best answers are."""
+    assert config.best_of
+    scores = f"mean score {metrics['best_of_mean_score']:.2f} -> {metrics['best_of_score']:.2f}"
+    ended = f"{metrics['best_of_ended']:.0%} of the best ones end"
+    terminal.say(f"sft      best of {config.best_of.n} answers to {num_prompts} prompts: {scores}; {ended}")
 
 
-def _token_row(numbered: tuple[str, int, data.Prompt], answer: Answer) -> dict[str, list[int]]:
+def _token_row(prompt: data.Prompt, answer: Answer) -> dict[str, list[int]]:
     """Return {input_ids, completion_mask} of the sampled tokens; an answer that did not end has no stop token."""
-    prompt, completion = numbered[2].ids, answer["completion_ids"]
-    return {"input_ids": prompt + completion, "completion_mask": [0] * len(prompt) + [1] * len(completion)}
+    completion = answer["completion_ids"]
+    return {
+        "input_ids": prompt.ids + completion,
+        "completion_mask": [0] * len(prompt.ids) + [1] * len(completion),
+    }
 
 
 def load_sampler(
@@ -96,23 +132,55 @@ def load_sampler(
 ) -> "BestOfSampler":
     """Load model.path and the reward model, both frozen. Raises RLHFError C13, D06, D14, M01-M03, M06-M09."""
     assert config.best_of
-    options, parent, scorer = stage.options, stage.parents["model.path"], stage.parents["best_of.reward"]
-    rows, bf16 = config.best_of.per_device_batch_size, devices.use_bf16(config.sft.bf16)
-    policy = training.load_sft_model(config, options, parent, tokenizer)
+    parent = stage.parents["model.path"]
+    bf16 = devices.use_bf16(config.sft.bf16)
+    policy = trainable_model.load_sft_model(config, stage.options, parent, tokenizer)
     row_trial.require_rows_alone(policy, config.where(parent.key))
     model_loading.place_frozen(policy, bf16=bf16)
     stop_id = model_loading.stop_token_id(tokenizer, parent, policy.get_input_embeddings().weight.shape[0])
-    own_tokenizer = scoring.load_own_tokenizer(config, options, parent, scorer)
-    base = SharedBaseModels(config, options, parent, policy)
-    model = base.load_frozen_scorer(scorer, own_tokenizer or tokenizer, bf16=bf16)
-    where = config.where(scorer.key)
-    if scorer.manifest.get("probes"):
-        scoring.check_probes(model, scorer, where=where)
-    warn_pad_is_end_token(model.config, scoring.end_token_ids(own_tokenizer or tokenizer), where)
-    text = scoring.PolicyText(parent, tokenizer, stop_id, prompts)
-    reward = scoring.build_model_reward(config, scorer.key, text, scorer, model, own_tokenizer, rows=rows, bf16=bf16)
-    engine = HFEngine(policy, stop_id, tokenizer.pad_token_id, config.best_of.temperature, rows, bf16=bf16)
+
+    engine = HFEngine(
+        policy,
+        stop_id,
+        tokenizer.pad_token_id,
+        temperature=config.best_of.temperature,
+        batch_size=config.best_of.per_device_batch_size,
+        bf16=bf16,
+    )
+    policy_text = scoring.PolicyText(parent, tokenizer, stop_id, prompts)
+    reward = _load_reward(config, stage, policy, policy_text, bf16=bf16)
     return BestOfSampler(config.best_of, config.seed, tokenizer, engine, reward)
+
+
+def _load_reward(
+    config: SFTConfig,
+    stage: lifecycle.StageRun,
+    policy: Any,
+    policy_text: scoring.PolicyText,
+    *,
+    bf16: bool,
+) -> ModelReward:
+    """Load best_of.reward, on the policy's weights if it is an adapter of them."""
+    assert config.best_of
+    parent = stage.parents["best_of.reward"]
+    where = config.where(parent.key)
+    own_tokenizer = scoring.load_own_tokenizer(config, stage.options, policy_text.sft, parent)
+    tokenizer = own_tokenizer or policy_text.tokenizer
+    base = SharedBaseModels(config, stage.options, policy_text.sft, policy)
+    model = base.load_frozen_scorer(parent, tokenizer, bf16=bf16)
+    if parent.manifest.get("probes"):
+        scoring.check_probes(model, parent, where=where)
+    warn_pad_is_end_token(model.config, scoring.end_token_ids(tokenizer), where)
+    return scoring.build_model_reward(
+        config,
+        parent.key,
+        policy_text,
+        parent=parent,
+        model=model,
+        own_tokenizer=own_tokenizer,
+        rows=config.best_of.per_device_batch_size,
+        bf16=bf16,
+    )
 
 
 @dataclass(frozen=True)
@@ -125,48 +193,74 @@ class BestOfSampler:
     engine: HFEngine
     reward: ModelReward
 
-    def best_answers(self, prompts: Sequence[tuple[str, int, data.Prompt]], process_group: Any) -> list[Answer]:
-        """Return the best answer to each of the prompts (set, row, prompt), in order, on all ranks."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][2].ids))
+    def best_answers(self, sources: Sequence[SourcePrompt], process_group: ProcessGroup) -> list[Answer]:
+        """Return the best answer to each of the prompts, in order, on all ranks."""
         size = max(1, self.settings.per_device_batch_size // self.settings.n)
-        parts = process_group.shard([order[first : first + size] for first in range(0, len(order), size)])
+        batches = held_out.batches_by_length([len(source.prompt.ids) for source in sources], size)
+        rank_batches = process_group.shard(batches)
 
         def sample() -> dict[int, Answer]:
             found: dict[int, Answer] = {}
-            with Progress(f"sft: best of {self.settings.n}", len(parts), "batch") as bar:
-                for part in parts:
-                    found |= zip(part, self._sample([prompts[i] for i in part]), strict=True)
+            with Progress(f"sft: best of {self.settings.n}", len(rank_batches), "batch") as bar:
+                for batch in rank_batches:
+                    best = self._best_of_batch([sources[i] for i in batch])
+                    found.update(zip(batch, best, strict=True))
                     bar.advance()
             return found
 
-        answers = dict(chain.from_iterable(part.items() for part in process_group.gather_results(sample)))
-        return [answers[i] for i in range(len(prompts))]
+        answers: dict[int, Answer] = {}
+        for part in process_group.gather_results(sample):
+            answers.update(part)
+        return [answers[i] for i in range(len(sources))]
 
-    def _sample(self, prompts: Sequence[tuple[str, int, data.Prompt]]) -> list[Answer]:
+    def _best_of_batch(self, sources: Sequence[SourcePrompt]) -> list[Answer]:
+        """Return the best answer to each prompt of a batch."""
         n = self.settings.n
-        seeds = [
-            derive_seed(self.seed, f"best_of/{name}", row, number) for name, row, _ in prompts for number in range(n)
-        ]
-        repeated = [prompt.ids for _, _, prompt in prompts for _ in range(n)]  # a prompt is read once for its n rows
-        batch = Prompts.from_lists(repeated, self.tokenizer.pad_token_id)
-        rollout = self.engine.generate(
-            replace(batch, seeds=tuple(seeds), response_length=self.settings.response_length)
-        )
+        rollout = self._sample(sources)
         ended = rollout.ended.cpu()
-        scores, best = select_best(self.reward(rollout).float().cpu(), ended, n, self.settings.missing_eos_penalty or 0)
+        rewards = self.reward(rollout).float().cpu()
+        scores, best = select_best(rewards, ended, n, self.settings.missing_eos_penalty or 0)
+
         answers: list[Answer] = []
-        for (_, row, prompt), row_scores, number in zip(prompts, scores.tolist(), best.tolist(), strict=True):
-            if not all(map(math.isfinite, row_scores)):
-                text = f"the reward model's scores of answers to prompt {row} are not finite: {row_scores}"
-                raise RLHFError("R01", text, hint=f"its prompt: {self.tokenizer.decode(prompt.ids)[:80]!r}")
-            at = len(answers) * n + number
-            ids = rollout.response_tokens(at)
-            answers.append({
-                "prompt": prompt.text, "completion": self.tokenizer.decode(ids, skip_special_tokens=True),
-                "completion_ids": ids, "ended": bool(ended[at]), "score": row_scores[number],
-                "mean_score": fmean(row_scores),
-            })  # fmt: skip
+        for number, source in enumerate(sources):
+            source_scores = scores[number].tolist()
+            self._require_finite(source, source_scores)
+            best_number = int(best[number])
+            row = number * n + best_number
+            ids = rollout.response_tokens(row)
+            answers.append(
+                {
+                    "prompt": source.prompt.text,
+                    "completion": self.tokenizer.decode(ids, skip_special_tokens=True),
+                    "completion_ids": ids,
+                    "ended": bool(ended[row]),
+                    "score": source_scores[best_number],
+                    "mean_score": fmean(source_scores),
+                }
+            )
         return answers
+
+    def _sample(self, sources: Sequence[SourcePrompt]) -> Rollout:
+        """Return n answers to each prompt, in adjacent rows: a prompt is read once for its n rows."""
+        ids: list[list[int]] = []
+        seeds: list[int] = []
+        for source in sources:
+            for number in range(self.settings.n):
+                ids.append(source.prompt.ids)
+                seeds.append(derive_seed(self.seed, f"best_of/{source.split}", source.row, number))
+        prompts = replace(
+            Prompts.from_lists(ids, self.tokenizer.pad_token_id),
+            seeds=tuple(seeds),
+            response_length=self.settings.response_length,
+        )
+        return self.engine.generate(prompts)
+
+    def _require_finite(self, source: SourcePrompt, scores: Sequence[float]) -> None:
+        """Raise RLHFError R01 for a score that is not finite."""
+        if not all(map(math.isfinite, scores)):
+            text = f"the reward model's scores of answers to prompt {source.row} are not finite: {scores}"
+            prompt = self.tokenizer.decode(source.prompt.ids)[:80]
+            raise RLHFError("R01", text, hint=f"its prompt: {prompt!r}")
 
 
 def select_best(rewards: Tensor, ended: Tensor, n: int, missing_eos_penalty: float) -> tuple[Tensor, Tensor]:

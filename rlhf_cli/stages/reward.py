@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import torch
 import trl
+from torch.nn.functional import softplus
 from transformers import set_seed
 
 from rlhf_cli import data, terminal
@@ -27,12 +28,20 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common import lifecycle, model_loading, scoring, training, trl_trainer
+from rlhf_cli.stages.common import (
+    batch_sizes,
+    held_out,
+    lifecycle,
+    model_loading,
+    scoring,
+    trainable_model,
+    training_rows,
+    trl_trainer,
+    trl_training,
+)
 
 NUM_PROBES = 8
-HEADLINE = (
-    "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
-)  # fmt: skip
+HEADLINE = ("accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95")
 SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
 CARD = {  # by reward.normalize
     "none": SCORES,
@@ -49,61 +58,66 @@ class RewardTrainer(trl_trainer.TrainerMixin, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.run_stage`.
+    Raises RLHFError as `lifecycle.run_stage`.
     """
     lifecycle.run_stage(config, options, _train)
 
 
 def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
-    parent, process_group = stage.parents["model.path"], stage.process_group
+    process_group = stage.process_group
     tokenizer, model, sft_model = load_tokenizer_and_models(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
-        rows, eval_rows = training.read_rows(config, tokenizer, model.config)
+        rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)
+
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
-    note = CARD[config.reward.normalize]
     with ExitStack() as trackers:
-        steps, log, base = trl_trainer.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
+        steps, log, base = trl_training.train_and_save(
+            trainer,
+            config,
+            stage,
+            rows,
+            tokenizer,
+            stop_token_id=stop_id,
+            note=CARD[config.reward.normalize],
+            trackers=trackers,
+        )
         del trainer
         devices.release_memory()  # before a model is loaded again
+
         # Everything measured describes the saved files.
+        in_memory = ModelsInMemory(sft_model, base)
+        del sft_model, base
         answers: list[list[int]] = []
         if config.reward.normalize == "sft":  # before the trained model is in memory, too
-            if base is None or sft_model is None:
-                base = sft_model = None  # before the next one is in memory
-                sft_model = training.load_sft_model(config, stage.options, parent, tokenizer)
-            with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
-                answers = sample_answers(config, sft_model, parent, tokenizer, rows, process_group)
-                bar.advance()
-            if base is None and config.model.adapters is not None:
-                base = load.init_reward_model_on(sft_model, parent.model, stage.options.trust_remote_code)
-        del sft_model
+            answers = sample_sft_answers(config, stage, in_memory, tokenizer, rows)
+        in_memory.sft = None
         devices.release_memory()
-        scorer = trl_trainer.load_saved_model(load.load_reward_model, config, stage.options, base)
-        report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
-        if report_card:
-            trl_trainer.log_final_evaluation(log, steps, metrics)
-    scale = {}
+
+        scorer = trl_training.load_saved_model(load.load_reward_model, config, stage.options, in_memory.base)
+        card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
+        if card:
+            trl_training.log_final_evaluation(log, steps, metrics)
+
+    scale: dict[str, float] = {}
     if answers:
         with Progress("reward: normalize", 1, "pass", brief=True) as bar:
             scale = normalize_scores(config, scorer, answers, process_group)
             bar.advance()
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
-    stage.complete(
-        {
-            **lifecycle.manifest_fields(config, tokenizer, stop_id),
-            "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
-            **({"card": report_card} if report_card else {}),
-            "probes": reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config)),
-            **({"probes_dtype": "bfloat16"} if use_bf16(config) else {}),
-            **scale,
-            "step": steps,
-        }
-    )
-    if report_card:
-        print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
+
+    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)
+    fields["metrics"] = {name: card[name] for name in HEADLINE} if card else {}
+    if card:
+        fields["card"] = card
+    fields["probes"] = reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config))
+    if use_bf16(config):
+        fields["probes_dtype"] = "bfloat16"
+    stage.complete({**fields, **scale, "step": steps})
+    if card:
+        print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def load_tokenizer_and_models(
@@ -114,23 +128,35 @@ def load_tokenizer_and_models(
     The SFT model is None if training changes these weights (without adapters, or to 4 bits), or if it is not needed.
     Raises RLHFError C07, C17, M01-M03, M06-M08, M10, T05.
     """
-    parent, adapters, sft_model = parents["model.path"], config.model.adapters, None
+    parent = parents["model.path"]
     tokenizer = model_loading.load_tokenizer(config, options, parent)
     with at_location(config.where(parent.key)):
-        training.check_can_sample(config, load.read_init_config(parent.model, options.trust_remote_code))
+        model_config = load.read_init_config(parent.model, options.trust_remote_code)
+        trainable_model.check_can_sample(config, model_config)
+
+    adapters = config.model.adapters
     shares = adapters is not None and adapters.kind == "lora" and config.reward.normalize == "sft"
     set_seed(config.seed)  # for the random initial head
-    loader = load.load_causal_lm if shares else load.init_reward_model
     bf16_base = lora.trains_on_bf16(config)
-    model = model_loading.load_model(loader, config, options, parent, tokenizer, bf16_matrices=bf16_base)
-    tokenizer = training.prepare_tokenizer(config, tokenizer, parent.stage)
+    model = model_loading.load_model(
+        load.load_causal_lm if shares else load.init_reward_model,
+        config,
+        options,
+        parent,
+        tokenizer,
+        bf16_matrices=bf16_base,
+    )
+    tokenizer = trainable_model.prepare_tokenizer(config, tokenizer, parent.stage)
+
+    sft_model = None
     if shares:
-        sft_model = training.grow_embeddings(model, tokenizer)
+        sft_model = trainable_model.grow_embeddings(model, tokenizer)
         model = load.init_reward_model_on(sft_model, parent.model, options.trust_remote_code)
         if model is None:
             sft_model = None
             kwargs = load.load_kwargs(config.model, options.trust_remote_code, bf16_matrices=bf16_base)
             model = load.init_reward_model(parent.model, **kwargs)
+
     row_trial.require_rows_alone(model, config.where(parent.key))
     trained = lora.prepare_for_training(config, parent, model, tokenizer)
     trained.config.reward_at_stop_token = True  # where its scores are read, also of a copy without the stage's manifest
@@ -138,19 +164,36 @@ def load_tokenizer_and_models(
 
 
 def make_trainer(
-    config: RewardConfig, model: Any, tokenizer: Any, rows: PairRows, eval_rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: PairRows,
+    eval_rows: PairRows,
+    process_group: ProcessGroup,
 ) -> Any:
     """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
-    coefficient = config.reward.center_rewards_coefficient or None
-    args = trl_trainer.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
-    train_rows, heldout_rows = (
-        [{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs]
-        for pairs in (rows, eval_rows)
+    args = trl_trainer.training_args(
+        trl.RewardConfig,
+        config,
+        max_length=None,
+        center_rewards_coefficient=config.reward.center_rewards_coefficient or None,
     )
     return trl_trainer.build_trainer(
-        RewardTrainer, config, args, train_rows, heldout_rows, training.pair_lengths(config, rows), process_group,
-        model=model, processing_class=tokenizer,
-    )  # fmt: skip
+        RewardTrainer,
+        config,
+        args,
+        rows=[_without_prompt_ids(row) for row in rows],
+        eval_rows=[_without_prompt_ids(row) for row in eval_rows],
+        lengths=batch_sizes.pair_lengths(config, rows),
+        process_group=process_group,
+        model=model,
+        processing_class=tokenizer,
+    )
+
+
+def _without_prompt_ids(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair as TRL's trainer takes it."""
+    return {name: value for name, value in row.items() if name != "prompt_ids"}
 
 
 # Scores of the saved model
@@ -163,67 +206,143 @@ def use_bf16(config: RewardConfig) -> bool:
 
 @torch.no_grad()
 def raw_scores(
-    scorer: Any, rows: list[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS, *, bf16: bool = False
+    scorer: Any,
+    rows: list[list[int]],
+    size: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    *,
+    bf16: bool = False,
 ) -> list[float]:
     """Return the logit at the last token of each row of ids, in batches of `size` rows of similar length.
 
     The batches are shared among the ranks, and all of them get all scores.
     """
     rank_scores: dict[int, float] = {}
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    batches = [order[first : first + size] for first in range(0, len(rows), size)]
+    batches = held_out.batches_by_length([len(ids) for ids in rows], size)
     for batch in track_progress("score: batch", process_group.shard(batches)):
-        ids, mask = right_pad([rows[i] for i in batch], build.pad_token_id(scorer.config) or 0)
-        inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        with devices.autocast(bf16=bf16):
-            states = scorer.base_model(**inputs, use_cache=False).last_hidden_state
-        last = states[range(len(batch)), mask.sum(1) - 1]
-        logits = scorer.score(last.to(scorer.score.weight.dtype))  # rounding a score to bfloat16 would lose two digits
-        rank_scores |= zip(batch, logits[:, 0].float().tolist(), strict=True)
-    scores: dict[int, float] = {}
-    for part in process_group.all_gather_object(rank_scores):
-        scores |= part
-    return [scores[i] for i in range(len(rows))]
+        scores = _batch_scores(scorer, [rows[i] for i in batch], bf16=bf16)
+        rank_scores.update(zip(batch, scores, strict=True))
+    return held_out.gather_rows(process_group, rank_scores)
+
+
+def _batch_scores(scorer: Any, rows: list[list[int]], *, bf16: bool) -> list[float]:
+    """Return the logit at the last token of each row of a batch."""
+    ids, mask = right_pad(rows, build.pad_token_id(scorer.config) or 0)
+    with devices.autocast(bf16=bf16):
+        output = scorer.base_model(
+            input_ids=ids.to(scorer.device),
+            attention_mask=mask.long().to(scorer.device),
+            use_cache=False,
+        )
+    last = output.last_hidden_state[range(len(rows)), mask.sum(1) - 1]
+    logits = scorer.score(last.to(scorer.score.weight.dtype))  # rounding a score to bfloat16 would lose two digits
+    scores: list[float] = logits[:, 0].float().tolist()
+    return scores
 
 
 def reference_probes(scorer: Any, rows: PairRows, *, bf16: bool = False) -> list[dict[str, Any]]:
     """Return some rows, chosen and rejected alternating, with the normalized scores PPO must reproduce (M09)."""
-    mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
+    mean = getattr(scorer.config, "reward_mean", 0.0)
+    deviation = getattr(scorer.config, "reward_std", 1.0)
     probes = []
     for number, row in enumerate(rows[:NUM_PROBES]):
-        ids, start = row["rejected_ids" if number % 2 else "chosen_ids"], len(row["prompt_ids"])
-        score = (raw_scores(scorer, [ids], 1, bf16=bf16)[0] - mean) / deviation
-        probes.append({"prompt_ids": ids[:start], "response_ids": ids[start:], "score": score})
+        ids = row["rejected_ids" if number % 2 else "chosen_ids"]
+        start = len(row["prompt_ids"])
+        (raw,) = raw_scores(scorer, [ids], 1, bf16=bf16)
+        probes.append(
+            {
+                "prompt_ids": ids[:start],
+                "response_ids": ids[start:],
+                "score": (raw - mean) / deviation,
+            }
+        )
     return probes
 
 
 # Normalization
 
 
+@dataclass
+class ModelsInMemory:
+    """Models that are still in memory after the training; None: they must be read."""
+
+    sft: Any
+    base: Any  # of the saved adapters, as `trl_training.trained_base` returns it
+
+
+def sample_sft_answers(
+    config: RewardConfig,
+    stage: lifecycle.StageRun,
+    in_memory: ModelsInMemory,
+    tokenizer: Any,
+    rows: PairRows,
+) -> list[list[int]]:
+    """Sample answers of the SFT model, as `sample_answers`; read it if it is not in memory.
+
+    Saved adapters that have no base yet get the SFT model as their base.
+    """
+    parent = stage.parents["model.path"]
+    if in_memory.base is None or in_memory.sft is None:
+        in_memory.base = None  # before the next one is in memory
+        in_memory.sft = None
+        in_memory.sft = trainable_model.load_sft_model(config, stage.options, parent, tokenizer)
+
+    with Progress("reward: sample answers", 1, "pass", brief=True) as bar:
+        answers = sample_answers(config, in_memory.sft, parent, tokenizer, rows, stage.process_group)
+        bar.advance()
+    if in_memory.base is None and config.model.adapters is not None:
+        in_memory.base = load.init_reward_model_on(in_memory.sft, parent.model, stage.options.trust_remote_code)
+    return answers
+
+
 def sample_answers(
-    config: RewardConfig, model: Any, parent: Parent, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    model: Any,
+    parent: Parent,
+    tokenizer: Any,
+    rows: PairRows,
+    process_group: ProcessGroup,
 ) -> list[list[int]]:
     """Sample answers of the SFT model to prompts of the training pairs. Return prompt and answer token ids.
 
     Each rank samples a part. An answer that ended has the stop token of the pairs, as where PPO scores it.
     """
     model_loading.place_frozen(model, bf16=use_bf16(config))
-    prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
-    selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
+    prompts = _sampled_prompts(config, rows)
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
-    if (context := load.context_length(model.config)) is not None:
-        length = max(1, min(length, context - max(map(len, selected))))
+    context = load.context_length(model.config)
+    if context is not None:
+        room = context - max(map(len, prompts))
+        length = max(1, min(length, room))
+
     stop_id = model_loading.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
-    pad_id = tokenizer.pad_token_id
-    engine = HFEngine(model, stop_id, pad_id, 1.0, training.SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
-    seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
-    batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
+    engine = HFEngine(
+        model,
+        stop_id,
+        tokenizer.pad_token_id,
+        temperature=1.0,
+        batch_size=batch_sizes.SAMPLING_BATCH_SIZE,
+        bf16=use_bf16(config),
+    )
+    seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(prompts)))
+    batch = replace(
+        Prompts.from_lists(prompts, tokenizer.pad_token_id),
+        seeds=seeds,
+        response_length=length,
+    )
 
     def generate(part: slice) -> list[list[int]]:
         rollout = engine.generate(batch.rows(part)).with_one_end(scoring.end_token_ids(tokenizer, stop_id))
         return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
 
-    return list(chain.from_iterable(process_group.map_rows(len(selected), generate)))
+    return list(chain.from_iterable(process_group.map_rows(len(prompts), generate)))
+
+
+def _sampled_prompts(config: RewardConfig, rows: PairRows) -> list[list[int]]:
+    """Return normalize_samples of the pairs' distinct prompts, in an order that depends on the seed."""
+    distinct = list(dict.fromkeys(tuple(row["prompt_ids"]) for row in rows))
+    drawn = data.prompt_batch(len(distinct), 1, config.reward.normalize_samples, config.seed)
+    return [list(distinct[i]) for i in drawn]
 
 
 def normalize_scores(
@@ -232,11 +351,13 @@ def normalize_scores(
     """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
     scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group, bf16=use_bf16(config))
     raw = torch.tensor(scores, dtype=torch.float64)
-    mean, deviation = float(raw.mean()), float(raw.std(correction=0))
+    mean = float(raw.mean())
+    deviation = float(raw.std(correction=0))
     if deviation < 1e-6:
         terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
         deviation = 1.0
-    scorer.config.reward_mean, scorer.config.reward_std = mean, deviation
+    scorer.config.reward_mean = mean
+    scorer.config.reward_std = deviation
     return {"reward_mean": mean, "reward_std": deviation}
 
 
@@ -244,7 +365,11 @@ def normalize_scores(
 
 
 def make_report_card(
-    config: RewardConfig, scorer: Any, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
+    config: RewardConfig,
+    scorer: Any,
+    tokenizer: Any,
+    rows: PairRows,
+    process_group: ProcessGroup,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; both {} without pairs.
 
@@ -253,41 +378,74 @@ def make_report_card(
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}, {}
+
     probed = reward_model.probe_rows(rows)
-    inputs = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
-    inputs |= build_probes(tokenizer, [rows[i] for i in probed], load.context_length(scorer.config), config.seed)
-    scores = {}
-    with Progress("reward: report card", len(inputs), "pass", brief=True) as bar:
-        for name, answers in inputs.items():
-            size = config.reward.per_device_eval_batch_size
-            scores[name] = raw_scores(scorer, answers, size, process_group, bf16=use_bf16(config))
-            if not all(map(math.isfinite, scores[name])):
-                text = "the finished model gives scores that are not finite: the training diverged"
-                raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
-            bar.advance()
-    chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
-    lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
-    prompts = [tuple(row["prompt_ids"]) for row in rows]
-    columns = zip(chosen, rejected, *zip(*lengths, strict=True), prompts, strict=True)
-    pairs = [ScoredPair(*column) for column in columns]
+    context = load.context_length(scorer.config)
+    scores = _score_all(
+        config,
+        scorer,
+        {
+            "chosen_ids": [row["chosen_ids"] for row in rows],
+            "rejected_ids": [row["rejected_ids"] for row in rows],
+            **build_probes(tokenizer, [rows[i] for i in probed], context, config.seed),
+        },
+        process_group,
+    )
+    chosen = scores.pop("chosen_ids")
+    rejected = scores.pop("rejected_ids")
+    pairs = _scored_pairs(rows, chosen, rejected)
+
     card = reward_model.evaluate_pairs(pairs, seed=config.seed)
     card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in probed])
     flags = reward_model.flags(card)
     for flag in flags:
         terminal.warn(flag.code, flag.text, where=shown(config.folder), hint=flag.hint)
     card["flags"] = [{"code": flag.code, "text": flag.text} for flag in flags]
-    loss = _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows])
-    metrics = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
+
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
-    return card, metrics | _score_range(pairs, batch_size)
+    metrics = {
+        "loss": _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows]),
+        "accuracy": card["accuracy"],
+        "margin": card["margin"],
+        **_score_range(pairs, batch_size),
+    }
+    return card, metrics
+
+
+def _score_all(
+    config: RewardConfig, scorer: Any, answers: Mapping[str, list[list[int]]], process_group: ProcessGroup
+) -> dict[str, list[float]]:
+    """Return the raw scores of each list of answers, by name. Raises RLHFError R01 if one is not finite."""
+    size = config.reward.per_device_eval_batch_size
+    scores: dict[str, list[float]] = {}
+    with Progress("reward: report card", len(answers), "pass", brief=True) as bar:
+        for name, rows in answers.items():
+            scores[name] = raw_scores(scorer, rows, size, process_group, bf16=use_bf16(config))
+            if not all(map(math.isfinite, scores[name])):
+                text = "the finished model gives scores that are not finite: the training diverged"
+                raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
+            bar.advance()
+    return scores
+
+
+def _scored_pairs(rows: PairRows, chosen: Sequence[float], rejected: Sequence[float]) -> list[ScoredPair]:
+    """Return the pairs with their raw scores, as the report card reads them."""
+    pairs = []
+    for row, chosen_score, rejected_score in zip(rows, chosen, rejected, strict=True):
+        start = len(row["prompt_ids"])
+        chosen_length = len(row["chosen_ids"]) - start
+        rejected_length = len(row["rejected_ids"]) - start
+        prompt = tuple(row["prompt_ids"])
+        pairs.append(ScoredPair(chosen_score, rejected_score, chosen_length, rejected_length, prompt))
+    return pairs
 
 
 def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
     """Return probe name -> token ids per row. The polite answer starts as the chosen one: by header and whitespace."""
-    answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
     header = header_of_answers(tokenizer) if tokenizer.chat_template else ""
+    answer_ids = [row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows]
     texts = []
-    for answer in answers:
+    for answer in tokenizer.batch_decode(answer_ids):
         text = answer.removeprefix(header).lstrip()
         beginning = answer[: len(answer) - len(text)]
         texts.append(beginning + POLITE_ANSWER)
@@ -298,17 +456,22 @@ def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int)
 
 def _score_range(pairs: Sequence[ScoredPair], batch_size: int) -> dict[str, float]:
     """Return minimum, mean and maximum score per batch, averaged over batches as TRL's reward trainer does."""
-    batches = [
-        [score for pair in pairs[first : first + batch_size] for score in (pair.chosen, pair.rejected)]
-        for first in range(0, len(pairs), batch_size)
-    ]
-    reductions = (("min", min), ("mean", fmean), ("max", max))
-    return {f"{name}_reward": fmean(map(reduction, batches)) for name, reduction in reductions}
+    batches = []
+    for first in range(0, len(pairs), batch_size):
+        batch = pairs[first : first + batch_size]
+        batches.append(list(chain.from_iterable((pair.chosen, pair.rejected) for pair in batch)))
+    return {
+        "min_reward": fmean(map(min, batches)),
+        "mean_reward": fmean(map(fmean, batches)),
+        "max_reward": fmean(map(max, batches)),
+    }
 
 
 def _evaluation_loss(config: RewardConfig, pairs: Sequence[ScoredPair], row_margins: Sequence[float]) -> float:
     """Return the training loss: -log sigmoid(margin - the row's margin), plus center_rewards_coefficient's penalty."""
-    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64) - torch.tensor(row_margins)
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
-    coefficient = config.reward.center_rewards_coefficient or 0.0
-    return float((torch.nn.functional.softplus(-margins) + coefficient * sums**2).mean())
+    excess = torch.tensor(row_margins) - margins
+    penalties = (config.reward.center_rewards_coefficient or 0.0) * sums**2
+    losses = softplus(excess) + penalties
+    return float(losses.mean())

@@ -5,29 +5,23 @@ import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
+from torch.nn.functional import nll_loss
 
 from rlhf_cli import data
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import build, devices, forward, load
-from rlhf_cli.models.batch import right_pad
+from rlhf_cli.models import devices, load
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages import best_of
-from rlhf_cli.stages.common import lifecycle, trl_trainer
-from rlhf_cli.stages.common.training import (
-    IGNORE_INDEX,
-    load_tokenizer_and_model,
-    log_packing,
-    packing_strategy,
-    read_rows,
-    use_own_lm_head,
-)
+from rlhf_cli.stages.common import held_out, lifecycle, training_rows, trl_trainer, trl_training
+from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX, use_own_lm_head
+from rlhf_cli.stages.common.trainable_model import load_tokenizer_and_model
 
 TokenRows = list[dict[str, list[int]]]
 
@@ -42,24 +36,29 @@ class SFTTrainer(trl_trainer.TrainerMixin, trl.SFTTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Replace transformers' mean of batch means by the mean over tokens."""
-        self._batches: list[tuple[float, int]] = []
+        self._summed_loss = 0.0
+        self._summed_tokens = 0
         output = super().evaluation_loop(*args, **kwargs)
-        loss, tokens = map(sum, zip(*self._batches, strict=True))
-        return output._replace(metrics={**output.metrics, "eval_loss": loss / max(tokens, 1)})
+        mean = self._summed_loss / max(self._summed_tokens, 1)
+        return output._replace(metrics={**output.metrics, "eval_loss": mean})
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the loss and the tokens of all ranks' rows, each row once."""
-        tokens = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum(1)
+        """Add the loss and the tokens of all ranks' rows, each row once."""
+        labelled = inputs["labels"][:, 1:] != IGNORE_INDEX
+        tokens = labelled.sum(1)
         output = super().prediction_step(model, inputs, *args, **kwargs)
-        loss, tokens = self.accelerator.gather_for_metrics((output[0] * tokens.to(output[0].device), tokens))
-        self._batches.append((float(loss.sum()), int(tokens.sum())))
+        mean_losses = output[0]
+        row_losses = mean_losses * tokens.to(mean_losses.device)
+        losses, tokens = self.accelerator.gather_for_metrics((row_losses, tokens))
+        self._summed_loss += float(losses.sum())
+        self._summed_tokens += int(tokens.sum())
         return output
 
 
 def run(config: SFTConfig, options: Options) -> None:
     """Train a model and write RUN/sft; resume from the last checkpoint if there is one.
 
-    Raises RLHFError as `setup.run_stage`.
+    Raises RLHFError as `lifecycle.run_stage`.
     """
     lifecycle.run_stage(config, options, _train)
 
@@ -69,98 +68,170 @@ def _train(config: SFTConfig, stage: lifecycle.StageRun) -> None:
     best = best_of.best_rows(config, stage) if config.best_of else None
     tokenizer, model = load_tokenizer_and_model(config, stage.options, stage.parents)
     stop_id = data.stop_token_id(tokenizer)
-    log_packing(config)
+    training_rows.log_packing(config)
     if best:
         rows, eval_rows = best.rows, best.eval_rows
     else:
         with process_group.main_process_first():
-            rows, eval_rows = read_rows(config, tokenizer, model.config)
+            rows, eval_rows = training_rows.read_train_and_eval(config, tokenizer, model.config)
+
     stage.begin_training()
     trainer = make_trainer(config, model, tokenizer, rows, eval_rows, process_group)
     del model
+    metrics: dict[str, Any] = dict(best.metrics) if best else {}
+    with ExitStack() as trackers:
+        trained = trl_training.train_and_save(
+            trainer,
+            config,
+            stage,
+            rows,
+            tokenizer,
+            stop_token_id=stop_id,
+            note=_card_note(config),
+            trackers=trackers,
+        )
+        del trainer
+        devices.release_memory()  # before the model is loaded again
+        if eval_rows:
+            saved = trl_training.load_saved_model(load.load_causal_lm, config, stage.options, trained.base)
+            held_out_metrics = evaluate_model(config, saved, eval_rows, tokenizer.pad_token_id, process_group)
+            _log_evaluation(trained, held_out_metrics)
+            metrics |= held_out_metrics
+
+    fields = lifecycle.manifest_fields(config, tokenizer, stop_id)
+    stage.complete({**fields, "metrics": metrics, "step": trained.steps})
+
+
+def _card_note(config: SFTConfig) -> str:
+    """Return what the model card says about the loss and the answers."""
     note = f"Loss on {'answers only' if config.sft.completion_only_loss else 'whole rows'}."
     if config.best_of:
         note += f" Each answer is the best of {config.best_of.n} of that model's own, by a reward model."
-    with ExitStack() as trackers:
-        steps, log, base = trl_trainer.train_and_save(trainer, config, stage, rows, tokenizer, stop_id, note, trackers)
-        del trainer
-        devices.release_memory()  # before the model is loaded again
-        metrics = best.metrics if best else {}
-        if eval_rows:
-            model = trl_trainer.load_saved_model(load.load_causal_lm, config, stage.options, base)
-            metrics |= evaluate_model(config, model, eval_rows, tokenizer.pad_token_id, process_group)
-            logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
-            logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
-            trl_trainer.log_final_evaluation(log, steps, logged)
-    stage.complete({**lifecycle.manifest_fields(config, tokenizer, stop_id), "metrics": metrics, "step": steps})
+    return note
+
+
+def _log_evaluation(trained: trl_training.TrainedModel, metrics: dict[str, float]) -> None:
+    """Log the held-out loss, entropy and accuracy by TRL's names."""
+    trl_training.log_final_evaluation(
+        trained.log,
+        trained.steps,
+        {
+            "loss": metrics["eval_loss"],
+            "entropy": metrics["eval_entropy"],
+            "mean_token_accuracy": metrics["eval_token_accuracy"],
+        },
+    )
 
 
 def make_trainer(
-    config: SFTConfig, model: Any, tokenizer: Any, rows: TokenRows, eval_rows: TokenRows, process_group: ProcessGroup
+    config: SFTConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: TokenRows,
+    eval_rows: TokenRows,
+    process_group: ProcessGroup,
 ) -> Any:
     """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    if strategy := packing_strategy(config):
+    strategy = training_rows.packing_strategy(config)
+    if strategy:
         packing = {"packing": True, "packing_strategy": strategy}
         random.Random(config.seed).shuffle(rows)  # adjacent rows of a file may be similar
-    args = trl_trainer.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
-    lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
-    models = {"model": model, "processing_class": tokenizer}
-    return trl_trainer.build_trainer(SFTTrainer, config, args, rows, eval_rows, lengths, process_group, **models)
+
+    lengths = None
+    if config.sft.group_by_length and not strategy:
+        lengths = [len(row["input_ids"]) for row in rows]
+    return trl_trainer.build_trainer(
+        SFTTrainer,
+        config,
+        trl_trainer.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing),
+        rows=rows,
+        eval_rows=eval_rows,
+        lengths=lengths,
+        process_group=process_group,
+        model=model,
+        processing_class=tokenizer,
+    )
+
+
+# The saved model on held-out rows
 
 
 def evaluate_model(
-    config: SFTConfig, model: Any, rows: TokenRows, pad_id: int, process_group: ProcessGroup
+    config: SFTConfig,
+    model: Any,
+    rows: TokenRows,
+    pad_id: int,
+    process_group: ProcessGroup,
 ) -> dict[str, float]:
     """Return loss (nats), perplexity, entropy and accuracy per trained token of a frozen model, on all ranks.
 
     Raises RLHFError R01 if the loss is not finite.
     """
-    width, bf16 = config.sft.max_length, devices.use_bf16(config.sft.bf16)
-    windows = [
-        (row["input_ids"][i : i + width], row["labels"][i : i + width])
-        for row in rows
-        for i in range(0, len(row["input_ids"]), width)
-    ]
-    windows.sort(key=lambda window: len(window[0]))
-    size = config.sft.per_device_eval_batch_size
-    batches = [zip(*windows[first : first + size], strict=True) for first in range(0, len(windows), size)]
-    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar, devices.autocast(bf16=bf16):
-        rank_batches = track_progress("score: batch", process_group.shard(batches))
-        rank_sums = [_batch_sums(model, ids, labels, pad_id) for ids, labels in rank_batches]
+    windows = _windows(rows, config.sft.max_length)
+    batches = held_out.batches_by_length([len(ids) for ids, _ in windows], config.sft.per_device_eval_batch_size)
+    rank_sums: list[TokenSums] = []
+    with (
+        Progress("sft: held-out loss", 1, "pass", brief=True) as bar,
+        devices.autocast(bf16=devices.use_bf16(config.sft.bf16)),
+    ):
+        for batch in track_progress("score: batch", process_group.shard(batches)):
+            ids, labels = zip(*[windows[i] for i in batch], strict=True)
+            rank_sums.append(_batch_sums(model, ids, labels, pad_id))
         bar.advance()
-    loss, entropy, correct, tokens = map(
-        sum, zip(*chain.from_iterable(process_group.all_gather_object(rank_sums)), strict=True)
+
+    batch_sums = list(chain.from_iterable(process_group.all_gather_object(rank_sums)))
+    total = TokenSums(
+        loss=sum(sums.loss for sums in batch_sums),
+        entropy=sum(sums.entropy for sums in batch_sums),
+        correct=sum(sums.correct for sums in batch_sums),
+        tokens=sum(sums.tokens for sums in batch_sums),
     )
-    mean = loss / max(tokens, 1)
-    if not math.isfinite(mean):
-        text = f"the finished model's loss on the evaluation rows is {mean}: the training diverged"
+    count = max(total.tokens, 1)
+    loss = total.loss / count
+    if not math.isfinite(loss):
+        text = f"the finished model's loss on the evaluation rows is {loss}: the training diverged"
         raise RLHFError("R01", text, hint="lower sft.learning_rate and start over with --fresh")
     return {
-        "eval_loss": mean,
-        "eval_perplexity": math.exp(min(mean, 700.0)),
-        "eval_entropy": entropy / max(tokens, 1),
-        "eval_token_accuracy": correct / max(tokens, 1),
-        "eval_tokens": tokens,
+        "eval_loss": loss,
+        "eval_perplexity": math.exp(min(loss, 700.0)),
+        "eval_entropy": total.entropy / count,
+        "eval_token_accuracy": total.correct / count,
+        "eval_tokens": total.tokens,
         "eval_rows": len(rows),
     }
 
 
+class TokenSums(NamedTuple):
+    """Sums over trained tokens."""
+
+    loss: float  # nats
+    entropy: float  # nats
+    correct: int  # tokens that are predicted
+    tokens: int
+
+
+def _windows(rows: TokenRows, width: int) -> list[tuple[list[int], list[int]]]:
+    """Return token ids and labels of all rows, those of longer rows in parts of `width`."""
+    windows = []
+    for row in rows:
+        ids = row["input_ids"]
+        labels = row["labels"]
+        for start in range(0, len(ids), width):
+            end = start + width
+            windows.append((ids[start:end], labels[start:end]))
+    return windows
+
+
 @torch.no_grad()
-def _batch_sums(
-    model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad_id: int
-) -> tuple[float, float, int, int]:
-    """Return a batch's summed loss and entropy in nats, correctly predicted tokens, and trained tokens."""
-    input_ids, mask = right_pad(ids, pad_id)
-    labels_tensor = right_pad(labels, IGNORE_INDEX)[0][:, 1:]
-    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long().to(model.device)}
-    row, column = (labels_tensor != IGNORE_INDEX).nonzero(as_tuple=True)
-    targets = labels_tensor[row, column].to(model.device)
-    hidden = build.decoder(model)(**inputs, use_cache=False).last_hidden_state[row, column]
-    loss, entropy, correct = 0.0, 0.0, 0
-    for part in forward.logit_chunks(model, len(targets)):
-        logprobs = forward.lm_head_logits(model, hidden[part]).float().log_softmax(-1)
-        loss += float(torch.nn.functional.nll_loss(logprobs, targets[part], reduction="sum"))
-        entropy -= sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
+def _batch_sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad_id: int) -> TokenSums:
+    """Return the sums over the trained tokens of a batch."""
+    hidden, targets, _ = held_out.hidden_at_labels(model, ids, labels, pad_id)
+    loss = 0.0
+    entropy = 0.0
+    correct = 0
+    for part, logprobs in held_out.logprobs_in_parts(model, hidden):
+        loss += float(nll_loss(logprobs, targets[part], reduction="sum"))
         correct += int((logprobs.argmax(-1) == targets[part]).sum())
-    return loss, entropy, correct, len(targets)
+        entropy -= sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
+    return TokenSums(loss, entropy, correct, len(targets))

@@ -26,7 +26,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo import rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.runs import locks
-from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common import prompt_forms
 
 pytestmark = pytest.mark.training
 
@@ -153,7 +153,7 @@ def detect(chat_origin: Path, written: Any, template: str | None = None) -> Conv
     tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model")
     if template is not None:
         tokenizers.set_chat_template(tokenizer, template)
-    return ConversationFormat(reading.prompt_format(written, tokenizer), tokenizer)
+    return ConversationFormat(prompt_forms.prompt_format(written, tokenizer), tokenizer)
 
 
 @pytest.mark.parametrize(

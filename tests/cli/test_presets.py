@@ -16,7 +16,7 @@ from run_cli import child, must_succeed
 from rlhf_cli import config, jsonl, runs
 from rlhf_cli.commands import init
 from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
-from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
@@ -61,7 +61,7 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
         loaded = config.load(stage, file)
         assert (loaded.seed, loaded.folder) == (11, file.parent / stage)
         for key, source in loaded.sources().items():
-            assert next(read_rows(source)), key
+            assert next(raw_rows(source)), key
     other = tmp_path / "other"
     init.init(name, other, seed=12)
     assert (other / "data/sft.jsonl").read_bytes() != (folder / "data/sft.jsonl").read_bytes()

@@ -8,7 +8,7 @@ import pytest
 from run_cli import ROOT, must_succeed, python, rlhf
 
 from rlhf_cli import config, jsonl
-from rlhf_cli.data.sources import read_rows
+from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.pipeline import run as pipeline
 
 STAGES = ("sft", "reward", "ppo", "eval")
@@ -88,7 +88,7 @@ def test_pairs_are_a_good_sentence_against_a_bad_one(run: Path) -> None:
 def test_the_configs_load_and_name_this_data(run: Path) -> None:
     for stage in STAGES:
         for source in config.load(stage, run / f"{stage}.yaml").sources().values():
-            assert next(read_rows(source))
+            assert next(raw_rows(source))
     assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/results/reviews.md promises
 
 

@@ -16,7 +16,7 @@ from run_cli import must_succeed
 from test_security import ACTIVE, HOSTILE
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.stages.common.trl_trainer import TrainingCallback
+from rlhf_cli.stages.common.trl_callback import TrainingCallback
 
 pytestmark = pytest.mark.training
 

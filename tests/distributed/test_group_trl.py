@@ -141,7 +141,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_rows(world: World, tmp_path: P
 def test_accelerate_must_find_the_same_number_of_processes(world: World, tmp_path: Path) -> None:
     loaded = load("sft", config(world, tmp_path / "run", ("sft", {}, {}), 2))
     tokenizer, model = sft.load_tokenizer_and_model(loaded, Options(), runs.open_parents(loaded))
-    rows = sft.read_rows(loaded, tokenizer, model.config)
+    rows = sft.training_rows.read_train_and_eval(loaded, tokenizer, model.config)
     with pytest.raises(RLHFError, match="accelerate found 1 process, 2 train together"):
         sft.make_trainer(loaded, model, tokenizer, *rows, ProcessGroup(0, 2))
 

@@ -79,6 +79,16 @@ def test_the_machinery_of_configs_is_entered_from_one_side() -> None:
             assert config_layer(target) <= config_layer(module), f"{module} imports {target} from a higher layer"
 
 
+def test_stages_share_only_what_is_in_common() -> None:
+    """best_of makes the rows of SFT: it is a part of that stage."""
+    for module in MODULES:
+        stage = module.split(".")[1] if module.startswith("stages.") else None
+        for target in imports(module) if stage else ():
+            if target.startswith("stages."):
+                allowed = {stage, "common"} | ({"best_of"} if stage == "sft" else set())
+                assert target.split(".")[1] in allowed, f"{module} imports {target} of another stage"
+
+
 def test_light_modules_import_nothing_heavy() -> None:
     names = " ".join(f"import rlhf_cli.{name};" for name in TORCH_FREE.split())
     heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'scipy', 'rich'} & sys.modules.keys()"

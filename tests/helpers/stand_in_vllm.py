@@ -21,7 +21,7 @@ from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models.batch import Prompts, StopTokenId
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
+from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 
 BASE = "sft"
 
@@ -173,7 +173,7 @@ def served(model: Any, stop: StopTokenId, pad: int, temperature: float = 1.0, **
 
     probe = Prompts.from_lists([[5, 6, 7], [8, 9], [4]])
     engine = VLLMEngine(
-        VLLMServer(stand_in.url, "disk", HTTPClient()), copy.deepcopy(model), write,
+        VLLMClient(stand_in.url, "disk", HTTPClient()), copy.deepcopy(model), write,
         replace(probe, seeds=(1, 2, 3), response_length=8), stop, pad, temperature, False, 0.1, 5.0, 60, print,
     )  # fmt: skip
     engine.served, engine.weights = BASE, (stand_in.version, folder)

@@ -17,7 +17,7 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.stages import dpo, reward, sft
-from rlhf_cli.stages.common import training, trl_trainer
+from rlhf_cli.stages.common import training_rows, trl_callback, trl_trainer
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
@@ -56,7 +56,7 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
     stage = STAGES[config.stage]
     load = stage.load_tokenizer_and_models if stage is reward else stage.load_tokenizer_and_model
     tokenizer, model, *_ = load(config, Options(), runs.open_parents(config))
-    token_rows, held_out = training.read_rows(config, tokenizer, model.config)
+    token_rows, held_out = training_rows.read_train_and_eval(config, tokenizer, model.config)
     trainer = stage.make_trainer(config, model, tokenizer, token_rows, held_out, trl_trainer.SINGLE_PROCESS)
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers creates the folder
@@ -66,7 +66,7 @@ def trainer_of(config: Any) -> tuple[Any, list[dict[str, Any]], Any]:
 @contextmanager
 def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
     """Send this process a signal during step `step`."""
-    real = trl_trainer.TrainingCallback.on_step_end
+    real = trl_callback.TrainingCallback.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
@@ -74,7 +74,7 @@ def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
         real(self, args, state, control, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trl_trainer.TrainingCallback, "on_step_end", on_step_end)
+        patch.setattr(trl_callback.TrainingCallback, "on_step_end", on_step_end)
         yield
 
 

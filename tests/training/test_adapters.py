@@ -26,7 +26,7 @@ from rlhf_cli.models import lora, tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.planning import fits
 from rlhf_cli.planning.stage_models import Target
-from rlhf_cli.stages.common import trl_trainer
+from rlhf_cli.stages.common import trl_callback
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
@@ -191,11 +191,11 @@ def test_trained_weights_that_are_not_finite_are_found_without_a_copy(bad: float
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 100).requires_grad_(False))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        assert trl_trainer.has_finite_weights(model)
+        assert trl_callback.has_finite_weights(model)
     assert max(event.cpu_memory_usage for event in profile.events()) < 100
     for layer, is_finite in ((model[1], True), (model[0], False)):  # frozen weights do not change
         layer.weight.data[99, 99] = bad
-        assert trl_trainer.has_finite_weights(model) == is_finite
+        assert trl_callback.has_finite_weights(model) == is_finite
 
 
 def test_target_modules_choose_the_layers(world: World, tmp_path: Path) -> None:

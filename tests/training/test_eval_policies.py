@@ -23,9 +23,9 @@ from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.common import lifecycle, model_loading
-from rlhf_cli.stages.eval import inputs
+from rlhf_cli.stages.eval import evaluated_models, evaluation_inputs
 from rlhf_cli.stages.eval import run as stage
-from rlhf_cli.stages.eval.run import EvaluatedModels
+from rlhf_cli.stages.eval.evaluated_models import EvaluatedModels
 
 pytestmark = pytest.mark.training
 QUICK = {"n": 8, "best_of": [2], "frontier": False, "per_device_batch_size": 8}
@@ -184,7 +184,7 @@ LIMITED = {**EVAL, "policies": {"before": "sft_model"}, "eval": SETTINGS}
 def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten prompts. Best of 3 has three of the six draws, and the judge `short` scores no others."""
     judged, rounds, given = [], [], {}
-    plain, score_texts, build = HFEngine.generate, stage.score_texts, stage.build_limit
+    plain, score_texts, build = HFEngine.generate, evaluated_models.score_texts, stage.build_limit
 
     def generate(engine: Any, prompts: Any) -> Any:
         rounds.append(prompts.seeds)
@@ -202,7 +202,7 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
     without, _ = evaluate(trained_folder)
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "generate", generate)
-        patch.setattr(stage, "score_texts", score)
+        patch.setattr(evaluated_models, "score_texts", score)
         patch.setattr(stage, "build_limit", build_limit)
         write(trained_folder, "eval", LIMITED)
         report, result = evaluate(trained_folder, "--fresh")
@@ -234,8 +234,8 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_endless_policy_has_no_penalty(trained_folder: Path) -> None:
-    assert inputs.missing_eos_penalty(None) == 0.0
+    assert evaluation_inputs.missing_eos_penalty(None) == 0.0
     for changes, penalty in (({"stop_token": "none"}, 0.0), ({"missing_eos_penalty": None}, 0.0), ({}, 1.0)):
         write(trained_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], **changes}})
         settings = load("ppo", trained_folder / "ppo.yaml").ppo
-        assert inputs.missing_eos_penalty(settings) == penalty
+        assert evaluation_inputs.missing_eos_penalty(settings) == penalty

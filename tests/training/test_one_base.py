@@ -23,8 +23,8 @@ from rlhf_cli.planning import fits
 from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.runs.parents import sha256_with_base
 from rlhf_cli.stages.common import model_loading
+from rlhf_cli.stages.common.shared_base import SharedBaseModels
 from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
-from rlhf_cli.stages.ppo.shared_models import SharedBaseModels
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")

@@ -19,7 +19,7 @@ from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.ppo import setup
+from rlhf_cli.stages.ppo import rollout_engine
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, the minimum of 8 bits
 
@@ -50,7 +50,7 @@ def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypa
     expected, identity = untimed(metrics), (run_folder / "ppo/identity.json").read_bytes()
     gaps = [row.pop(name) for row in expected for name in ("rollout/logprob_gap", "rollout/logprob_gap_p99")]
     target = Target(True, 0, "a GPU")
-    monkeypatch.setattr(setup, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_, **__: target)}))
+    monkeypatch.setattr(rollout_engine, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_, **__: target)}))
     gib, few = next((gib, count) for gib, count in zip(sizes, rows, strict=True) if count < 8)
     monkeypatch.setattr(devices, "available_bytes", lambda: round(gib * 2**30))
     batches.clear()

@@ -23,7 +23,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward
-from rlhf_cli.stages.ppo import samples
+from rlhf_cli.stages.ppo import sample_tables
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SCORES = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -153,7 +153,7 @@ def test_r05_in_a_sample_table_saves_nothing_of_an_update_that_is_not_finished(r
     rewards = {"mine": {"builtin": "length", "parameters": {"most": 3}}}
     write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model", "value": "policy_head"}, "rewards": rewards})
     options = ["-s", "output.save_steps=2", "-s", "output.snapshots=4", "-s", "ppo.num_sample_generations=4"]
-    plain = samples.experience_to_show
+    plain = sample_tables.experience_to_show
 
     def broken(components):
         if components.trainer.updates == 3:
@@ -161,7 +161,7 @@ def test_r05_in_a_sample_table_saves_nothing_of_an_update_that_is_not_finished(r
         return plain(components)
 
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "experience_to_show", broken)
+        patch.setattr(sample_tables, "experience_to_show", broken)
         fails(ppo(run_folder, *options), "R05", "reward `mine` failed", exit_code=1)
     assert steps(run_folder / "ppo/state") == {2}
     must_succeed(ppo(run_folder, *options), "resumes at step 2 of 4")
@@ -237,7 +237,7 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     straight = weights(grpo_folder)
     stop_in_update(grpo_folder, 3, "--fresh")
     must_succeed(ppo(grpo_folder), "resumes at step 3 of 4")
-    assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, samples)
+    assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, sample_tables)
     must_succeed(rlhf("verify", grpo_folder))
 
 

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.eval.run import sequence_kl
+from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 METRICS = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores

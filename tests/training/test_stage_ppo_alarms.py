@@ -23,7 +23,7 @@ from rlhf_cli.models import save
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.ppo.samples import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
+from rlhf_cli.stages.ppo.policy_snapshots import NUM_CANDIDATES, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
 

@@ -22,7 +22,7 @@ from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
 from rlhf_cli.stages import reward
-from rlhf_cli.stages.common import scoring, training
+from rlhf_cli.stages.common import scoring, training_rows
 from rlhf_cli.statistics import share_interval
 
 pytestmark = pytest.mark.training
@@ -99,8 +99,8 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = runs.open_parents(config)["model.path"]
-    rows = training.read_data(config, "train", tokenizer)
-    sft_model = reward.training_setup.load_sft_model(config, Options(), parent, tokenizer)
+    rows = training_rows.read_split(config, "train", tokenizer)
+    sft_model = reward.trainable_model.load_sft_model(config, Options(), parent, tokenizer)
     answers = reward.sample_answers(config, sft_model, parent, tokenizer, rows, reward.SINGLE_PROCESS)
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]

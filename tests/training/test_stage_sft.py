@@ -29,7 +29,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft
-from rlhf_cli.stages.common.training import use_own_lm_head
+from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 
 pytestmark = pytest.mark.training
 
@@ -402,7 +402,7 @@ def test_a_model_that_diverged_never_counts_as_finished(
 ) -> None:
     """Neither immediately, nor when the same command finds the last step saved: the finished model's loss decides."""
     config = config_of(world, tmp_path, sft={"max_steps": 1})
-    monkeypatch.setattr(sft, "_batch_sums", lambda *_: (math.nan, 0.0, 0, 10))
+    monkeypatch.setattr(sft, "_batch_sums", lambda *_: sft.TokenSums(math.nan, 0.0, 0, 10))
     for _ in range(2):
         fails(config, "R01", "the training diverged")
         runs.release()

@@ -12,7 +12,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import lora
 from rlhf_cli.models.interpolation import interpolate, require_same_weights
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.eval.run import sequence_kl
+from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
 
 IDS = torch.randint(3, tiny.VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
 

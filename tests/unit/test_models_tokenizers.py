@@ -19,7 +19,7 @@ from rlhf_cli import data, jsonl, runs, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import chat_templates, tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
-from rlhf_cli.stages.ppo.shared_models import SharedBaseModels
+from rlhf_cli.stages.common.shared_base import SharedBaseModels
 
 
 def reloaded(tokenizer: Any, folder: Path) -> Any:

@@ -12,8 +12,8 @@ from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
-from rlhf_cli.stages.common import training
-from rlhf_cli.stages.ppo import setup
+from rlhf_cli.stages.common import batch_sizes
+from rlhf_cli.stages.ppo import prompt_rows, setup
 
 
 def test_rollout_from_lists_table():
@@ -101,7 +101,7 @@ def test_rows_and_steps_of_training(
     tmp_path: Path, stage: str, settings: Any, rows: Any, processes: int, packed: int | None, text: str
 ) -> None:
     config = config_of(tmp_path, stage, **settings)
-    assert training.describe_batches(config, rows, processes, packed=packed) == text
+    assert batch_sizes.describe_batches(config, rows, processes, packed=packed) == text
 
 
 def test_prompts_and_updates_of_ppo_in_two_processes(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_prompts_and_updates_of_ppo_in_two_processes(tmp_path: Path) -> None:
     config = setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
     text = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 per prompt; 4 epochs x 1 minibatches = 4 "
     text += "optimizer steps; in all 4 updates, 64 episodes"
-    assert setup.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text
+    assert prompt_rows.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text

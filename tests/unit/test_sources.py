@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_cli.config.sources import DataSource, split_name
 from rlhf_cli.data import sources
-from rlhf_cli.data.sources import locate_files, read_rows
+from rlhf_cli.data.sources import locate_files, raw_rows
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.jsonl import append_jsonl, read_jsonl, write_jsonl
 
@@ -60,11 +60,11 @@ WRITTEN: dict[str, Callable[[Rows], bytes]] = {
 
 
 def read(name: str, **options: Any) -> Rows:
-    return [row for _, row in read_rows(DataSource(name, **options))]
+    return [row for _, row in raw_rows(DataSource(name, **options))]
 
 
 def places(name: str) -> list[str]:
-    return [str(place) for place, _ in read_rows(DataSource(name))]
+    return [str(place) for place, _ in raw_rows(DataSource(name))]
 
 
 def problem(name: str, **options: Any) -> Problem:
@@ -225,7 +225,7 @@ def folder(root: Path, *names: str, readme: str | None = None) -> Path:
 
 
 def texts(name: Path | str, **options: Any) -> list[str]:
-    return [row["text"] for _, row in read_rows(DataSource(str(name), **options))]
+    return [row["text"] for _, row in raw_rows(DataSource(str(name), **options))]
 
 
 def files(name: Path | str) -> list[str]:

@@ -20,14 +20,14 @@ READ = """
 import json, sys
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data.sources import is_local, locate_files, read_rows
+from rlhf_cli.data.sources import is_local, locate_files, raw_rows
 for options in json.loads(sys.argv[1]):
     if options.pop("look", False):
         print(json.dumps({"here": is_local(DataSource(**options))}))
         continue
     try:
         source = DataSource(where="sft.yaml:3", **options)
-        found = {"files": [str(path) for path in locate_files(source)], "rows": [row for _, row in read_rows(source)]}
+        found = {"files": [str(path) for path in locate_files(source)], "rows": [row for _, row in raw_rows(source)]}
     except RLHFError as error:
         found = {"error": str(error)}
     print(json.dumps(found))

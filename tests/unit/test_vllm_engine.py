@@ -21,7 +21,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import lora, save
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
+from rlhf_cli.ppo.vllm_engine import VLLMClient, VLLMEngine
 
 SYNCS = ("lora", "disk")
 
@@ -92,7 +92,7 @@ class Pair:
         self.engine.update_weights(update, self.policy)
 
 
-class Planted(VLLMServer):
+class Planted(VLLMClient):
     """The requests with a fault: `plant` changes a request's body, or returns DROP to leave the request out."""
 
     plant: Callable[[str, Any], Any] = staticmethod(lambda path, body: body)

@@ -19,7 +19,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.jsonl import decode
 from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.resolve import LAST
-from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common import prompt_forms
 
 PROMPT_STYLES = {
     "text": "prompts: plain text, each without the earlier turns",
@@ -63,7 +63,9 @@ def open_session(chat_models: ChatModels, chat_options: ChatOptions, options: Op
         raise RLHFError("C06", f"--temperature {temperature}: a number from 0 up is needed")
     length = chat_options.max_new_tokens or defaults.max_response_length
     models, scorer = load_models(chat_models, options)
-    prompt_format = ConversationFormat(reading.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer)
+    prompt_format = ConversationFormat(
+        prompt_forms.prompt_format(chat_models.written, scorer.tokenizer), scorer.tokenizer
+    )
     sampling = ReplySampling(temperature, length, chat_options.seed)
     return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
 

@@ -20,15 +20,15 @@ from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId
 from rlhf_cli.ppo.experience import weighted_sum
 from rlhf_cli.progress import Progress
-from rlhf_cli.rewards.function import RewardSource, may_skip_rows
+from rlhf_cli.rewards.function import RolloutReward, may_skip_rows
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.resolve import resolve_model
-from rlhf_cli.stages.common import reading, scoring
-from rlhf_cli.stages.eval.run import sequence_kl
-from rlhf_cli.stages.ppo import setup, shared_models
+from rlhf_cli.stages.common import prompt_forms, scoring
+from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
+from rlhf_cli.stages.ppo import reward_sources, setup
 
 REFERENCE = "models.sft"
 
@@ -54,7 +54,7 @@ class ChatModels:
     parents: dict[str, Parent]  # of the rewards, by config key
     rewards: list[str]  # names of the config's rewards that are available
     missing: list[str]  # what is not available and why, a line per item
-    written: reading.PromptForm | None  # how the training prompts were formatted; None: unknown
+    written: prompt_forms.PromptForm | None  # how the training prompts were formatted; None: unknown
 
 
 # Resolving
@@ -86,7 +86,7 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
         missing.insert(0, "no PPO policy: PPO was not started, so the SFT model replies")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    form, reference = reading.training_prompt_form(model), parents.pop(REFERENCE, None)
+    form, reference = prompt_forms.training_prompt_form(model), parents.pop(REFERENCE, None)
     return ChatModels(models, config, reference, parents, rewards, missing, form)
 
 
@@ -233,7 +233,7 @@ class ReplyScorer:
             section = {name: self.config.rewards[name]}
             config = self.config.model_copy(update={"rewards": section})
             try:
-                built = shared_models.build_reward_fns(config, options, chat_models.parents)
+                built = reward_sources.build_reward_fns(config, options, chat_models.parents)
                 check_columns(built, [], "a chat", str)
             except RLHFError as error:
                 self.missing.append(f"no {name}: {error.problems[0].text}")
@@ -243,8 +243,8 @@ class ReplyScorer:
 
         config = self.config.model_copy(update={"rewards": rewards})
         policy_text = scoring.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
-        cache = shared_models.RewardModelCache(config, options, chat_models.parents, policy_text)
-        self.sources: dict[str, RewardSource] = shared_models.build_reward_sources(config, functions, cache)
+        cache = reward_sources.RewardModelCache(config, options, chat_models.parents, policy_text)
+        self.sources: dict[str, RolloutReward] = reward_sources.build_reward_sources(config, functions, cache)
 
     def score(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> ReplyMetrics:
         """Return the metrics of one reply of `policy`, given as token ids. The KL is at the training temperature.
@@ -269,7 +269,7 @@ class ReplyScorer:
                 raise RLHFError("R01", f"the KL of the reply is {kl}: the logits of a model are not finite")
         return ReplyMetrics(scores, self._total(scores), kl)
 
-    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float | None:
+    def _score(self, name: str, source: RolloutReward, rollout: Rollout) -> float | None:
         scores = source(rollout)
         score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
         if math.isnan(score) and may_skip_rows(source):

@@ -15,7 +15,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common import prompt_forms
 
 _MARKER = "system-prompt-marker"
 
@@ -40,7 +40,7 @@ class ConversationFormat:
     Plain text is single-turn: each prompt is sent without the history, as in PPO.
     """
 
-    kind: reading.PromptFormat
+    kind: prompt_forms.PromptFormat
     tokenizer: Any
 
     @property

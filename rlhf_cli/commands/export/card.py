@@ -31,7 +31,7 @@ from rlhf_cli.runs.discover import POLICY_STAGES, STAGES
 from rlhf_cli.runs.parents import FOREIGN, is_hub_id, read_adapter
 from rlhf_cli.runs.read import Run, Stage, at_step, from_defaults, read_stage, value_text
 from rlhf_cli.runs.resolve import ResolvedModel
-from rlhf_cli.stages.common import reading
+from rlhf_cli.stages.common import prompt_forms
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.tracking.logs import read_log
 
@@ -107,7 +107,7 @@ class Card:
         self.run = self._run()
         self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
         self.is_evaluated = own.name in self.report.get("models", {})
-        self.prompts = reading.prompt_format(reading.training_prompt_form(chosen.model), self.tokenizer)
+        self.prompts = prompt_forms.prompt_format(prompt_forms.training_prompt_form(chosen.model), self.tokenizer)
         header = header_of_answers(self.tokenizer) if self.prompts == "template" else ""
         self.answer_header = json.dumps(header) if header else ""  # as Python writes it
         self.adapter = read_adapter(chosen.model.model)

@@ -20,7 +20,7 @@ from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.ppo import samples, setup
+from rlhf_cli.stages.ppo import sample_tables, setup
 from rlhf_cli.tracking.logs import read_log
 
 # Rounding error to expect of a sampled token, in nats.
@@ -181,8 +181,8 @@ def _samples(components: setup.PPOComponents, rows: Sequence[Mapping[str, Any]])
     """Return the logged and the repeated values of the update's rows in samples.jsonl."""
     if not rows:
         return {}, {}
-    experience = samples.experience_to_show(components)
-    repeated = [samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
+    experience = sample_tables.experience_to_show(components)
+    repeated = [sample_tables.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
 
     def quantities(table: Sequence[Mapping[str, Any]]) -> Quantities:
         columns = {

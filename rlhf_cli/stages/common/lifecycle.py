@@ -11,17 +11,14 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
-from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.models import devices, tokenizers
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.planning import fits
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common.reading import DATA_KEYS
+from rlhf_cli.stages.common.prompt_forms import DATA_KEYS
 
 Check = Callable[[Mapping[str, Parent]], None]
-
-
 C = TypeVar("C", SFTConfig, RewardConfig, DPOConfig, PPOConfig, EvalConfig)
 
 
@@ -35,7 +32,7 @@ class StageRun:
     process_group: ProcessGroup
     identity: dict[str, Any]
     resumes: bool
-    memory: str
+    memory: str  # line about the memory that it needs, "" if unknown
 
     def begin_training(self) -> None:
         """Print the memory of a stage whose inputs are loaded. Raises RLHFError as `runs.require_unchanged`."""
@@ -55,12 +52,13 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
-    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `hardware.check`.
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `fits.check`.
     """
     system.remove_accelerate_variables()
     with open_process_group() as process_group:
         parents = runs.open_parents(config)
         identity = runs.compute_identity(config, parents, config.sources())
+
         if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
             check(parents)
         status = process_group.run_on_main(
@@ -68,9 +66,19 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
         )
         if status == "finished":
             terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
-        else:
-            memory = fits.check(config, parents)
-            train(config, StageRun(config, options, parents, process_group, identity, status == "resume", memory))
+            return
+
+        memory = fits.check(config, parents)
+        stage = StageRun(
+            config=config,
+            options=options,
+            parents=parents,
+            process_group=process_group,
+            identity=identity,
+            resumes=status == "resume",
+            memory=memory,
+        )
+        train(config, stage)
 
 
 def manifest_fields(config: Config, tokenizer: Any, stop_token_id: StopTokenId) -> dict[str, Any]:
@@ -78,21 +86,3 @@ def manifest_fields(config: Config, tokenizer: Any, stop_token_id: StopTokenId) 
     source = config.sources()[DATA_KEYS[config.stage]]
     form = data.prompt_form(source, in_turns=data.speaks_in_turns(tokenizer))
     return {**tokenizers.manifest_fields(tokenizer, stop_token_id), "prompt_form": form}
-
-
-def warn_long_intervals(config: Config, steps: int) -> None:
-    """Warn (C14) if a save or evaluation interval is longer than the run."""
-    intervals = {"save": ("output.save_steps", config.output.save_steps)}
-    if isinstance(config, TRLConfig) and "data.eval" in config.sources():
-        intervals["evaluation"] = (f"{config.stage}.eval_steps", getattr(config, config.stage).eval_steps)
-    unit = "updates" if config.stage == "ppo" else "steps"
-    for event, (key, every) in intervals.items():
-        if every and every > steps:
-            text = f"one {event} every {every} {unit} exceeds the {steps} of the run: only the last one gets one"
-            terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or remove it")
-
-
-def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -> str:
-    """Return the batch size of a step as text: `8 x 2 x 4 processes = 64 rows`."""
-    group = f" x {processes} processes" if processes > 1 else ""
-    return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"

@@ -1,4 +1,4 @@
-"""Tokenizers and models of a stage."""
+"""Tokenizers and models that a stage reads from its parents."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +14,7 @@ from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key
-from rlhf_cli.stages.common.reading import training_prompt_form
-
-# Start and completion
-
-
-# Tokenizers and models
+from rlhf_cli.stages.common.prompt_forms import training_prompt_form
 
 
 def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
@@ -36,12 +31,13 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
     return tokenizer
 
 
-def set_template_variables(config: Any, tokenizer: Any, parent_stage: str) -> None:
+def set_template_variables(config: Config, tokenizer: Any, parent_stage: str) -> None:
     """Write data.chat_template_kwargs into the chat template. Raises RLHFError C17 if one has no effect.
 
     A later stage must keep the template of its parent if that was trained here: T05.
     """
-    template, where = tokenizer.chat_template, config.where("data.chat_template_kwargs")
+    template = tokenizer.chat_template
+    where = config.where("data.chat_template_kwargs")
     trained_here = parent_stage not in ("", runs.FOREIGN) and config.stage != "sft"
     if trained_here and config.data.chat_template_kwargs is None:
         return
@@ -67,13 +63,18 @@ def load_model(
     loader does, and M06 if the vocabulary is too small.
     """
     assert isinstance(config, AnyConfig)
+    is_classifier = loader is load.load_classifier  # of a reward's `pipeline`, which keeps its own dtype
     section = config.model if isinstance(config, TRLConfig) else config.models
     kwargs = load.load_kwargs(section, options.trust_remote_code, bf16_matrices=bf16_matrices)
-    if loader is load.load_classifier:  # of a reward's `pipeline`, which keeps its own dtype
+    if is_classifier:
         kwargs = {"trust_remote_code": options.trust_remote_code}
+
+    def load_weights(empty: bool) -> Any:
+        return loader(parent.model, **kwargs, empty=True) if empty else loader(parent.model, **kwargs)
+
     with at_location(config.where(parent.key)):
-        model = loading.load_on_main(lambda empty: loader(parent.model, **kwargs, **({"empty": True} if empty else {})))
-        tokenizers.check_vocabulary(model, tokenizer, guarded=loader is not load.load_classifier)
+        model = loading.load_on_main(load_weights)
+        tokenizers.check_vocabulary(model, tokenizer, guarded=not is_classifier)
     return model
 
 
@@ -83,19 +84,24 @@ def check_same_tokenization(config: Config, options: Options, parents: Mapping[s
     Models that only score may differ; models.reward must not in a PPO run whose value model starts as its copy. The
     tokenizers of an evaluation's judges are still loaded, to raise M01 and M08 before anything is written.
     """
-    keys = ("models.value", *(["models.reward"] if config.stage == "ppo" else []))
-    must_match = {key: parent for key, parent in parents.items() if is_policy_key(key) or key in keys}
+    must_match: dict[str, Parent] = {}
+    may_differ: dict[str, Parent] = {}
+    for key, parent in parents.items():
+        starts_value_model = key == "models.value" or (key == "models.reward" and config.stage == "ppo")
+        group = must_match if is_policy_key(key) or starts_value_model else may_differ
+        group[key] = parent
+
+    assert isinstance(config, AnyConfig)
     tokenizers.check_same_tokenization(
-        must_match, config.where, trust_remote_code=options.trust_remote_code,
+        must_match,
+        config.where,
+        trust_remote_code=options.trust_remote_code,
         template_variables=config.data.chat_template_kwargs,
-    )  # fmt: skip
-    for key, parent in parents.items() if config.stage == "eval" else ():
-        if key not in must_match:
+    )
+    if config.stage == "eval":
+        for key, parent in may_differ.items():
             with at_location(config.where(key)):
                 tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
-
-
-# Reward models
 
 
 def stop_token_id(tokenizer: Any, parent: Parent, vocab_size: int) -> StopTokenId:
@@ -104,8 +110,8 @@ def stop_token_id(tokenizer: Any, parent: Parent, vocab_size: int) -> StopTokenI
     Llama 3 has <|eot_id|>, <|end_of_text|> and <|eom_id|>, Qwen <|im_end|> and <|endoftext|>.
     """
     known = [stop for stop in load.read_eos_token_ids(parent.model) if stop < vocab_size]
-    stops = dict.fromkeys([data.stop_token_id(tokenizer), *known])
-    return tuple(stops) if len(stops) > 1 else next(iter(stops))
+    stops = tuple(dict.fromkeys([data.stop_token_id(tokenizer), *known]))
+    return stops if len(stops) > 1 else stops[0]
 
 
 def place_frozen(model: Any, *, bf16: bool) -> Any:
@@ -117,9 +123,3 @@ def place_frozen(model: Any, *, bf16: bool) -> Any:
             if tensor.dtype == torch.float32:  # a view of a memory-mapped file keeps all of it in memory
                 tensor.data = tensor.data.clone()
     return model.to(devices.device())
-
-
-# Prompt format
-
-
-# Rows and batches

@@ -17,10 +17,11 @@ from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common.model_loading import load_tokenizer
 
-# Padding differently moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
-# Difference from a stored score that rounding explains: in float32, and in bfloat16 or 4 bits as a share of the stored
-# scores' standard deviation.
-PROBE_TOLERANCE, PROBE_TOLERANCE_BF16, PROBE_TOLERANCE_4_BITS = 1e-3, 0.25, 1.0
+# Difference from a stored score that rounding explains. Padding differently moves a score by about 1e-6 in float32; in
+# bfloat16, with deviation 1, by some hundredths.
+PROBE_TOLERANCE = 1e-3
+PROBE_TOLERANCE_BF16 = 0.25  # share of the stored scores' standard deviation
+PROBE_TOLERANCE_4_BITS = 1.0  # likewise
 
 
 def load_own_tokenizer(config: Config, options: Options, sft: Parent, parent: Parent) -> Any:
@@ -45,7 +46,8 @@ def end_token_ids(tokenizer: Any, stop_token_id: StopTokenId = None) -> tuple[in
     except RLHFError:  # T06; the policy has other stop tokens, or none
         return ()
     special = data.special_ids(tokenizer)
-    return (end, *(stop for stop in stop_ids(stop_token_id) if stop != end and stop in special))
+    others = [stop for stop in stop_ids(stop_token_id) if stop in special and stop != end]
+    return (end, *others)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ def build_model_reward(
 
 
 def retokenize_prompts(
-    config: Config, key: str, tokenizer: Any, prompts: Sequence[data.Prompt], model_config: Any
+    config: Config,
+    key: str,
+    tokenizer: Any,
+    prompts: Sequence[data.Prompt],
+    model_config: Any,
 ) -> dict[tuple[int, ...], list[int]]:
     """Map each prompt's token ids to the reward tokenizer's ids of the same text or conversation.
 
@@ -121,6 +127,7 @@ def retokenize_prompts(
     render a conversation.
     """
     texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
+    context = load.context_length(model_config)
     with at_location(config.where(key)):
         try:
             encoded = data.encode_many(tokenizer, list(texts.values()), [None] * len(texts))
@@ -131,25 +138,27 @@ def retokenize_prompts(
             text = f"{key}: the prompts are conversations, and this model has no chat template"
             hint = "name a reward model with one, or set data.format: plain if the file's prompts are texts"
             raise RLHFError("D14", text, hint=hint) from error
-        longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(model_config)
+        prompt_ids = [ids for ids, _ in encoded]
+        longest = max(map(len, prompt_ids), default=0)
         if context is not None and longest >= context:
             text = f"{key}: a prompt has {longest} tokens in this model's tokenizer, and its context is {context}"
             raise RLHFError("C13", text, hint="remove longer prompts, or name another reward model")
-    return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
+    return dict(zip(texts, prompt_ids, strict=True))
 
 
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """Raise RLHFError M09 if a reward model's scores, in the format of those stored with it, differ from these."""
     probes = parent.manifest["probes"]
-    rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
-    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16" or lora.has_bf16_matrices(model)
-    with autocast(bf16=stored_in_bf16):
-        scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])
-    tolerance, spread = PROBE_TOLERANCE, float(stored.std(correction=0))
-    if lora.is_quantized(model) or model.dtype == torch.bfloat16 or stored_in_bf16:
-        share = PROBE_TOLERANCE_4_BITS if lora.is_quantized(model) else PROBE_TOLERANCE_BF16
-        tolerance = max(tolerance, share * spread)
+    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16" or lora.has_bf16_matrices(model)
+
+    prompts = [probe["prompt_ids"] for probe in probes]
+    responses = [probe["response_ids"] for probe in probes]
+    rollout = Rollout.from_lists(prompts, responses).to(model.device)
+    with autocast(bf16=stored_in_bf16):
+        scores = forward.rollout_scores(model, rollout, max_rows=len(probes)).cpu()
+
+    tolerance = _probe_tolerance(model, stored, bf16=stored_in_bf16)
     differing = ((scores - stored).abs() > tolerance).nonzero()[:, 0].tolist()
     if differing:
         rows = ", ".join(f"row {row}: {scores[row]:.4f}, stored {stored[row]:.4f}" for row in differing[:3])
@@ -160,3 +169,13 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
             where=where,
             hint=f"run the reward stage again: {runs.shown(parent.path)} or a library under it changed",
         )
+
+
+def _probe_tolerance(model: Any, stored: torch.Tensor, *, bf16: bool) -> float:
+    """Return the difference from `stored` scores (n,) that rounding explains, with or without `bf16` autocast."""
+    spread = float(stored.std(correction=0))
+    if lora.is_quantized(model):
+        return max(PROBE_TOLERANCE, PROBE_TOLERANCE_4_BITS * spread)
+    if bf16 or model.dtype == torch.bfloat16:
+        return max(PROBE_TOLERANCE, PROBE_TOLERANCE_BF16 * spread)
+    return PROBE_TOLERANCE

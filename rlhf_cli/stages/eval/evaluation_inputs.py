@@ -1,8 +1,8 @@
 """Settings and inputs of an evaluation, also for `rlhf check` and `plan`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,65 @@ from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation.summary import SamplingParams, SnapshotSeries, group_rows
-from rlhf_cli.models import interpolation
+from rlhf_cli.models import interpolation, load
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.rewards import builtin
 from rlhf_cli.rewards.function import RewardContext, load_function
 from rlhf_cli.rewards.signature import RewardFn, check_columns, missing_column, named_columns
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages.common import lifecycle, model_loading, reading
 
 MAX_GROUPS = 20  # values of `eval.by`
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """What an evaluation reads besides its models."""
+
+    tokenizer: Any
+    sampling: SamplingParams
+    prompts: list[data.Prompt]
+    columns: list[dict[str, Any]]  # of each prompt's row, those that judges and `eval.by` read
+    functions: dict[str, RewardFn]  # judges that are functions
+    series: SnapshotSeries
+    missing_eos_penalty: float
+
+
+def load_inputs(config: EvalConfig, stage: lifecycle.StageRun) -> EvaluationInputs:
+    """Load and check the inputs.
+
+    Raises RLHFError C07, C13, C17, D01-D14, D16, E09, M01, M08, T04, T05.
+    """
+    options = stage.options
+    sft = stage.parents["models.sft"]
+    ppo = stage.parents["models.ppo"]
+    model_loading.check_same_tokenization(config, options, stage.parents)
+    check_interpolation(config, options, stage.parents)
+
+    tokenizer = model_loading.load_tokenizer(config, options, sft)
+    model_config = load.read_config(sft.model, options.trust_remote_code)
+    stop_id = model_loading.stop_token_id(tokenizer, sft, model_config.get_text_config().vocab_size)
+    settings = ppo_settings(ppo)
+    sampling = sampling_params(config, settings, ppo.path, stop_id)
+
+    with stage.process_group.main_process_first():
+        usable = reading.read_prompts(config, "data.prompts", tokenizer, model_config, sampling.response_length)
+    if usable.num_dropped or len(usable) < config.eval.n:
+        terminal.say(f"eval     {reading.describe_rows(usable, 'held-out prompts')}; eval.n is {config.eval.n}")
+    functions = judge_functions(config)
+    check_columns_read(config, functions, usable)
+    warn_of_selection_by_reward(config)
+
+    prompts = usable[: config.eval.n]
+    return EvaluationInputs(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        prompts=prompts,
+        columns=columns_read(config, functions, prompts),
+        functions=functions,
+        series=find_snapshots(config, ppo),
+        missing_eos_penalty=missing_eos_penalty(settings),
+    )
 
 
 def ppo_settings(ppo: Parent) -> PPOSettings | None:
@@ -33,21 +84,27 @@ def sampling_params(
     config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: StopTokenId
 ) -> SamplingParams:
     """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
-    temperature, length = config.eval.temperature, config.eval.response_length
+    temperature = config.eval.temperature
+    length = config.eval.response_length
     if settings:
-        temperature, length = temperature or settings.temperature, length or settings.max_response_length
+        temperature = temperature or settings.temperature
+        length = length or settings.max_response_length
         if settings.stop_token == "none":
-            return SamplingParams(temperature, length, None)
-        stop_token_id = stop_token_id if settings.stop_token_id is None else settings.stop_token_id
+            stop_token_id = None
+        elif settings.stop_token_id is not None:
+            stop_token_id = settings.stop_token_id
     if temperature is None or length is None:
-        text, hint = "does not record how its policy was sampled", "set eval.temperature and eval.response_length"
-        raise RLHFError("C17", f"{shown(path)} {text}", where=config.where("models.ppo"), hint=hint)
+        text = f"{shown(path)} does not record how its policy was sampled"
+        hint = "set eval.temperature and eval.response_length"
+        raise RLHFError("C17", text, where=config.where("models.ppo"), hint=hint)
     return SamplingParams(temperature, length, stop_token_id)
 
 
 def missing_eos_penalty(settings: PPOSettings | None) -> float:
     """Return PPO's penalty of an answer that does not end; 0 for an external policy."""
-    return settings.missing_eos_penalty or 0.0 if settings and settings.stop_token != "none" else 0.0
+    if settings is None or settings.stop_token == "none":
+        return 0.0
+    return settings.missing_eos_penalty or 0.0
 
 
 def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
@@ -68,8 +125,7 @@ def check_interpolation(config: EvalConfig, options: Options, parents: Mapping[s
     """Raise RLHFError C17 if `eval.interpolate` is set and the weights of PPO and SFT do not have the same shapes."""
     if config.eval.interpolate:
         with at_location(config.where("eval.interpolate")):
-            models = parents["models.ppo"], parents["models.sft"]
-            interpolation.check_interpolation(*models, options.trust_remote_code)
+            interpolation.check_interpolation(parents["models.ppo"], parents["models.sft"], options.trust_remote_code)
 
 
 def warn_of_selection_by_reward(config: EvalConfig) -> None:
@@ -82,11 +138,13 @@ def warn_of_selection_by_reward(config: EvalConfig) -> None:
 
 def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:
     """Load the judges that are Python or built-in functions, by name. Raises RLHFError C07, C17, E09."""
+    folder = config.file.parent
     functions: dict[str, RewardFn] = {}
     for name, judge in config.judges.items():
-        key, folder = f"judges.{name}", config.file.parent
+        key = f"judges.{name}"
         if isinstance(judge, BuiltinJudge):
-            functions[name] = builtin.make(judge, RewardContext(folder, partial(_where_option, config, key)))
+            context = RewardContext(folder, partial(_where_option, config, key))
+            functions[name] = builtin.make(judge, context)
         elif FUNCTION.fullmatch(judge):
             functions[name] = load_function(judge, folder=folder, where=config.where(key))
     return functions
@@ -101,20 +159,29 @@ def check_columns_read(config: EvalConfig, judges: Mapping[str, RewardFn], promp
 
     Raises RLHFError D02, D06, D12; C17 if `eval.by` has more than MAX_GROUPS values.
     """
-    source, by, scored = prompts.source.shown(), config.eval.by, -(-config.eval.n // prompts.stride)
-    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"), scored)
-    if by is not None:
-        where, known = config.where("eval.by"), dict.fromkeys(chain.from_iterable(each.columns for each in prompts))
-        if by not in known:
-            raise RLHFError.from_problems([missing_column("eval.by names", by, known, source, where)])
-        if (count := len(group_rows(by, [each.columns for each in prompts]))) > MAX_GROUPS:
-            text = f'eval.by: "{by}" has {count} different values, more than {MAX_GROUPS}'
-            raise RLHFError("C17", text, where=where, hint="name a column that puts prompts into few groups")
+    source = prompts.source.shown()
+    num_scored = -(-config.eval.n // prompts.stride)
+    check_columns(judges, prompts, source, lambda name: config.where(f"judges.{name}"), num_scored)
+    if config.eval.by is not None:
+        _check_groups(config.eval.by, prompts, source, config.where("eval.by"))
+
+
+def _check_groups(column: str, prompts: Sequence[data.Prompt], source: str, where: str) -> None:
+    """Raise RLHFError if the column of `eval.by` is missing or has too many values."""
+    known = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    if column not in known:
+        raise RLHFError.from_problems([missing_column("eval.by names", column, known, source, where)])
+    count = len(group_rows(column, [prompt.columns for prompt in prompts]))
+    if count > MAX_GROUPS:
+        text = f'eval.by: "{column}" has {count} different values, more than {MAX_GROUPS}'
+        raise RLHFError("C17", text, where=where, hint="name a column that puts prompts into few groups")
 
 
 def columns_read(
     config: EvalConfig, judges: Mapping[str, RewardFn], prompts: Sequence[data.Prompt]
 ) -> list[dict[str, Any]]:
     """Return of each prompt's row the columns that the judges and `eval.by` read."""
-    names = [*named_columns(judges.values(), prompts), *([config.eval.by] if config.eval.by else [])]
-    return [jsonl.values_of(prompt.columns, dict.fromkeys(names)) for prompt in prompts]
+    names = dict.fromkeys(named_columns(judges.values(), prompts))
+    if config.eval.by:
+        names[config.eval.by] = None
+    return [jsonl.values_of(prompt.columns, names) for prompt in prompts]

@@ -1,0 +1,217 @@
+"""Sampling and scoring of an evaluation's policies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli import data, terminal
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.evaluation.summary import EvalResponses, SamplingParams, concat_responses, select_best_of_n
+from rlhf_cli.models import devices, forward
+from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
+from rlhf_cli.models.parallel import ProcessGroup
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.progress import Progress, track_progress
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.rewards.signature import TextRows
+from rlhf_cli.stages.common import lifecycle, scoring
+from rlhf_cli.stages.eval.evaluated_models import (
+    EvaluatedModels,
+    EvaluatedPolicy,
+    JudgeFn,
+    load_judges,
+    policies_to_evaluate,
+)
+from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs
+
+NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
+
+
+def evaluate_policies(
+    config: EvalConfig, stage: lifecycle.StageRun, inputs: EvaluationInputs
+) -> tuple[list[EvalResponses], list[EvalResponses]]:
+    """Sample and score each policy in each mode, PPO's snapshots and interpolations, and best of n of the SFT policy.
+
+    Returns their responses, and the SFT policy's draws for best of n and the limit, the latter without texts.
+    At most one other policy is in memory besides the SFT policy. Each rank samples a part of the prompts.
+    """
+    sft = stage.parents["models.sft"]
+    loaded = EvaluatedModels(config, stage, inputs.tokenizer)
+    policy_text = scoring.PolicyText(sft, inputs.tokenizer, inputs.sampling.stop_token_id, inputs.prompts)
+    evaluator = PolicyEvaluator(
+        config,
+        inputs.tokenizer,
+        inputs.prompts,
+        sampling=inputs.sampling,
+        judges=load_judges(loaded, policy_text, inputs.functions),
+        process_group=stage.process_group,
+    )
+    policies = policies_to_evaluate(config, stage.parents, inputs.series)
+    _announce_limit(config, len(inputs.prompts))
+
+    num_rounds = sum(len(policy.modes) for policy in policies) + config.eval.draws
+    with Progress("eval", num_rounds, "round") as bar:
+        evaluated = _evaluate_each(policies, loaded, evaluator, bar)
+        draws = _draw_from_sft(config, loaded, evaluator, bar)
+    best_of_n = [select_best_of_n(draws[:n]) for n in config.eval.best_of]
+    return evaluated + best_of_n, draws
+
+
+def _announce_limit(config: EvalConfig, num_prompts: int) -> None:
+    """Print how many answers the limit draws, and how many more than the evaluation without it."""
+    if config.eval.limit:
+        draws = config.eval.draws
+        more = (draws - max(config.eval.best_of, default=0)) * num_prompts
+        terminal.say(
+            f"eval     limit: {draws} SFT answers to each of {num_prompts} prompts, {more:,} more than the evaluation "
+            "draws without it"
+        )
+
+
+def _evaluate_each(
+    policies: Sequence[EvaluatedPolicy], loaded: EvaluatedModels, evaluator: "PolicyEvaluator", bar: Progress
+) -> list[EvalResponses]:
+    """Return the responses of each policy in each of its modes."""
+    evaluated = []
+    for each in policies:
+        policy = loaded.sft if each.name == "sft" else loaded.policy(each.parent, each.share)
+        for mode in each.modes:
+            responses = evaluator.evaluate(each.name, mode, policy, loaded.sft)
+            evaluated.append(replace(responses, step=each.step, share=each.share))
+            bar.advance(note=f"{each.name} {mode}")
+        del policy  # before the next one is loaded
+    return evaluated
+
+
+def _draw_from_sft(
+    config: EvalConfig, loaded: EvaluatedModels, evaluator: "PolicyEvaluator", bar: Progress
+) -> list[EvalResponses]:
+    """Return the SFT policy's draws for best of n, and then those for the limit: by the reward alone, without texts."""
+    for_best_of = max(config.eval.best_of, default=0)
+    draws = []
+    for draw in range(1, config.eval.draws + 1):
+        is_for_best_of = draw <= for_best_of
+        if draw == for_best_of + 1:
+            evaluator = replace(evaluator, judges={"reward": evaluator.judges["reward"]})
+        responses = evaluator.evaluate("sft", "sampled", loaded.sft, loaded.sft, draw=draw)
+        draws.append(responses if is_for_best_of else replace(responses, prompts=[], responses=[]))
+        bar.advance(note=f"best of {draw}" if is_for_best_of else f"limit {draw}")
+    return draws
+
+
+@dataclass
+class PolicyEvaluator:
+    """Samples a policy's responses to the prompts and scores them with all judges."""
+
+    config: EvalConfig
+    tokenizer: Any
+    prompts: list[data.Prompt]
+    sampling: SamplingParams
+    judges: dict[str, JudgeFn | ModelReward]
+    process_group: ProcessGroup
+
+    def evaluate(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> EvalResponses:
+        """Sample and score one response per prompt.
+
+        Seeds derive from (seed, mode, draw, row) and are the same for every policy, so that comparisons are paired.
+        Model judges score each rank's own rows; functions are called once, by the first rank, with all rows.
+        """
+        seeds = [derive_seed(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts))]
+        prompts = replace(
+            Prompts.of(self.prompts),
+            seeds=tuple(seeds),
+            response_length=self.sampling.response_length,
+        )
+        sampled = self.process_group.map_rows(
+            len(prompts), lambda part: self._sample(name, mode, policy, sft, prompts.rows(part))
+        )
+        responses = concat_responses([part for part, _ in sampled])
+        ids = list(chain.from_iterable(part_ids for _, part_ids in sampled))
+
+        rows = TextRows.from_tokens(self.tokenizer, [prompt.ids for prompt in self.prompts], ids, prompts.records)
+        scores: dict[str, list[float]] = {}
+        for judge, source in self.judges.items():
+            if isinstance(source, ModelReward):
+                scores[judge] = responses.scores[judge]
+            else:
+                scores[judge] = self.process_group.run_on_main(partial(source, rows))
+        return replace(responses, scores=scores)
+
+    def _sample(
+        self,
+        name: str,
+        mode: str,
+        policy: Any,
+        sft: Any,
+        prompts: Prompts,
+    ) -> tuple[EvalResponses, list[list[int]]]:
+        """Sample responses and score them with the judges that are models; return the responses' token ids, too."""
+        settings = self.config.eval
+        temperature = self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
+        engine = HFEngine(
+            policy,
+            self.sampling.stop_token_id,
+            self.tokenizer.pad_token_id or 0,
+            temperature=temperature,
+            batch_size=settings.per_device_batch_size,
+            bf16=settings.bf16,
+        )
+        rollout = engine.generate(prompts)
+        rows = TextRows.of(rollout, self.tokenizer)
+
+        kl = None
+        if mode == "sampled":
+            kl = [0.0] * len(rollout)
+            if policy is not sft:
+                with devices.autocast(bf16=devices.use_bf16(settings.bf16)):
+                    kl = sequence_kl(policy, sft, rollout, temperature, max_rows=settings.per_device_batch_size)
+        scores = {
+            judge: source(rollout).tolist() for judge, source in self.judges.items() if isinstance(source, ModelReward)
+        }
+        responses = EvalResponses(
+            model=name,
+            mode=mode,
+            prompts=rows.prompts,
+            responses=rows.responses,
+            ended=rollout.ended.tolist(),
+            lengths=rollout.response_lengths.tolist(),
+            scores=scores,
+            kl=kl,
+        )
+        return responses, list(rows.completion_ids)
+
+
+@torch.no_grad()
+def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, max_rows: int) -> list[float]:
+    """Return the sum over each response's tokens of log pi - log ref, in nats.
+
+    Its mean over rows estimates KL(pi || ref) on pi's own samples.
+    """
+    device = rollout.ids.device
+    totals = torch.zeros(len(rollout), dtype=torch.float64, device=device)
+    row_index = torch.arange(len(rollout), device=device)
+    micro_batches = split_into_micro_batches(rollout.lengths, row_index, max_rows=max_rows)
+    for rows in track_progress("kl: micro-batch", micro_batches):
+        micro_batch = rollout.micro_batch(rows)
+        logprobs = _response_logprobs(policy, micro_batch, temperature)
+        ref_logprobs = _response_logprobs(ref, micro_batch, temperature)
+        totals.index_add_(0, micro_batch.response_index[0], (logprobs - ref_logprobs).double())
+    sums: list[float] = totals.tolist()
+    return sums
+
+
+def _response_logprobs(model: Any, micro_batch: MicroBatch, temperature: float) -> Tensor:
+    """Return the log-prob (N,) of each response token."""
+    hidden = forward.response_hidden_states(model, micro_batch)
+    parts = []
+    for part in forward.logit_chunks(model, len(hidden)):
+        logits = forward.lm_head_logits(model, hidden[part])
+        parts.append(losses.token_logprobs(logits, micro_batch.response_ids[part], temperature))
+    return torch.cat(parts)
