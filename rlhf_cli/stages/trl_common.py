@@ -138,11 +138,13 @@ def build_trainer(
         "train_dataset": data.as_dataset(rows),
         "eval_dataset": data.as_dataset(eval_rows) if eval_rows else None,
     }
+    text_config = models["model"].config.get_text_config()
+    if getattr(text_config, "is_moe", True) is False:  # Doge without experts, whose config has their fields
+        args.router_aux_loss_coef = 0.0
     trainer = _construct(config, trainer_class, args=args, **datasets, **models)
     if (count := trainer.accelerator.num_processes) != process_group.world_size:
         text = f"accelerate found {count} process{'es' * (count > 1)}, {process_group.world_size} train together"
         raise RLHFError("E04", text, hint="start them with --nproc N, or with torchrun")
-    text_config = trainer.model.config.get_text_config()
     if getattr(trainer, "aux_loss_enabled", False) and not hasattr(text_config, "num_experts"):
         text = f"TRL has no balancing loss for the experts of {text_config.model_type} models"
         raise RLHFError("C17", text, where=config.where("trainer"), hint="set trainer: {router_aux_loss_coef: 0}")
@@ -188,6 +190,8 @@ def train_and_save(
     run_trackers = Trackers(config)
     log = MetricsLog(folder / "metrics.jsonl", resumed.get("log"), run_trackers)
     trackers.enter_context(run_trackers)
+    # Before the first checkpoint: transformers saves no generation config as Llama 2's, a temperature without sampling.
+    save.set_special_token_ids(trainer.model, tokenizer, stop_token_id)
     if checkpoint:
         terminal.say(f"{config.stage:<8} resumes at step {state['global_step']} of {state['max_steps']}")
     if checkpoint and state["global_step"] >= state["max_steps"]:
@@ -199,7 +203,6 @@ def train_and_save(
         steps = _run_trainer(trainer, checkpoint, log, config.stage, resumed)
     sharding.disable_zero3()
     card, model = model_card(config, stage.parents, len(rows), steps, note), trainer.model
-    save.set_special_token_ids(model, tokenizer, stop_token_id)
     build.disable_router_logits(model)
     trainer.process_group.gather_results(partial(save.save_trained, model, tokenizer, config.folder / "model", card))
     return steps, log, trained_base(trainer, config)
