@@ -94,6 +94,27 @@ class GracefulStop:
             os.kill(os.getpid(), number)
 
 
+class Terminated(BaseException):
+    """SIGTERM as an exception, so that open files and locks are closed on the way out."""
+
+
+def raise_terminated(number: int, frame: FrameType | None) -> None:
+    """Raise Terminated: a handler of SIGTERM."""
+    raise Terminated
+
+
+_fork = threading.local()  # mask: the signals that this thread blocked before it forks
+
+
+def _hold_signals() -> None:
+    """Block the signals until a fork is complete: a child would lose one that comes before its handlers are gone."""
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, GracefulStop.SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
 def _restore_default_signals() -> None:
     """End on SIGTERM and SIGHUP in a forked child, such as a worker of a reward function's multiprocessing.Pool.
 
@@ -101,11 +122,13 @@ def _restore_default_signals() -> None:
     too, and is left to the run, which finishes its step with their results.
     """
     for number in GracefulStop.SIGNALS:
-        if isinstance(getattr(signal.getsignal(number), "__self__", None), GracefulStop):
+        handler = signal.getsignal(number)
+        if handler is raise_terminated or isinstance(getattr(handler, "__self__", None), GracefulStop):
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_restore_default_signals)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_default_signals)
 
 
 def is_nohup(number: signal.Signals) -> bool:

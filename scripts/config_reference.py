@@ -30,7 +30,8 @@ These defaults follow no paper or other system:
   `model.new` has a default, because the base model is always a choice of the user.
 - `model.new.model_type`: llama, the architecture of the demo and of the reviews preset.
 - `data.columns`: no mapping. Datasets with the usual column names need none.
-- `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain` and `transcripts` override it.
+- `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain`, `transcripts` and `turns`
+  override it.
 - `data.max_rows`: all rows. The limit is for trial runs and for large datasets on the Hugging Face Hub.
 - `data.eval_fraction`, `data.split_seed`: no split, because many datasets have a held-out file or split. The seed of
   a split is 0 in every stage, so that all stages hold out the same prompts.

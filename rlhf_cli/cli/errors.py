@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
@@ -27,10 +26,6 @@ COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
 FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
 REPORT_WAIT_S = 5.0  # for another process to report its error
-
-
-class Terminated(BaseException):
-    """SIGTERM as an exception, so that open files and locks are closed on the way out."""
 
 
 class RunNotGiven(Exception):
@@ -76,7 +71,7 @@ class CommandGroup(TyperGroup):
     def _run_and_exit(self, arguments: list[str], **extra: Any) -> None:
         code = 0
         terminal.reset()
-        previous_handler = _set_sigterm_handler(_raise_terminated)
+        previous_handler = _set_sigterm_handler(system.raise_terminated)
         try:
             try:
                 code = super().main(arguments, **{**extra, "standalone_mode": False}) or 0
@@ -88,7 +83,7 @@ class CommandGroup(TyperGroup):
                 text = f"stdout cannot be written: {write_error.strerror}"
                 hint = "free space on its disk, or redirect it elsewhere"
                 code = _report_error(system.OutOfResources("E03", text, hint=hint))
-        except Terminated:  # also while an error is reported
+        except system.Terminated:  # also while an error is reported
             code = 143
         finally:
             _set_sigterm_handler(previous_handler)
@@ -186,13 +181,9 @@ def _reported_elsewhere(error: RLHFError) -> bool:
     try:
         if rank_missing or not is_main:
             time.sleep(2 * REPORT_WAIT_S if rank_missing else REPORT_WAIT_S)
-    except Terminated:
+    except system.Terminated:
         return not (rank_missing and is_main)
     return rank_missing and not is_main
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _set_sigterm_handler(handler: Any) -> Any:

@@ -167,7 +167,7 @@ class _Data(Section):
     EVAL_KEY: ClassVar[str] = "eval"  # key of the held-out data
 
     columns: dict[str, str] = Field(default_factory=dict)
-    format: Literal["auto", "plain", "transcripts"] = "auto"
+    format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
     subset: str | None = None
     revision: str | None = None
     max_rows: int | None = Field(None, gt=0)

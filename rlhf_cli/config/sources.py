@@ -42,7 +42,7 @@ class DataSource:
     revision: str | None = None
     max_rows: int | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    format: Literal["auto", "plain", "transcripts"] = "auto"
+    format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
     on_bad: Literal["error", "drop"] = "error"
     share: HoldoutSplit | None = None
     first_words: tuple[int, int] | None = None  # minimum and maximum number of words to keep of a prompt

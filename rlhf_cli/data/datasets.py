@@ -103,7 +103,7 @@ def is_plain_text(source: Source) -> bool:
     return _first_row(DatasetReader(source, SFT_FORMS))[0] == ("text",)
 
 
-def prompt_form(source: Source, *, in_turns: bool = False) -> Literal["text", "conversation", "transcript"]:
+def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["text", "conversation", "transcript"]:
     """Return the format of the prompt in the first row of any stage's data, as it is read.
 
     `in_turns`: texts become turns, for a model that `speaks_in_turns`. Raises RLHFError D01-D06, D12.
@@ -179,8 +179,20 @@ def prompt_rows(
 
     reader = DatasetReader(source, PROMPT_FORMS, in_turns=speaks_in_turns(tokenizer))
     rows = _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
+    _warn_texts_beside_template(reader.source, rows, tokenizer)
     names = dict.fromkeys(name for each in rows for name in each.columns)
     return rows.with_rows(replace(each, columns={name: each.columns.get(name) for name in names}) for each in rows)
+
+
+def _warn_texts_beside_template(source: DataSource, prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    """Warn (T10) about texts for a model of another program that may be a chat model: it has a chat template."""
+    are_meant = source.format == "plain" or source.first_words
+    if tokenizer is None or not tokenizer.chat_template or speaks_in_turns(tokenizer) is not None or are_meant:
+        return
+    if any(isinstance(prompt.text, str) for prompt in prompts):
+        text = "the prompts are texts, which the model gets as they are, although it has a chat template"
+        hint = "set data.format: turns for a chat model, or data.format: plain for a model that continues texts"
+        terminal.warn("T10", text, where=source.shown(), hint=hint)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class DatasetReader:
         forms: tuple[Form, ...],
         *,
         reads_system_texts: bool = False,
-        in_turns: bool = False,
+        in_turns: bool | None = False,
     ) -> None:
         """`reads_system_texts`: the caller uses a system column beside prompts that are texts.
 
@@ -64,7 +64,7 @@ class DatasetReader:
         self.source, self.forms = DataSource.of(source), forms
         self.columns = self.source.columns
         self.reads_system_texts = reads_system_texts
-        self.in_turns = in_turns and self.source.format != "plain"
+        self.in_turns = {"plain": False, "turns": True}.get(self.source.format, bool(in_turns))
         self.num_read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
         # Of the first row, which all others must match: its short location, columns, and types of their values.
@@ -279,7 +279,7 @@ class DatasetReader:
             yield f"{', '.join(self.stored)}: lists of messages stored as text, parsed"
         if self.other_format:
             yield f"{self.other_format}, read as {{{', '.join(self.form)}}}"
-        if self.texts_are_turns:
+        if self.texts_are_turns and self.source.format != "turns":
             text = "texts become turns of a user and the assistant, on which the model was trained"
             yield f"{text}; data.format: plain keeps them"
         if self.renamed_roles:
@@ -317,6 +317,9 @@ class DatasetReader:
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
+        if self.source.format == "turns" and is_text and not (self.transcripts or self.texts_are_turns):
+            text = f"data.format: turns needs a prompt beside {' and '.join(self.form)}"
+            raise BadRow("D12", text, "add a prompt column, or remove data.format")
         self.first, self._first_row = location.short, location
 
     def _first_rows(self, row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ _THOUGHT_TAG = re.compile(
     r"[<\[\u25c1][^<>\[\]\u25c1\u25b7\s]*(?:think|thought|reason)[^<>\[\]\u25c1\u25b7\s]*[>\]\u25b7]", re.IGNORECASE
 )
 WITHOUT_EMBEDDING = "rlhf_without_embedding"  # attribute of a tokenizer: ids of special tokens its model cannot read
-SPEAKS_IN_TURNS = "rlhf_speaks_in_turns"  # attribute of a tokenizer: its model was trained on conversations
+SPEAKS_IN_TURNS = "rlhf_speaks_in_turns"  # attribute of a tokenizer: whether its model was trained on conversations
 
 
 def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
@@ -56,14 +56,14 @@ def ids_without_embedding(tokenizer: Any) -> frozenset[int] | None:
     return getattr(tokenizer, WITHOUT_EMBEDDING, None)
 
 
-def speaks_in_turns(tokenizer: Any) -> bool:
-    """Return True if `set_speaks_in_turns` was called: the model was trained on conversations by its chat template."""
-    return getattr(tokenizer, SPEAKS_IN_TURNS, False)
+def speaks_in_turns(tokenizer: Any) -> bool | None:
+    """Return whether the model was trained on conversations by its chat template; None if that is not known."""
+    return getattr(tokenizer, SPEAKS_IN_TURNS, None)
 
 
-def set_speaks_in_turns(tokenizer: Any) -> None:
-    """Make the texts of a data file turns of a user and the assistant."""
-    setattr(tokenizer, SPEAKS_IN_TURNS, True)
+def set_speaks_in_turns(tokenizer: Any, in_turns: bool) -> None:
+    """Set whether the texts of a data file become turns of a user and the assistant."""
+    setattr(tokenizer, SPEAKS_IN_TURNS, in_turns)
 
 
 def encode(tokenizer: Any, prompt: str | Conversation, response: Answer | None) -> Encoded:

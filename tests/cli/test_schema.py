@@ -150,7 +150,7 @@ def test_every_key_has_its_meaning_its_default_and_its_choices(stage: str) -> No
         assert node["description"].startswith(key.meaning), path
         if key.section is None and not key.field.is_required():
             assert node.get("default", {}) == key.default(None), path
-    assert at(tree, ["data", "format"])["enum"] == ["auto", "plain", "transcripts"]
+    assert at(tree, ["data", "format"])["enum"] == ["auto", "plain", "transcripts", "turns"]
     text = json.dumps(tree)
     assert not any(noise in text for noise in ('"$ref"', '"$defs"', '"title"', "allOf", "oneOf"))
 

@@ -76,3 +76,26 @@ def test_a_signal_is_handled_although_stderr_is_closed() -> None:
     done = python("-c", script, 0, int(signal.SIGTERM), **pipes)
     os.close(writer)
     assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)
+
+
+FORK = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # before the child's handlers are gone
+from rlhf_cli.system import GracefulStop, raise_terminated
+
+def fork():
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+with GracefulStop():
+    print(fork())
+signal.signal(signal.SIGTERM, raise_terminated)
+print(fork(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def test_a_forked_child_loses_no_signal() -> None:
+    """A pool sends each worker one SIGTERM, which may come early, and waits for it."""
+    result = python("-c", FORK)
+    assert (result.stdout, result.stderr) == ("-15\n-15 set()\n", "")

@@ -16,7 +16,7 @@ from group import HELPERS, TORCHRUN, child, command, stop_and_resume
 from ppo_folder import EVAL, lines, must_succeed, rlhf, write
 from safetensors.torch import load_file
 
-from rlhf_cli import distributed, runs, terminal
+from rlhf_cli import distributed, runs, system, terminal
 from rlhf_cli.cli import errors
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
@@ -232,7 +232,7 @@ def test_which_rank_prints_an_error(
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if ended:
-            raise errors.Terminated
+            raise system.Terminated
 
     waited: list[float] = []
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -239,3 +239,18 @@ def test_a_model_trained_on_conversations_reads_texts_as_turns(stages: Path, tmp
         (pair, *_) = data.preference_rows(tmp_path / "prompts.jsonl", tokenizer, max_length=None)
         answered = [*conversation, {"role": "assistant", "content": "It shines."}]
         assert tokenizer.decode(pair["chosen_ids"]) + "\n" == tokenizer.apply_chat_template(answered, tokenize=False)
+
+
+@pytest.mark.parametrize("stage", ["ppo", "eval"])
+def test_t10_texts_for_a_chat_model_of_another_program(stages: Path, tmp_path: Path, stage: str) -> None:
+    config = {"ppo": PPO, "eval": {**EVAL, "eval": {"n": 8, "temperature": 1.0, "response_length": 8}}}[stage]
+    jsonl.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "What is a sun?"}] * 8)
+    models = {"sft": str(stages / "base"), "ppo": str(stages / "base"), "reward": str(stages / "reward")}
+    given = {**config, "models": {key: models[key] for key in config["models"]}, "data": {"prompts": "prompts.jsonl"}}
+    write(tmp_path, stage, given)
+    must_succeed(rlhf("reward", "-c", stages / "reward.yaml"))
+    result = must_succeed(rlhf("check", tmp_path / f"{stage}.yaml"), "warning[T10]: ", "data.format: turns")
+    assert result.stderr.count("T10") == 1
+    for known in ("turns", "plain"):
+        write(tmp_path, stage, {**given, "data": {"prompts": "prompts.jsonl", "format": known}})
+        assert "T10" not in must_succeed(rlhf("check", tmp_path / f"{stage}.yaml")).stderr

@@ -133,6 +133,20 @@ def test_c17_trl_has_no_balancing_loss_for_a_familys_experts(family_folder: Any)
     fails(result, "C17", "no balancing loss", "router_aux_loss_coef: 0")
 
 
+def test_doge_without_experts_has_no_balancing_loss(family_folder: Any) -> None:
+    """Its config has the fields of experts, by which TRL takes it for a mixture of them."""
+    must_succeed(rlhf("sft", "-c", family_folder("doge") / "sft.yaml"))
+
+
+def test_a_generation_config_that_transformers_does_not_save(family_folder: Any) -> None:
+    """That of Llama 2 has a temperature without sampling; the first checkpoint failed."""
+    folder = family_folder("gpt2")
+    path = folder / "sft_model/generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 1, "do_sample": False, "temperature": 0.9, "top_p": 0.6}))
+    must_succeed(rlhf("sft", "-c", folder / "sft.yaml"))
+    assert "temperature" not in (folder / "sft/model/generation_config.json").read_text()
+
+
 def test_as_many_experts_as_doge_has_are_no_mistake(tmp_path: Path) -> None:
     every_family.config("doge", num_experts=16384).save_pretrained(tmp_path)
     assert load.read_config(tmp_path).num_experts == 16384

@@ -206,6 +206,39 @@ def test_prompts_of_each_form(chat: Any, tmp_path: Path) -> None:
     assert columns == [{"answer": 1, "day": None}, {"answer": None, "day": "Monday"}]  # the same in each batch
 
 
+def test_t10_texts_beside_a_chat_template_that_may_be_a_chat_models(chat: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "Hi"})
+    as_text, as_turns = (data.encode(chat, prompt, None)[0] for prompt in ("Hi", [USER]))
+
+    def read(**options: Any) -> tuple[list[int], list[str]]:
+        terminal.reset()
+        (prompt,) = data.prompt_rows(DataSource(str(path), **options), chat, max_length=99)
+        return prompt.ids, [line[8:11] for line in terminal.emitted_warnings()]
+
+    assert read() == (as_text, ["T10"])
+    assert read(format="plain") == read(first_words=(1, 1)) == (as_text, [])
+    assert read(format="turns") == (as_turns, [])
+    for in_turns, ids in ((False, as_text), (True, as_turns)):  # of a model that was trained here
+        data.set_speaks_in_turns(chat, in_turns)
+        assert read() == (ids, [])
+
+
+def test_texts_as_turns_in_each_stage(chat: Any, tmp_path: Path) -> None:
+    prompt, answer = data.encode(chat, [USER], "Yes")
+
+    def source(row: dict[str, str]) -> DataSource:
+        return DataSource(str(write(tmp_path, row)), format="turns")
+
+    (row,) = data.sft_rows(source({"prompt": "Hi", "completion": " Yes"}), chat, max_length=99)
+    assert row["input_ids"] == prompt + answer
+    (pair,) = data.preference_rows(source({**PAIR, "prompt": "Hi"}), chat, max_length=99)
+    assert pair["chosen_ids"] == prompt + answer
+    whole = {"chosen": "Hi. A", "rejected": "Hi. B"}
+    for read, form in ((data.sft_rows, {"text": "Hi"}), (data.preference_rows, whole)):
+        error = error_of(read, source(form), chat)
+        assert error.problems[0].code == "D12" and "data.format: turns needs a prompt" in str(error)
+
+
 def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ("Aab", "Aba", "Bxy", "Bxx", "Cyx")]
     rows = data.prompt_rows(write(tmp_path, *pairs), tokenizer, max_length=99)

@@ -36,6 +36,7 @@ class Server:
         self.plan: list[Plan] = [good]
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.paths: set[str] = set()
+        self.lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,7 +44,9 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append((body, dict(self.headers)))
                 outer.paths.add(self.path)
-                code, text = (outer.plan.pop(0) if len(outer.plan) > 1 else outer.plan[0])(body)
+                with outer.lock:
+                    plan = outer.plan.pop(0) if len(outer.plan) > 1 else outer.plan[0]
+                code, text = plan(body)
                 try:
                     self.send_response(code)
                     if code in (302, 307):
@@ -350,17 +353,19 @@ def test_the_run_resumes_once_the_endpoint_is_back(
     secrets = {"FAR": "secret value", "HOOK": "T0AB12/B9/Zx3Yw8Vu5Ts2", "FUNCTION_CODE": "a+planted=code"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    outputs = [ppo(run_folder).output]
+    patient = {**far, "timeout": 30.0, "retries": 1, "headers": {"X-Me": "FAR"}}  # on a busy machine, too
+    write(run_folder, "ppo", {**tracked, "rewards": {"far": patient}})
+    outputs = [must_succeed(ppo(run_folder)).output]
     expected = weights(run_folder)
     assert server.paths == {"/score/hooks/T0AB12%2FB9%2FZx3Yw8Vu5Ts2?code=a%2Bplanted%3Dcode"}
     calls = len(server.requests)
     server.plan = [good] * (calls // 2) + [says(503, "gone: T0AB12/B9/Zx3Yw8Vu5Ts2 a%2Bplanted%3Dcode")]
+    write(run_folder, "ppo", {**tracked, "rewards": {"far": far}})
     failed = ppo(run_folder, "--fresh")
     fails(failed, "R05", f"error[R05]: reward `far`: {far['url']} answered 503", exit_code=1)
     assert steps(run_folder / "ppo/state") and not (run_folder / "ppo/manifest.json").exists()
     assert all(row["objective/score/far"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
     server.plan = [good]
-    patient = {**far, "timeout": 30.0, "retries": 1, "headers": {"X-Me": "FAR"}}
     write(run_folder, "ppo", {**tracked, "rewards": {"far": patient}})
     monkeypatch.setenv("HOOK", "T0AB12/B9/another8Vu5Ts2")
     outputs += [failed.output, must_succeed(ppo(run_folder), "resumes at step").output]

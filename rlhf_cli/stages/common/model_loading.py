@@ -26,8 +26,8 @@ def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
         tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
     if config.stage in ("ppo", "eval") and is_policy_key(parent.key):
         set_template_variables(config, tokenizer, parent.stage)
-    if tokenizer.chat_template and training_prompt_form(parent) in ("conversation", "transcript"):
-        data.set_speaks_in_turns(tokenizer)
+    if tokenizer.chat_template and (form := training_prompt_form(parent)):
+        data.set_speaks_in_turns(tokenizer, form != "text")
     return tokenizer
 
 

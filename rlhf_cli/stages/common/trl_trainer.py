@@ -131,6 +131,9 @@ def build_trainer(
         steps = settings_of(config).steps(len(rows), world_size)
         args.lr_scheduler_kwargs = {"num_decay_steps": math.ceil(steps / 10)}  # MiniCPM, arXiv 2404.06395, section 4
 
+    text_config = models["model"].config.get_text_config()
+    if getattr(text_config, "is_moe", True) is False:  # Doge without experts, whose config has their fields
+        args.router_aux_loss_coef = 0.0
     trainer = _construct(
         config,
         trainer_class,

@@ -80,6 +80,8 @@ def train_and_save(
     run_trackers = Trackers(config)
     log = MetricsLog(config.folder / "metrics.jsonl", resumed.sums.get("log"), run_trackers)
     trackers.enter_context(run_trackers)
+    # Before the first checkpoint: transformers saves no generation config as Llama 2's, a temperature without sampling.
+    save.set_special_token_ids(trainer.model, tokenizer, stop_token_id)
     if resumed.checkpoint:
         state = resumed.state
         terminal.say(f"{config.stage:<8} resumes at step {state['global_step']} of {state['max_steps']}")
@@ -90,7 +92,7 @@ def train_and_save(
         steps = _run_trainer(trainer, log, config.stage, resumed)
 
     card = model_card(config, stage.parents, len(rows), steps, note)
-    _save(trainer, tokenizer, stop_token_id, config.folder / "model", card)
+    _save(trainer, tokenizer, config.folder / "model", card)
     return TrainedModel(steps, log, trained_base(trainer, config))
 
 
@@ -141,11 +143,10 @@ def _reject_unsafe_pickles(checkpoint: Path | None) -> Iterator[None]:
         raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used if there is one") from error
 
 
-def _save(trainer: Any, tokenizer: Any, stop_token_id: int, folder: Path, card: str) -> None:
+def _save(trainer: Any, tokenizer: Any, folder: Path, card: str) -> None:
     """Write the trained model to `folder`, with its tokenizer and card."""
     model = trainer.model
     sharding.disable_zero3()
-    save.set_special_token_ids(model, tokenizer, stop_token_id)
     build.disable_router_logits(model)
     trainer.process_group.gather_results(partial(save.save_trained, model, tokenizer, folder, card))
 
