@@ -134,12 +134,12 @@ def check(
     Nothing is trained. All errors are printed together. Exits with 2 if there are any.
     """
     from rlhf_cli.config.base import Options
-    from rlhf_cli.pipeline import check
+    from rlhf_cli.pipeline.check import check_configs
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
     with system.translate_resource_errors(path):
-        code = check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
+        code = check_configs(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
     raise typer.Exit(code)
 
 
@@ -205,15 +205,15 @@ def stage_command(stage: str) -> Callable[..., None]:
         loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
-            from rlhf_cli.pipeline import run as pipeline
+            from rlhf_cli.pipeline.preview import preview_stage
 
-            pipeline.preview(loaded, fresh=fresh)
+            preview_stage(loaded, fresh=fresh)
             return
         distributed.check_group()
         if nproc and (count := distributed.resolve_num_processes(nproc)) > 1:
-            from rlhf_cli.pipeline import run as pipeline
+            from rlhf_cli.pipeline.children import child_command
 
-            _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
+            _, *arguments = child_command(loaded, overrides, options, fresh=fresh)
             from rlhf_cli.runs.resolve import weights_bytes
 
             raise typer.Exit(distributed.launch_group(count, arguments, weights_bytes=weights_bytes(loaded)))
@@ -283,11 +283,20 @@ def run(
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
+    from rlhf_cli.commands import report
     from rlhf_cli.config.base import Options
-    from rlhf_cli.pipeline import run as pipeline
+    from rlhf_cli.pipeline.run import Page, run_folder
 
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     with terminal.share_seen_messages():
-        code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], options, only or (), start, force or ())
+        code = run_folder(
+            folder,
+            [*(set_ or []), *(assignments or [])],
+            options,
+            page=Page(report.write_beside, report.brief),
+            only=only or (),
+            start=start,
+            force=force or (),
+        )
     raise typer.Exit(code)

@@ -1,104 +1,24 @@
-"""What `rlhf check` finds: its report, and the checks of configs, files and parents. Imports no torch."""
+"""Checks of `rlhf check` of configs, data files, parents and outputs. Imports no torch."""
 
-import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from rlhf_cli import runs, terminal
+from rlhf_cli import runs
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.data import sources
-from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
-from rlhf_cli.pipeline import run as pipeline
-from rlhf_cli.runs.parents import Parent
+from rlhf_cli.errors import RLHFError, closest_path, shown
+from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
+from rlhf_cli.pipeline.decide import describe_status
 from rlhf_cli.runs.resolve import Reference
-from rlhf_cli.runs.status import StageStatus
-
-
-@dataclass
-class Report:
-    """Results of a check, printed at its end. Warnings are printed by the terminal as they occur."""
-
-    checked: list[dict[str, Any]] = field(default_factory=list)  # keys stage, what, found; some have numbers
-    errors: dict[Problem, None] = field(default_factory=dict)  # an ordered set
-    not_checked: list[str] = field(default_factory=list)  # what could not be checked, and why
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Add an RLHFError raised in the block to the report, and leave the block."""
-        try:
-            yield
-        except RLHFError as error:
-            self.errors |= dict.fromkeys(error.problems)
-
-    def attempt(self, check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Return the result of a check, or None after adding its RLHFError to the report."""
-        with self.collecting():
-            return check(*arguments, **options)
-        return None
-
-    def add(self, stage: str, label: str, result: str, **numbers: float) -> None:
-        """Add a row to the table of checked items."""
-        self.checked.append({"stage": stage, "what": label, "found": result, **numbers})
-
-    def show(self, *, as_json: bool) -> int:
-        """Print the report; return the exit code."""
-        order = list(CONFIGS)
-        self.checked.sort(key=lambda item: order.index(item["stage"]))
-        if as_json:
-            levels = [(problem, "error") for problem in self.errors]
-            levels += [(problem, "warning") for problem in terminal.emitted_problems()]
-            problems = [{**asdict(problem), "level": level} for problem, level in levels]
-            report = {"ok": not self.errors, "problems": problems, "checked": self.checked}
-            terminal.out(json.dumps({**report, "not_checked": self.not_checked}, indent=2))
-            return 2 if self.errors else 0
-        if self.checked:
-            columns = ["stage", "what", "found"]
-            terminal.table(columns, [[item[name] for name in columns] for item in self.checked])
-        for text in self.not_checked:
-            terminal.out(f"not checked: {text}")
-        if not self.errors:
-            dropped = [
-                f"{item['stage']} {item['what']} {count} of {item['asked']} ({count / item['asked']:.1%})"
-                for item in self.checked
-                if (count := item.get("left_out"))
-            ]
-            summary = f"ok, but for {len(self.not_checked)} that could not be checked" if self.not_checked else "ok"
-            terminal.out(summary + (f"; rows dropped: {', '.join(dropped)}" if dropped else ""))
-        return self.show_errors()
-
-    def show_errors(self) -> int:
-        """Print the errors only; return the exit code."""
-        for problem in self.errors:
-            terminal.say(str(problem))
-        return 2 if self.errors else 0
-
 
 MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a model id of the hub
 
 
-@dataclass
-class StageCheck:
-    """State of the check of one stage."""
-
-    config: Config
-    valid: bool = True  # if False, invalid values were replaced by defaults, and only the files are checked
-    parents: dict[str, Parent] = field(default_factory=dict)  # those that exist
-    pending: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage has yet to write
-    data: set[str] = field(default_factory=set)  # keys whose files exist
-    status: StageStatus | None = None  # of its output; None if unknown or rejected
-
-    @property
-    def finished(self) -> bool:
-        return self.status is not None and self.status.state == "finished"
-
-
-def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collection[Path], *, whole_run: bool) -> None:
+def check_files(
+    stages: Sequence[StageCheck], report: CheckReport, unreadable: Collection[Path], *, whole_run: bool
+) -> None:
     """Check the data, parents and output of all stages.
 
     In a whole run, outputs of earlier stages may be missing, and stale output is allowed. `unreadable` are the folders
@@ -126,7 +46,7 @@ def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collec
             with report.collecting():
                 identity = runs.compute_identity(config, stage.parents, config.sources())
                 stage.status = (runs.stage_status if whole_run else runs.require_current)(config, identity)
-        output = f"; output: {pipeline.describe_status(stage.status)}" if stage.status else ""
+        output = f"; output: {describe_status(stage.status)}" if stage.status else ""
         report.add(config.stage, shown(config.file), f"config read{output}")
         for folder, key in {folder: key for key, folder in reversed(stage.pending.items())}.items():
             report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
@@ -134,7 +54,7 @@ def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collec
             to_make.add(config.folder)
 
 
-def _find_parents(stage: StageCheck, to_make: Collection[Path], report: Report) -> None:
+def _find_parents(stage: StageCheck, to_make: Collection[Path], report: CheckReport) -> None:
     config, rejected = stage.config, set()
     for reference in runs.references(config):
         if Path(reference.path) in to_make:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rlhf_cli import data
+from rlhf_cli import data, runs
 from rlhf_cli.config import stages
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
@@ -19,7 +19,7 @@ from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
-from rlhf_cli.pipeline.check_files import Report, StageCheck
+from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.planning import fits
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
@@ -42,7 +42,7 @@ class StartModel(NamedTuple):
 class StageValidator:
     """Checks stages in the order of the chain. A stage may start from the output that an earlier one would write."""
 
-    def __init__(self, report: Report, options: Options, *, deep: bool, runs_here: bool) -> None:
+    def __init__(self, report: CheckReport, options: Options, *, deep: bool, runs_here: bool) -> None:
         self.report, self.options, self.deep, self.runs_here = report, options, deep, runs_here
         self.pending_outputs: dict[Path, StartModel] = {}
         self.trained_on: list[data.Rows[Any]] = []
@@ -302,7 +302,7 @@ class StageValidator:
                 model = model_loading.load_model(
                     loader, config, options, parent, model_loading.load_tokenizer(config, options, parent)
                 )
-                if parent.manifest.get("probes") and loader is load.load_reward_model:
+                if parent.manifest.probes and loader is load.load_reward_model:
                     scoring.check_probes(model, parent, where=config.where(key))
                 if loader is not load.load_classifier:  # a pipeline passes masks
                     row_trial.require_rows_alone(model, config.where(key))
@@ -314,11 +314,11 @@ class StageValidator:
     def _add_pending_output(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:
         """Record the model that this stage will write, for the checks of later stages."""
         config = stage.config
-        manifest: Mapping[str, Any] = {}
+        manifest = runs.Manifest()
         if tokenizer is not None:
             ends = scoring.end_token_ids(tokenizer)
-            manifest = tokenizers.manifest_fields(tokenizer, ends[0] if ends else None)
-        parent = Parent("", config.folder, config.stage, config.folder / "model", "", dict(manifest))
+            manifest = runs.Manifest.model_validate(tokenizers.manifest_fields(tokenizer, ends[0] if ends else None))
+        parent = Parent("", config.folder, config.stage, config.folder / "model", sha256="", manifest=manifest)
         self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
 
     def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Any]]) -> data.Rows[Any] | None:

@@ -11,24 +11,22 @@ from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
-from rlhf_cli.runs.discover import POLICY_STAGES
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.layout import MODEL_STAGES, POLICY_STAGES, SNAPSHOTS
+from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import (
     FOREIGN,
-    SNAPSHOTS,
     Parent,
     damaged_stage_error,
     finished_stage,
     no_stage_error,
     open_parent,
-    read_manifest,
     short_hash,
-    verify_parents,
 )
 from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
-STAGES = ("ppo", "sft", "dpo", "reward")
-DEFAULT_STAGES = STAGES[:2]  # a reward model is resolved on request only
+DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def check_same_tokenizer(
     b: Parent,
     *,
     where: str,
-    foreign: Mapping[str, Mapping[str, str | None]] | None = None,
+    foreign: Mapping[str, Manifest] | None = None,
     difference: Callable[[Parent, Parent], str | None] = lambda *_: None,
 ) -> None:
     """Raise T04 if two parents have different tokenizers, T05 for different chat templates, with both hashes.
@@ -135,24 +133,30 @@ def check_same_tokenizer(
     """
     left, right = ((foreign or {}).get(parent.key, parent.manifest) for parent in (a, b))
 
-    def hashes(name: str) -> str:
-        return f"({short_hash(right.get(name))} at {shown(b.path)}, {short_hash(left.get(name))} at {shown(a.path)})"
+    def hashes(of_a: str | None, of_b: str | None) -> str:
+        return f"({short_hash(of_b)} at {shown(b.path)}, {short_hash(of_a)} at {shown(a.path)})"
 
-    differs = len({side.get("tokenizer_sha256") for side in (left, right)} - {None, ""}) == 2
+    tokenizers = left.tokenizer_sha256, right.tokenizer_sha256
+    differs = all(tokenizers) and tokenizers[0] != tokenizers[1]
     reason = None if differs else difference(a, b)
     if differs or reason:
-        details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes("tokenizer_sha256")
+        details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes(*tokenizers)
         instead = {"models.value": "policy_head", "models.reward": "policy_head, or a PATH, not to copy it"}.get(b.key)
         hint = f"train the model of {b.key} from the checkpoint of {a.key}"
         hint += f"; or set models.value: {instead}" if instead else ""
         raise RLHFError("T04", f"{b.key} has another tokenizer than {a.key} {details}", where=where, hint=hint)
-    templates = [(parent, side.get("template_sha256")) for parent, side in ((a, left), (b, right))]
-    both_known = "template_sha256" in left and "template_sha256" in right
-    compared = both_known and not any(parent.stage == FOREIGN and not sha256 for parent, sha256 in templates)
-    if compared and templates[0][1] != templates[1][1]:
-        text = f"{b.key} has another chat template than {a.key} {hashes('template_sha256')}"
+    compared = _has_comparable_template(a, left) and _has_comparable_template(b, right)
+    if compared and left.template_sha256 != right.template_sha256:
+        templates = hashes(left.template_sha256, right.template_sha256)
+        text = f"{b.key} has another chat template than {a.key} {templates}"
         hint = "set the same model.chat_template in both stages' files and run the later stage again"
         raise RLHFError("T05", text, where=where, hint=hint)
+
+
+def _has_comparable_template(parent: Parent, manifest: Manifest) -> bool:
+    """Return True if the template is known, and not missing because the model was not trained here."""
+    is_known = manifest.records("template_sha256")
+    return is_known and (parent.stage != FOREIGN or bool(manifest.template_sha256))
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class ResolvedModel:
     def __str__(self) -> str:
         if self.step is None:
             return shown(self.model.path)
-        stopped = self.last and self.model.manifest.get("model_is") == "the best step"
+        stopped = self.last and self.model.manifest.model_is == "the best step"
         best = ", the best where the run was stopped" if stopped else ""
         return f"{shown(self.model.path)} after update {self.step}{best}"
 
@@ -182,24 +186,24 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     stage, M10 for an unfinished or damaged one or one without a selected step, C06 for a missing step, M05 for a
     damaged snapshot, M04 for a missing or changed base.
     """
-    if stage is not None and stage not in STAGES:
-        text = f"--stage {stage}: not one of {', '.join(STAGES)}"
-        raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
+    if stage is not None and stage not in MODEL_STAGES:
+        text = f"--stage {stage}: not one of {', '.join(MODEL_STAGES)}"
+        raise RLHFError("C07", text, hint=did_you_mean(stage, MODEL_STAGES))
     require_step(step)
     with translate_read_errors(run):
         folder = _folder(run, stage)
-    parent = open_parent(str(folder), expect=(stage,) if stage else STAGES, key="RUN", where="")
+    parent = open_parent(str(folder), expect=(stage,) if stage else MODEL_STAGES, key="RUN", where="")
     verify_parents({parent.key: parent})
-    problem = schema_error("manifest.json", parent.manifest)
-    if problem or (parent.stage == "ppo" and "step" not in parent.manifest):
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem or "manifest.json names no step")
+    end = parent.manifest.step
+    if parent.stage == "ppo" and end is None:
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, "manifest.json names no step")
     report = _report(parent)
     if parent.stage != "ppo":
         if step != LAST:
             text = f"--step {step}: the {parent.stage} stage has one model only"
             raise RLHFError("C11", text, hint="omit --step; only PPO's policies have steps")
         return ResolvedModel(parent, None, True, report)
-    end = parent.manifest["step"]
+    assert end is not None
     number = end if step == LAST else _selected(parent, report) if step == SELECTED else int(step)
     if number == end:
         return ResolvedModel(parent, end, True, report)
@@ -226,7 +230,7 @@ def _folder(run: Path, stage: str | None) -> Path:
     if not started:
         stage_folder = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         missing = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
-        present = [name for name in STAGES if (run / name / "identity.json").is_file()]
+        present = [name for name in MODEL_STAGES if (run / name / "identity.json").is_file()]
         hint = f"it holds {' and '.join(present)}" if present else None
         hint = f"name the stage's folder: {shown(stage_folder)}" if stage_folder else hint
         raise no_stage_error(run, missing, hint)
@@ -240,14 +244,13 @@ def _report(parent: Parent) -> dict[str, Any] | None:
     """Return report.json of RUN/eval if it is undamaged and of this model."""
     folder = parent.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
-    if problem or schema_error("manifest.json", manifest):
+    evaluated = manifest.parents.get(f"models.{parent.stage}")
+    if problem or evaluated is None or evaluated.sha256 != parent.sha256:
         return None
-    if manifest.get("parents", {}).get(f"models.{parent.stage}", {}).get("sha256") != parent.sha256:
-        return None
-    if find_damage(folder, select_files(manifest["files"], "report.json"), where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest.files, "report.json"), where=str(folder), content=True):
         return None
     report = read_json_object(folder / "report.json")
-    return None if report is None or schema_error("report.json", report) else report
+    return None if report is None or schema_error(report) else report
 
 
 def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:

@@ -24,23 +24,17 @@ from rlhf_cli.files import (
     list_folder,
     make_folder,
     sync_files,
-    write_checked_json,
     write_json,
     write_text,
 )
 from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
+from rlhf_cli.runs.identity import StageStatus, read_identity, require_current, stage_status
+from rlhf_cli.runs.integrity import own_stages, require_unchanged, verify_parents
+from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
 from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
-from rlhf_cli.runs.parents import (
-    SNAPSHOTS,
-    Parent,
-    own_stages,
-    parent_entry,
-    require_unchanged,
-    sha256_with_base,
-    verify_parents,
-)
-from rlhf_cli.runs.status import REPORT, StageStatus, read_identity, require_current, stage_status
+from rlhf_cli.runs.manifest import SCHEMA, write_manifest
+from rlhf_cli.runs.parents import Parent, parent_entry, sha256_with_base
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
@@ -168,10 +162,11 @@ def complete_stage(
     names = [name for name in list_files(folder) if not name.startswith(_UNLISTED)]
     files = hash_files(folder, names)
     entries = {key: parent_entry(parent, folder) for key, parent in parents.items()}
+    has_model = any(name.startswith("model/") for name in files)
     manifest = {
-        "schema": 2,
+        "schema": SCHEMA,
         "stage": config.stage,
-        "parents": entries,
+        "parents": {key: entry.model_dump(exclude_none=True) for key, entry in entries.items()},
         "config_sha256": identity["config_sha256"],
         "data": identity["data"],
         "seed": config.seed,
@@ -179,11 +174,11 @@ def complete_stage(
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": sha256_with_base(files, entries) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": sha256_with_base(files, entries) if has_model else None,
     }
     present = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_checked_json(folder / "manifest.json", {**present, **fields})
+    write_manifest(folder, {**present, **fields})
     release(folder)
     release_shared()
 

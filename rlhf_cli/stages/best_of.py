@@ -106,7 +106,7 @@ def load_sampler(
     base = SharedBaseModels(config, options, parent, policy)
     model = base.load_frozen_scorer(scorer, own_tokenizer or tokenizer, bf16=bf16)
     where = config.where(scorer.key)
-    if scorer.manifest.get("probes"):
+    if scorer.manifest.probes:
         scoring.check_probes(model, scorer, where=where)
     warn_pad_is_end_token(model.config, scoring.end_token_ids(own_tokenizer or tokenizer), where)
     text = scoring.PolicyText(parent, tokenizer, stop_id, prompts)

@@ -10,12 +10,12 @@ from run_cli import python
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
 LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "stages", "demo")
-LAYERS += ("commands", "cli", "__main__")
-SAME_LAYER = {"planning": "stages", "pipeline": "commands"}  # until they are apart
+LAYERS += ("pipeline", "commands", "cli", "__main__")
+SAME_LAYER = {"planning": "stages"}  # until they are apart
 TORCH_FREE = (
-    "cli commands.explain commands.convert commands.init commands.report pipeline.check pipeline.run "
+    "cli commands.explain commands.convert commands.init commands.report pipeline.check pipeline.run pipeline.status "
     "commands.status config config.ppo_options data.sources distributed errors "
-    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
+    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.layout "
     "statistics system terminal tracking"
 )
 

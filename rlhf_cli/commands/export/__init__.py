@@ -26,7 +26,8 @@ from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
 from rlhf_cli.planning import fits, memory
 from rlhf_cli.progress import Progress
-from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent, verify_parents
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent
 from rlhf_cli.runs.resolve import LAST, ResolvedModel
 
 STORED_ROWS, RANDOM_ROWS, ROW_LENGTH = 6, 2, 64
@@ -140,11 +141,11 @@ def _sft_of(ppo: Parent) -> Parent:
     if ppo.stage != "ppo":
         text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
         raise RLHFError("C11", text, hint="omit --interpolate")
-    entry = ppo.manifest["parents"]["models.sft"]
-    path = entry["path"] if is_hub_id(entry["path"]) else os.path.abspath(ppo.path / entry["path"])
-    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.get("revision"))
+    entry = ppo.manifest.parents["models.sft"]
+    path = entry.path if is_hub_id(entry.path) else os.path.abspath(ppo.path / entry.path)
+    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.revision)
     verify_parents({sft.key: sft})
-    if sft.sha256 != entry["sha256"]:
+    if sft.sha256 != entry.sha256:
         text = f"--interpolate: {shown(sft.path)} is no longer the model that PPO was trained with"
         raise RLHFError("M10", text, hint="run PPO again, or restore the old SFT model")
     return sft
@@ -213,8 +214,8 @@ Rows = list[list[int]]
 
 def _stored_rows(model: Parent, tokenizer: Any) -> Rows:
     """Return token ids of a reward model's probes, or of answers in the evaluation or in PPO's training."""
-    if probes := model.manifest.get("probes", [])[:STORED_ROWS]:
-        return [probe["prompt_ids"] + probe["response_ids"] for probe in probes]
+    if probes := model.manifest.probes[:STORED_ROWS]:
+        return [probe.prompt_ids + probe.response_ids for probe in probes]
     run_folder = model.path.resolve().parent
     for path in (run_folder / "eval/samples.jsonl", run_folder / "ppo/samples.jsonl"):
         with suppress(RLHFError):  # missing or incomplete

@@ -262,8 +262,9 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> Report:
             near_tie=NEAR_TIE[dtype], tick=bar.advance,
         )  # fmt: skip
     quantities = compare(reference, float64, native, recorded)
-    logged, current = (read_json_object(run.folder / "manifest.json") or {}).get("versions", {}), runs.versions()
-    changed = [f"{name} {old} -> {current.get(name)}" for name, old in logged.items() if current.get(name) != old]
+    manifest, _ = runs.read_manifest(run.folder)
+    now = runs.versions()
+    changed = [f"{name} {old} -> {now.get(name)}" for name, old in manifest.versions.items() if now.get(name) != old]
     return Report(shown(run.folder), step, dtype, quantities, only_rounding(reference), changed)
 
 

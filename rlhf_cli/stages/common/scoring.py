@@ -140,12 +140,12 @@ def retokenize_prompts(
 
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """Raise RLHFError M09 if a reward model's scores, in the format of those stored with it, differ from these."""
-    probes = parent.manifest["probes"]
-    rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
-    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16" or lora.has_bf16_matrices(model)
+    probes = parent.manifest.probes
+    rollout = Rollout.from_lists([probe.prompt_ids for probe in probes], [probe.response_ids for probe in probes])
+    stored_in_bf16 = parent.manifest.probes_dtype == "bfloat16" or lora.has_bf16_matrices(model)
     with autocast(bf16=stored_in_bf16):
         scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
-    stored = torch.tensor([probe["score"] for probe in probes])
+    stored = torch.tensor([probe.score for probe in probes])
     tolerance, spread = PROBE_TOLERANCE, float(stored.std(correction=0))
     if lora.is_quantized(model) or model.dtype == torch.bfloat16 or stored_in_bf16:
         share = PROBE_TOLERANCE_4_BITS if lora.is_quantized(model) else PROBE_TOLERANCE_BF16

@@ -194,7 +194,7 @@ class RewardModelCache:
     def check_probes(self) -> None:
         """Raise RLHFError M09 if a reward model no longer gives the scores its stage stored with it."""
         for key, parent in self.parents.items():
-            if parent.manifest.get("probes"):
+            if parent.manifest.probes:
                 model, _ = self._load_frozen(key)
                 with sharding.on_device(model, devices.device()) if self.offload else nullcontext():
                     scoring.check_probes(model, parent, where=self.config.where(key))

@@ -26,11 +26,13 @@ from rlhf_cli.files import (
 )
 from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.parents import SNAPSHOTS, Parent, list_model_files, read_manifest
+from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
+from rlhf_cli.runs.manifest import read_manifest
+from rlhf_cli.runs.model_files import list_model_files
+from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import open_parents, open_reference, references
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
-REPORT = "report.html"  # written from existing files at any time; not part of a stage
 _MISSING = object()  # equal to nothing
 # The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
 _RESULT_FILES = ("model/", "value/", "report.json")
@@ -145,10 +147,10 @@ def stage_status(config: Config, expected: Mapping[str, Any], *, content: bool =
     if not path_exists(folder / "manifest.json"):
         return StageStatus("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
-    files = select_files(manifest["files"], _RESULT_FILES)
+    files = select_files(manifest.files, _RESULT_FILES)
     if problem := problem or find_damage(folder, files, where=shown(folder / "manifest.json"), content=content):
         return StageStatus("damaged", (problem,))
-    return StageStatus("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+    return StageStatus("finished", sha256=manifest.model_sha256 or model_sha256(manifest.files, prefix=""))
 
 
 def _linked_beforehand(folder: Path) -> set[str]:
