@@ -106,11 +106,20 @@ def _ambiguous_key_problem(key: str, text: str, owners: Sequence[str]) -> Proble
 
 def _unknown_key_problem(key: str, stages: Sequence[str]) -> Problem:
     section = _section_of(key)
-    sections = {name for stage in stages for name in CONFIGS[stage].model_fields}
-    paths = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
-    near = paths[0] if paths else closest_match(section, sorted(sections))
     text = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
+    near = _similar_key(key, stages)
     return Problem("C11", text, f"--set {key}", f"did you mean {near}?" if near else None)
+
+
+def _similar_key(key: str, stages: Sequence[str]) -> str | None:
+    """Return a key of a stage that ends in this one, or else the section with the closest name."""
+    for stage in stages:
+        for path in keys(stage):
+            if path.endswith(f".{key}"):
+                return path
+
+    sections = {name for stage in stages for name in CONFIGS[stage].model_fields}
+    return closest_match(_section_of(key), sorted(sections))
 
 
 def load_valid(

@@ -84,7 +84,8 @@ def _total_steps(stage: Stage, rows: Sequence[Row]) -> int | None:
     epoch = finite(rows[-1].get("epoch")) if rows else 0.0
     if settings.max_steps is not None or epoch <= 0:
         return settings.max_steps
-    steps_per_epoch = math.ceil(rows[-1]["step"] / epoch - 1e-6)  # a whole number
+    step: int = rows[-1]["step"]
+    steps_per_epoch = math.ceil(step / epoch - 1e-6)  # a whole number
     return math.ceil(settings.num_train_epochs * steps_per_epoch)
 
 
