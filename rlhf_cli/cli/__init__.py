@@ -11,7 +11,7 @@ import typer
 from rlhf_cli import __version__, terminal
 from rlhf_cli.cli import inspect, train
 from rlhf_cli.cli.errors import CommandGroup
-from rlhf_cli.cli.options import STAGES
+from rlhf_cli.cli.options import STAGE_SUMMARIES
 
 app = typer.Typer(
     name="rlhf",
@@ -27,7 +27,7 @@ INSPECT: list[Callable[..., None]] = [inspect.status, inspect.ls, inspect.report
 INSPECT += [inspect.explain, inspect.schema, inspect.env]
 for _command in TRAIN:
     app.command(rich_help_panel="Train")(_command)
-for _stage, _text in STAGES.items():
+for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(train.stage_command(_stage))
 for _command in INSPECT:
     app.command(rich_help_panel="Inspect")(_command)

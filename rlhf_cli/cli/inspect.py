@@ -9,7 +9,6 @@ from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.errors import only_run
 from rlhf_cli.cli.options import (
-    STAGES,
     AsJson,
     Debug,
     Set,
@@ -23,6 +22,7 @@ from rlhf_cli.cli.options import (
     option,
 )
 from rlhf_cli.errors import RLHFError, did_you_mean
+from rlhf_cli.runs.layout import STAGES
 
 SEARCHED_TEXT = "Folders to search. Default: ./runs if it exists, else the working directory."
 
