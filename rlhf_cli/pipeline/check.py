@@ -29,7 +29,8 @@ def check_configs(
         if whole_run:
             stages, unreadable = _load_run(path, overrides, report)
         else:
-            stages, unreadable = _load_stage(stage_of(path), path, overrides, report), []
+            stages = _load_stage(stage_of(path), path, overrides, report)
+            unreadable = []
         check_files(stages, report, unreadable, whole_run=whole_run)
         _check_models([stage for stage in stages if stage.valid], report, options, deep=deep, runs_here=quiet)
     return report.show_errors() if quiet else report.show(as_json=as_json)

@@ -41,6 +41,13 @@ class StartModel(NamedTuple):
     model_config: Any = None  # of transformers
 
 
+class Scorer(NamedTuple):
+    """A reward model that a stage reads."""
+
+    model_config: Any  # of transformers
+    tokenizer: Any  # its own, if it does not read the policy's tokens
+
+
 class StageValidator:
     """Checks stages in the order of the chain. A stage may start from the output that an earlier one would write."""
 
@@ -152,9 +159,9 @@ class StageValidator:
             if parent is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
                 setup.stop_token_id(config, tokenizer, parent, vocabulary)
-                for key, (scorer, own_tokenizer) in scorers.items():
-                    end = scoring.end_token_ids(own_tokenizer or tokenizer)
-                    shared_models.warn_pad_is_end_token(scorer, end, config.where(key))
+                for key, scorer in scorers.items():
+                    end = scoring.end_token_ids(scorer.tokenizer or tokenizer)
+                    shared_models.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
 
         prompts = self._read_prompts(stage, "data.prompts", tokenizer, model_config)
         held_out = self._read_prompts(stage, "data.eval_prompts", tokenizer, model_config)
@@ -236,45 +243,49 @@ class StageValidator:
 
     def _check_policies(self, stage: StageCheck) -> StartModel:
         """Return the start of PPO and evaluation; check that all models that generate tokenize like models.sft."""
-        config, options = stage.config, self.options
+        config = stage.config
         start = self._load_start(stage, "models.sft")
         known = self._known_parents(stage)
         if "models.sft" in known:
-            self.report.attempt(model_loading.check_same_tokenization, config, options, known)
+            self.report.attempt(model_loading.check_same_tokenization, config, self.options, known)
         for key, parent in stage.parents.items():
             if is_policy_key(key):
                 with self.report.collecting(), at_location(config.where(key)):
-                    model_config = load.read_causal_lm_config(parent.model, options.trust_remote_code)
-                    if key != "models.sft":
-                        self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}")
-                    if start.tokenizer:
-                        vocab_size = model_config.get_text_config().vocab_size
-                        tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, None)
+                    self._check_policy(config.stage, key, parent, start.tokenizer)
         return start
 
-    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, tuple[Any, Any]]:
-        """Check the reward models that exist, each folder once.
+    def _check_policy(self, stage: str, key: str, parent: Parent, tokenizer: Any) -> None:
+        model_config = load.read_causal_lm_config(parent.model, self.options.trust_remote_code)
+        if key != "models.sft":
+            self.report.add(stage, key, f"{shown(parent.path)}: {model_config.model_type}")
+        if tokenizer:
+            vocab_size = model_config.get_text_config().vocab_size
+            tokenizers.check_vocabulary_size(vocab_size, tokenizer, None)
 
-        Returns key -> transformers config, and its tokenizer if it does not read the policy's tokens.
-        """
-        scorers: dict[str, tuple[Any, Any]] = {}
+    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, Scorer]:
+        """Check the reward models that exist, each folder once; return them by key."""
+        scorers: dict[str, Scorer] = {}
         seen: set[Path] = set()
         known = self._known_parents(stage)
         policy = known.get("models.sft") or known.get("model.path")
         for key, parent in stage.parents.items():
-            if is_scorer_key(key) and parent.path not in seen:
-                seen.add(parent.path)
-                with self.report.collecting(), at_location(stage.config.where(key)):
-                    scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-                    own_tokenizer = policy and scoring.load_own_tokenizer(stage.config, self.options, policy, parent)
-                    note = "; encoded again for it" if own_tokenizer else ""
-                    text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
-                    self.report.add(stage.config.stage, key, text)
-                    scorers[key] = scorer, own_tokenizer
-                    if tokenizer is not None:
-                        vocab_size = scorer.get_text_config().vocab_size
-                        tokenizers.check_vocabulary_size(vocab_size, own_tokenizer or tokenizer, None)
+            if not is_scorer_key(key) or parent.path in seen:
+                continue
+            seen.add(parent.path)
+            with self.report.collecting(), at_location(stage.config.where(key)):
+                scorer = self._read_scorer(stage.config, key, parent, policy)
+                scorers[key] = scorer
+                if tokenizer is not None:
+                    vocab_size = scorer.model_config.get_text_config().vocab_size
+                    tokenizers.check_vocabulary_size(vocab_size, scorer.tokenizer or tokenizer, None)
         return scorers
+
+    def _read_scorer(self, config: Config, key: str, parent: Parent, policy: Parent | None) -> Scorer:
+        model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
+        tokenizer = policy and scoring.load_own_tokenizer(config, self.options, policy, parent)
+        note = "; encoded again for it" if tokenizer else ""
+        self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}, one label{note}")
+        return Scorer(model_config, tokenizer)
 
     def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
         """Return the input models that exist or that earlier stages will write."""
@@ -282,13 +293,12 @@ class StageValidator:
         known = {key: replace(each.parent, key=key) for key, each in pending.items() if each and each.parent}
         return stage.parents | known
 
-    def _check_retokenized(
-        self, stage: StageCheck, scorers: dict[str, tuple[Any, Any]], prompts: list[data.Prompt]
-    ) -> None:
+    def _check_retokenized(self, stage: StageCheck, scorers: Mapping[str, Scorer], prompts: list[data.Prompt]) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
-        for key, (model_config, tokenizer) in scorers.items():
-            if tokenizer:
-                self.report.attempt(scoring.retokenize_prompts, stage.config, key, tokenizer, prompts, model_config)
+        retokenize = scoring.retokenize_prompts
+        for key, scorer in scorers.items():
+            if scorer.tokenizer:
+                self.report.attempt(retokenize, stage.config, key, scorer.tokenizer, prompts, scorer.model_config)
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""

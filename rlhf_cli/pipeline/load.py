@@ -53,12 +53,15 @@ def select_stages(
 
 
 def _require_config(option: str, stage: str, files: Mapping[str, Path], folder: Path) -> None:
+    """Raise RLHFError C07 or C09 unless an option names a stage that has a config."""
     if stage not in STAGES:
         text = f"{option} {stage}: not one of {', '.join(STAGES)}"
         raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
+
     if stage not in files:
-        hint = f"it holds {', '.join(path.name for path in files.values())}"
-        raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
+        names = ", ".join(path.name for path in files.values())
+        text = f"{option} {stage}: {shown(folder)} has no {stage}.yaml"
+        raise RLHFError("C09", text, hint=f"it holds {names}")
 
 
 def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:

@@ -55,8 +55,9 @@ def compute_identity(config: Config, parents: Mapping[str, Parent], data: Mappin
 
     Raises D01 for all missing data.
     """
+    hashes = {key: parent.sha256 for key, parent in parents.items()}
     contents = {key: files_sha256(paths) for key, paths in sources.locate(data).items()}
-    return _identity(config, {key: parent.sha256 for key, parent in parents.items()}, contents)
+    return _identity(config, hashes, contents)
 
 
 def _identity(config: Config, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
@@ -221,44 +222,33 @@ def quick_stage_status(config: Config) -> StageStatus:
         return stage_status(config, {})  # new, or the files of no known run
 
     started = (config.folder / "identity.json").stat().st_mtime_ns
-    unread = [key for key in config.sources() if key not in local]
+    remote = [key for key in config.sources() if key not in local]
+    unread = list(remote)
+
+    def recorded_hash(section: str, key: str, paths: Sequence[Path]) -> str | None:
+        """Return the recorded hash of large files; None for small ones, which are to be hashed."""
+        stats = [path.stat() for path in paths]
+        if sum(stat.st_size for stat in stats) <= SMALL_FILES_BYTES:
+            return None
+        if any(max(stat.st_mtime_ns, stat.st_ctime_ns) >= started for stat in stats):
+            unread.append(key)
+        return _recorded_hash(recorded, section, key)
+
     hashes = {key: parent.sha256 for key, parent in parents.items()}
     for reference in references(config):
         key = reference.key
-        if hashes[key]:
-            continue
-        size, modified = _size_and_date(_weights(parents[key]))
-        if size <= SMALL_FILES_BYTES:
-            hashes[key] = open_reference(config, reference).sha256
-            continue
-        hashes[key] = _recorded_hash(recorded, "parents", key)
-        if modified >= started:
-            unread.append(key)
+        if not hashes[key]:
+            known = recorded_hash("parents", key, _weights(parents[key]))
+            hashes[key] = known or open_reference(config, reference).sha256
 
-    contents: dict[str, str] = {}
-    for key, paths in data.items():
-        size, modified = _size_and_date(paths)
-        if size <= SMALL_FILES_BYTES:
-            contents[key] = files_sha256(paths)
-            continue
-        contents[key] = _recorded_hash(recorded, "data", key)
-        if modified >= started:
-            unread.append(key)
-    contents |= {key: _recorded_hash(recorded, "data", key) for key in config.sources() if key not in local}
-
+    contents = {key: recorded_hash("data", key, paths) or files_sha256(paths) for key, paths in data.items()}
+    contents |= {key: _recorded_hash(recorded, "data", key) for key in remote}
     status = stage_status(config, _identity(config, hashes, contents))
     return replace(status, unread=tuple(unread))
 
 
 def _recorded_hash(identity: Mapping[str, Any], section: str, key: str) -> str:
     return str(identity.get(section, {}).get(key))
-
-
-def _size_and_date(paths: Sequence[Path]) -> tuple[int, int]:
-    """Return the size of files in all, and the time of the last change of one, in nanoseconds."""
-    stats = [path.stat() for path in paths]
-    size = sum(stat.st_size for stat in stats)
-    return size, max((max(stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats), default=0)
 
 
 def _weights(parent: Parent) -> list[Path]:
@@ -272,15 +262,20 @@ def _weights(parent: Parent) -> list[Path]:
 def require_current(config: Config, expected: Mapping[str, Any]) -> StageStatus:
     """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
     status = stage_status(config, expected, content=True)
-    folder, reasons = config.folder, status.reasons
     if status.state == "stale":
-        more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-        text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
-        hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
-        if not (folder / "manifest.json").exists():
-            hint = f"to resume it, use the settings it was started with ({shown(folder / 'config.yaml')}); {hint}"
-        raise RLHFError("C15", text, where=shown(config.file), hint=hint)
+        raise _other_run_error(config, status.reasons)
     if status.state == "damaged":
-        text = f"{shown(folder)} is finished but damaged: {reasons[0]}"
+        text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
         raise RLHFError("M05", text, hint="--fresh runs the stage again; the old folder is kept in .old/")
     return status
+
+
+def _other_run_error(config: Config, reasons: Sequence[str]) -> RLHFError:
+    """Return C15 for a folder that another config wrote."""
+    folder = config.folder
+    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    text = f"{shown(folder)} holds another run: {'; '.join(reasons[:5])}{more}"
+    hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+    if not (folder / "manifest.json").exists():
+        hint = f"to resume it, use the settings it was started with ({shown(folder / 'config.yaml')}); {hint}"
+    return RLHFError("C15", text, where=shown(config.file), hint=hint)

@@ -45,13 +45,21 @@ def between(runs: Sequence[Run]) -> list[tuple[str, str, list[str]]]:
     """
     differences = []
     for stage in STAGES:
-        configs = [flatten(run.stages[stage].config or {}) if stage in run.stages else {} for run in runs]
-        for key in dict.fromkeys(key for config in configs for key in config):
+        configs = [_settings(run, stage) for run in runs]
+        keys = dict.fromkeys(key for config in configs for key in config)
+        for key in keys:
             values = [value_text(config[key]) if key in config else "-" for config in configs]
             present = {value for config, value in zip(configs, values, strict=True) if config}
-            if len(present) > 1 and not all(_is_run_folder(stage, key, config.get(key)) for config in configs):
+            are_folders = all(_is_run_folder(stage, key, config.get(key)) for config in configs)
+            if len(present) > 1 and not are_folders:
                 differences.append((stage, key, values))
     return differences
+
+
+def _settings(run: Run, stage: str) -> dict[str, Any]:
+    """Return the settings of a run's stage by dotted key; empty without the stage or its config."""
+    config = run.stages[stage].config if stage in run.stages else None
+    return flatten(config or {})
 
 
 def value_text(value: Any) -> str:

@@ -237,14 +237,17 @@ class CheckpointTimer:
     """Counts checkpoints and snapshots, and the share of the wall time spent on them."""
 
     def __init__(self) -> None:
-        self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
+        self.count = 0
+        self.seconds = 0.0
+        self._began = time.monotonic()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Time the writing of one checkpoint."""
         start = time.monotonic()
         yield
-        self.count, self.seconds = self.count + 1, self.seconds + time.monotonic() - start
+        self.count += 1
+        self.seconds += time.monotonic() - start
 
     def __str__(self) -> str:
         share = self.seconds / max(time.monotonic() - self._began, 1e-9)
