@@ -1,6 +1,6 @@
 """The files of a run, read without changing them: it may be unfinished, running, damaged, or spread over folders.
 
-One read model for the report, the model card and `rlhf status`. What takes time is read by functions of its own.
+One read model for the report, the model card and `rlhf status`. Logs and progress are read only on demand.
 """
 
 import os
