@@ -23,10 +23,10 @@ def check(
     Nothing is trained. All errors are printed together. Exits with 2 if there are any.
     """
     from rlhf_cli.config.base import Options
-    from rlhf_cli.pipeline import check
+    from rlhf_cli.pipeline.check import check_configs
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = overrides_of(set_, assignments)
     with system.translate_resource_errors(path):
-        code = check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
+        code = check_configs(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
     raise typer.Exit(code)

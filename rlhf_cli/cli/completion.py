@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from rlhf_cli.runs import discover
+from rlhf_cli.runs import layout
 
 # Search limits below the typed folder.
 MAX_DEPTH = 3
@@ -40,14 +40,14 @@ def ignore_errors(complete: Callable[..., list[str]] | None) -> Callable[..., li
 def runs(incomplete: str) -> list[str]:
     """Return the run folders near the typed path, except presets."""
     typed, base, names = _runs_near(incomplete)
-    return [_joined(typed, name) for name in names if not discover.is_preset(base / name)]
+    return [_joined(typed, name) for name in names if not layout.is_preset(base / name)]
 
 
 def runs_and_configs(incomplete: str) -> list[str]:
     """Return the folders of runs and presets, and the configs in the typed folder."""
     typed, base, names = _runs_near(incomplete)
     folders = [_joined(typed, name) for name in names]
-    files = [typed + path.name for path in discover.configs_in(base)]
+    files = [typed + path.name for path in layout.configs_in(base)]
     return folders + files
 
 
@@ -62,7 +62,7 @@ def _runs_near(incomplete: str) -> tuple[str, Path, list[str]]:
     """Return the folder part of the typed text, as text and as a path, and the runs and presets below it."""
     typed = incomplete[: incomplete.rfind("/") + 1]
     base = Path(typed or ".")
-    folders = discover.find_run_folders(base, MAX_DEPTH, MAX_FOLDERS)
+    folders = layout.find_run_folders(base, MAX_DEPTH, MAX_FOLDERS)
     return typed, base, [os.path.relpath(path, base) for path in folders]
 
 
@@ -79,9 +79,9 @@ def one_of(values: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: choices
 
 
-stages = one_of(discover.STAGES)
-chat_stages = one_of(discover.POLICY_STAGES)
-chat_pairs = one_of(",".join(order) for order in permutations(reversed(discover.COMPARED_STAGES)))
+stages = one_of(layout.STAGES)
+chat_stages = one_of(layout.POLICY_STAGES)
+chat_pairs = one_of(",".join(order) for order in permutations(reversed(layout.COMPARED_STAGES)))
 
 
 def presets(incomplete: str) -> list[str]:
@@ -98,7 +98,7 @@ def steps(ctx: typer.Context, incomplete: str) -> list[str]:
     offered = [runs.LAST, runs.SELECTED]
     for run in _paths(ctx):
         for folder in (run / "ppo", run):
-            if discover.has_output(folder):
+            if layout.has_output(folder):
                 snapshots = runs.state_steps(folder / runs.SNAPSHOTS)
                 return offered + [str(step) for step in snapshots]
     return offered
@@ -111,7 +111,7 @@ def keys_and_codes(incomplete: str) -> list[str]:
     codes = [code for code in CODES if code.startswith(incomplete)] if incomplete else []
     if codes:
         return codes
-    paths = _keys(discover.STAGES)
+    paths = _keys(layout.STAGES)
     offered = _next_parts(paths, incomplete)
     if incomplete and "." not in incomplete:
         offered += sorted({path.rpartition(".")[2] for path in paths})
@@ -156,7 +156,7 @@ def _key_before_equals_sign() -> str | None:
 
 def _stages_of(ctx: typer.Context) -> list[str]:
     """Return the stages whose configs the command reads: its own, that of the given file, or those of a folder."""
-    if ctx.info_name in discover.STAGES:
+    if ctx.info_name in layout.STAGES:
         return [ctx.info_name]
     from rlhf_cli.config.loading import stage_of
 
@@ -165,8 +165,8 @@ def _stages_of(ctx: typer.Context) -> list[str]:
         return [stage_of(paths[0])]
     files: list[Path] = []
     for folder in paths:
-        files += discover.configs_in(folder)
-    return [file.stem for file in files] or list(discover.STAGES)
+        files += layout.configs_in(folder)
+    return [file.stem for file in files] or list(layout.STAGES)
 
 
 def _paths(ctx: typer.Context) -> list[Path]:

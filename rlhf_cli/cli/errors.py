@@ -16,9 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_cli import distributed, system, terminal
-from rlhf_cli.cli.options import STAGES
 from rlhf_cli.config.machinery.aliases import COMMANDS
 from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_word, shown
+from rlhf_cli.runs.layout import STAGES
 
 RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that take a run
 STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay", "serve"}  # no files

@@ -24,7 +24,7 @@ from rlhf_cli.cli import (
     verify,
 )
 from rlhf_cli.cli.errors import CommandGroup
-from rlhf_cli.cli.options import STAGES
+from rlhf_cli.cli.options import STAGE_SUMMARIES
 
 app = typer.Typer(
     name="rlhf",
@@ -42,7 +42,7 @@ def _add(panel: str, *commands: Callable[..., None]) -> None:
 
 
 _add("Train", init.init, convert.convert, check.check, plan.plan, run.run)
-for _stage, _text in STAGES.items():
+for _stage, _text in STAGE_SUMMARIES.items():
     app.command(_stage, help=_text, rich_help_panel="Train")(stage.stage_command(_stage))
 _add("Inspect", status.status, status.ls, report.report, chat.chat, verify.verify)
 _add("Inspect", explain.explain, schema.schema, env.env)

@@ -12,7 +12,7 @@ import typer
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.completion import ignore_errors
 
-STAGES = {
+STAGE_SUMMARIES = {
     "sft": "Fine-tune a language model on example answers (SFT).",
     "reward": "Train a reward model on preference pairs.",
     "dpo": "Train a policy on the pairs with DPO, a baseline (optional).",

@@ -33,11 +33,20 @@ def run(
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
+    from rlhf_cli.commands import report
     from rlhf_cli.config.base import Options
-    from rlhf_cli.pipeline import run as pipeline
+    from rlhf_cli.pipeline.run import Page, run_folder
 
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     with terminal.share_seen_messages():
-        code = pipeline.run(folder, overrides_of(set_, assignments), options, only or (), start, force or ())
+        code = run_folder(
+            folder,
+            overrides_of(set_, assignments),
+            options,
+            page=Page(report.write_beside, report.brief),
+            only=only or (),
+            start=start,
+            force=force or (),
+        )
     raise typer.Exit(code)

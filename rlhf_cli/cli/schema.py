@@ -4,8 +4,9 @@ from typing import Annotated
 
 from rlhf_cli import terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import STAGES, Debug, argument
+from rlhf_cli.cli.options import Debug, argument
 from rlhf_cli.errors import RLHFError, did_you_mean
+from rlhf_cli.runs.layout import STAGES
 
 
 def schema(

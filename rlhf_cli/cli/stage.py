@@ -60,9 +60,9 @@ def stage_command(stage: str) -> Callable[..., None]:
         loaded = load(stage, file, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
-            from rlhf_cli.pipeline import run as pipeline
+            from rlhf_cli.pipeline.preview import preview_stage
 
-            pipeline.preview(loaded, fresh=fresh)
+            preview_stage(loaded, fresh=fresh)
             return
 
         distributed.check_group()
@@ -75,10 +75,10 @@ def stage_command(stage: str) -> Callable[..., None]:
 
 def _launch(processes: int, config: "Config", overrides: list[str], options: "Options") -> int:
     """Start the stage in a group of processes, and return its exit code."""
-    from rlhf_cli.pipeline import run as pipeline
+    from rlhf_cli.pipeline.children import child_command
     from rlhf_cli.runs.resolve import weights_bytes
 
-    _, *arguments = pipeline.child_command(config, overrides, options, fresh=options.fresh)
+    _, *arguments = child_command(config, overrides, options, fresh=options.fresh)
     return distributed.launch_group(processes, arguments, weights_bytes=weights_bytes(config))
 
 

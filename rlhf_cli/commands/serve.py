@@ -14,7 +14,9 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import load
 from rlhf_cli.planning import fits
-from rlhf_cli.runs.parents import FOREIGN, Parent, read_adapter, verify_parents
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.model_files import read_adapter
+from rlhf_cli.runs.parents import FOREIGN, Parent
 from rlhf_cli.stages.common import model_loading, reading
 from rlhf_cli.stages.ppo import rollout_engine
 

@@ -11,10 +11,11 @@ from typing import Any
 from rlhf_cli import system, terminal
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
-from rlhf_cli.pipeline import status
-from rlhf_cli.pipeline.run import StageDecision
-from rlhf_cli.pipeline.status import RunInfo, StageInfo
-from rlhf_cli.runs.discover import find_run_folders
+from rlhf_cli.pipeline.decide import StageDecision
+from rlhf_cli.pipeline.headline import headline
+from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next
+from rlhf_cli.runs.layout import find_run_folders
+from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.terminal import ago, duration
 
@@ -27,12 +28,12 @@ MAX_FOLDERS = 500  # to search for runs if none was named
 def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) -> None:
     """Print the stages of a run, and what `rlhf run` with these overrides would do. Raises RLHFError C09, C11."""
     with terminal.muted_warnings():  # the stages print them
-        run = status.read_run(folder, overrides)
+        run, following = read_run_and_next(folder, overrides)
     if as_json:
-        terminal.out(json.dumps(_run_json(run), indent=2, ensure_ascii=False))
+        _print_json({**_run_json(run), "next": _next_json(following)})
         return
     terminal.table(STAGE_COLUMNS, stage_rows(run))
-    for line in [*_notes(run), _next_line(run)]:
+    for line in [*_notes(run), _next_line(run, following)]:
         terminal.out(line)
 
 
@@ -40,9 +41,9 @@ def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
     """Print the runs below folders, by default below ./runs or else the working directory. Raises RLHFError C09."""
     folders = list(folders) or [_default_folder()]
     with terminal.muted_warnings():
-        found = status.find_runs(folders)
+        found = find_runs(folders)
     if as_json:
-        terminal.out(json.dumps([_run_json(run) for run in found], indent=2, ensure_ascii=False))
+        _print_json([_run_json(run) for run in found])
     elif found:
         terminal.table(RUN_COLUMNS, [_run_row(run) for run in found])
     else:
@@ -54,93 +55,122 @@ def runs_here() -> list[str]:
     if any(find_run_folders(Path("."), 0)):
         return ["."]
     with terminal.muted_warnings():
-        return [shown(run.folder) for run in status.find_runs([_default_folder()], MAX_FOLDERS)]
+        return [shown(run.folder) for run in find_runs([_default_folder()], MAX_FOLDERS)]
 
 
 def _default_folder() -> Path:
     return Path("runs") if Path("runs").is_dir() else Path(".")
 
 
-def stage_rows(run: RunInfo) -> list[list[str]]:
+def stage_rows(run: Run) -> list[list[str]]:
     """Return the table rows of `rlhf status`, unfinished stages of base runs first."""
+    return [_stage_row(name, stage) for name, stage in run.all_stages.items()]
+
+
+def _stage_row(name: str, stage: Stage) -> list[str]:
+    progress = stage.progress
     return [
-        [
-            name,
-            _state_text(stage),
-            _headline(stage),
-            duration(stage.time_s) if stage.time_s else "",
-            ago(time.time() - stage.changed) if stage.changed else "",
-            system.format_bytes(stage.bytes) if stage.bytes else "",
-        ]
-        for name, stage in run.all_stages.items()
+        name,
+        _state_text(stage),
+        _headline_text(stage),
+        duration(progress.time_s) if progress.time_s else "",
+        ago(time.time() - progress.changed) if progress.changed else "",
+        system.format_bytes(progress.bytes) if progress.bytes else "",
     ]
 
 
-def _run_row(run: RunInfo) -> list[str]:
-    stages = [
-        name if stage.state == "finished" else f"{name} ({_state_text(stage)})"
-        for name, stage in run.all_stages.items()
-    ]
-    results = [_headline(stage) for stage in reversed(run.stages) if stage.headline_from == "manifest.json"]
+def _run_row(run: Run) -> list[str]:
+    stages = []
+    for name, stage in run.all_stages.items():
+        stages.append(name if stage.condition == "finished" else f"{name} ({_state_text(stage)})")
     return [
         shown(run.folder),
         ", ".join(stages) or "nothing yet",
-        next(filter(None, results), ""),
+        _last_result(run),
         ago(time.time() - run.changed),
         system.format_bytes(system.folder_bytes(run.folder)),
     ]
 
 
-def _state_text(stage: StageInfo) -> str:
-    progress = "" if stage.step is None else f"step {stage.step}" + (f" of {stage.steps}" if stage.steps else "")
-    if stage.state == "stopped":
+def _last_result(run: Run) -> str:
+    """Return the result of the last stage of a run that has one."""
+    for stage in reversed(list(run.stages.values())):
+        _, source = headline(stage)
+        text = _headline_text(stage)
+        if source == "manifest.json" and text:
+            return text
+    return ""
+
+
+def _state_text(stage: Stage) -> str:
+    condition = stage.condition
+    progress = _progress_text(stage)
+    if condition == "stopped":
         return f"stopped, saved at {progress}" if progress else "stopped, nothing saved"
-    shows_progress = stage.state == "running" or (stage.state == "finished" and stage.reasons)
-    return f"{stage.state}, {progress}" if progress and shows_progress else stage.state
+    ended_early = condition == "finished" and bool(stage.reasons)
+    return f"{condition}, {progress}" if progress and (condition == "running" or ended_early) else condition
 
 
-def _headline(stage: StageInfo) -> str:
+def _progress_text(stage: Stage) -> str:
+    """Return `step 3 of 8`; empty if the step is unknown."""
+    step, steps = stage.progress.step, stage.progress.steps
+    if step is None:
+        return ""
+    return f"step {step} of {steps}" if steps else f"step {step}"
+
+
+def _headline_text(stage: Stage) -> str:
     """Return a stage's main result, or its last logged metrics while it runs."""
-    metrics, from_log = stage.headline, stage.headline_from == "metrics.jsonl"
+    metrics, source = headline(stage)
+    from_log = source == "metrics.jsonl"
     if "eval_loss" in metrics:
         return f"held-out loss {metrics['eval_loss']:.3f}"
     if "loss" in metrics:
         return f"loss {metrics['loss']:.3f}"
-    if (accuracy := metrics.get("accuracy", metrics.get("rewards/accuracies"))) is not None:
-        return f"accuracy {with_interval(accuracy, metrics.get('accuracy_ci95'))}{' in training' if from_log else ''}"
+
+    accuracy = metrics.get("accuracy", metrics.get("rewards/accuracies"))
+    if accuracy is not None:
+        where = " in training" if from_log else ""
+        return f"accuracy {with_interval(accuracy, metrics.get('accuracy_ci95'))}{where}"
     if "objective/scores" in metrics:
+        reward = format_reward(metrics, LAST_UPDATE if from_log else TRAINING)
         kl = metrics.get("objective/kl_k1")
-        return format_reward(metrics, LAST_UPDATE if from_log else TRAINING) + ("" if kl is None else f", KL {kl:.2f}")
+        return reward if kl is None else f"{reward}, KL {kl:.2f}"
     if "win_rate" in metrics:
-        return f"PPO over SFT {with_interval(metrics['win_rate'], metrics.get('win_rate_ci95'))} by {metrics['judge']}"
+        rate = with_interval(metrics["win_rate"], metrics.get("win_rate_ci95"))
+        return f"PPO over SFT {rate} by {metrics['judge']}"
     return ""
 
 
-def _notes(run: RunInfo) -> list[str]:
+def _notes(run: Run) -> list[str]:
     """Return the lines below the table: processes, reasons, inputs not read, size of .old/."""
     lines = []
     for name, stage in run.all_stages.items():
         if stage.process:
-            remaining = "" if stage.left_s is None else f"; about {duration(stage.left_s)} left"
+            left_s = stage.progress.left_s
+            remaining = "" if left_s is None else f"; about {duration(left_s)} left"
             lines.append(f"{name:<8} {stage.process}{remaining}")
         elif stage.reasons:
             lines.append(f"{name:<8} {'; '.join(stage.reasons)}")
         if stage.unread:
             names = ", ".join(stage.unread)
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
-            lines.append(f"{stage.stage:<8} {text}")
-    if old_bytes := system.folder_bytes(run.folder / ".old"):
+            lines.append(f"{stage.name:<8} {text}")
+
+    old_bytes = system.folder_bytes(run.folder / ".old")
+    if old_bytes:
         lines.append(f".old     {system.format_bytes(old_bytes)} that was moved aside")
     return lines
 
 
-def _next_line(run: RunInfo) -> str:
+def _next_line(run: Run, following: NextAction) -> str:
     """Return the line on what `rlhf run` would do, and why."""
-    following, command = run.next, f"rlhf run {shell_path(run.folder)}"
-    assert following, "the run was read without its configs"
+    command = f"rlhf run {shell_path(run.folder)}"
     problems = following.problems
     first = problems[0].line().partition("\n")[0] if problems else ""
-    first += f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if len(problems) > 1:
+        first += f" (and {len(problems) - 1} more)"
+
     if following.action == "wait":
         names = " and ".join(name for name, stage in run.all_stages.items() if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
@@ -153,43 +183,68 @@ def _next_line(run: RunInfo) -> str:
         return f"next: {command} runs {_describe_order(following.decisions)}"
     if problems:
         return f"next: nothing is left to run; {command} ends with {first}"
-    unread = any(stage.unread for stage in run.stages)
+    unread = any(stage.unread for stage in run.stages.values())
     return f"next: nothing, {'as far as dates tell' if unread else 'all is up to date'}"
 
 
 def _describe_order(decisions: Mapping[str, StageDecision]) -> str:
     """Name the stages that run, in order, with the reason of the first."""
-    (first, decision), *rest = [item for item in decisions.items() if item[1].runs or item[1].after]
-    certain, possible = ([stage for stage, later in rest if later.runs is runs] for runs in (True, False))
-    text = f"{first} ({decision.reason})" + (f", then {', '.join(certain)}" if certain else "")
-    return text + (f", then {', '.join(possible)} if their inputs change" if possible else "")
+    pending = [stage for stage, decision in decisions.items() if decision.runs or decision.after]
+    first, *rest = pending
+    certain = [stage for stage in rest if decisions[stage].runs]
+    possible = [stage for stage in rest if not decisions[stage].runs]
+    text = f"{first} ({decisions[first].reason})"
+    if certain:
+        text += f", then {', '.join(certain)}"
+    if possible:
+        text += f", then {', '.join(possible)} if their inputs change"
+    return text
 
 
-def _run_json(run: RunInfo) -> dict[str, Any]:
+def _print_json(value: object) -> None:
+    terminal.out(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _run_json(run: Run) -> dict[str, Any]:
     """Return a run as printed by `--json`: paths as in messages, times as ISO 8601 in UTC."""
-    result: dict[str, Any] = {
+    return {
         "run": shown(run.folder),
         "changed": _iso(run.changed),
         "bytes": system.folder_bytes(run.folder),
         "old_bytes": system.folder_bytes(run.folder / ".old"),
         "bases": [_stage_json(stage) for stage in run.bases],
-        "stages": [_stage_json(stage) for stage in run.stages],
+        "stages": [_stage_json(stage) for stage in run.stages.values()],
     }
-    if run.next:
-        result["next"] = {
-            "action": run.next.action,
-            "steps": [
-                {"stage": stage, "why": plan.reason, "runs": plan.runs, "fresh": plan.fresh, "after": plan.after}
-                for stage, plan in run.next.decisions.items()
-            ],
-            "problems": [asdict(problem) for problem in run.next.problems],
-        }
-    return result
 
 
-def _stage_json(stage: StageInfo) -> dict[str, Any]:
-    process = stage.process and {**asdict(stage.process), "since": _iso(stage.process.since)}
-    return {**asdict(stage), "folder": shown(stage.folder), "changed": _iso(stage.changed), "process": process}
+def _next_json(following: NextAction) -> dict[str, Any]:
+    steps = []
+    for stage, plan in following.decisions.items():
+        step = {"stage": stage, "why": plan.reason, "runs": plan.runs, "fresh": plan.fresh, "after": plan.after}
+        steps.append(step)
+    problems = [asdict(problem) for problem in following.problems]
+    return {"action": following.action, "steps": steps, "problems": problems}
+
+
+def _stage_json(stage: Stage) -> dict[str, Any]:
+    metrics, source = headline(stage)
+    progress, process = stage.progress, stage.process
+    return {
+        "stage": stage.name,
+        "folder": shown(stage.folder),
+        "state": stage.condition,
+        "reasons": stage.reasons,
+        "step": progress.step,
+        "steps": progress.steps,
+        "headline": metrics,
+        "headline_from": source,
+        "time_s": progress.time_s,
+        "left_s": progress.left_s,
+        "changed": _iso(progress.changed),
+        "bytes": progress.bytes,
+        "process": process and {**asdict(process), "since": _iso(process.since)},
+        "unread": stage.unread,
+    }
 
 
 def _iso(timestamp: float | None) -> str | None:

@@ -10,8 +10,8 @@ from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.render import HELD_OUT, UNPENALISED, Row
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.jsonl import read_jsonl
+from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.read import read_report
-from rlhf_cli.runs.status import REPORT
 
 
 def print_report(eval_folder: Path) -> None:

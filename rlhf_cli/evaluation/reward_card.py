@@ -75,9 +75,9 @@ def print_card(card: Mapping[str, Any]) -> None:
         terminal.out(line)
 
 
-def missing_card_reason(stage: str, manifest: Mapping[str, Any]) -> str | None:
+def missing_card_reason(stage: str, manifest: runs.Manifest) -> str | None:
     """Return why a reward model has no report card, None if it has one."""
-    if "accuracy" in manifest.get("metrics", {}):
+    if "accuracy" in manifest.metrics:
         return None
     return "it was not trained by `rlhf reward`" if stage == FOREIGN else "its stage had no evaluation pairs"
 
@@ -106,7 +106,7 @@ def _unmet_requirements(config: PPOConfig, parent: Parent) -> list[Problem]:
         hint = "name the folder of a reward stage" if parent.stage == FOREIGN else rerun
         text = f"{KEY}: {folder} has no report card: {reason}"
         return [Problem("M11", text, config.where(KEY), f"{hint}; or remove {KEY}")]
-    problems, metrics = [], parent.manifest["metrics"]
+    problems, metrics = [], parent.manifest.metrics
     values = {**metrics, "accuracy_low": metrics["accuracy_ci95"][0]}
     for name, bound in config.ppo.require_reward.model_dump(exclude_none=True).items():
         where, is_minimum = config.where(f"{KEY}.{name}"), name.startswith("accuracy")

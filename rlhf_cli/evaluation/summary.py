@@ -370,17 +370,17 @@ def reward_model_section(parents: Mapping[str, Parent]) -> Section:
     if reward is not None:
         return _card_section(reward.path, reward.stage, reward.manifest)
     ppo = parents["models.ppo"]
-    for key, entry in ppo.manifest.get("parents", {}).items():
-        if key.startswith("rewards.") and entry["stage"] == "reward":
-            path = ppo.path / entry["path"]
+    for key, entry in ppo.manifest.parents.items():
+        if key.startswith("rewards.") and entry.stage == "reward":
+            path = ppo.path / entry.path
             manifest, problem = runs.read_manifest(path)
-            if not problem and manifest.get("model_sha256") == entry["sha256"]:  # not retrained since
+            if not problem and manifest.model_sha256 == entry.sha256:  # not retrained since
                 return _card_section(path, "reward", manifest)
     return {"no_reward_card": "models.reward is null, and PPO used no model of a reward stage that still exists"}
 
 
-def _card_section(path: Path, stage: str, manifest: Mapping[str, Any]) -> Section:
-    metrics, card = manifest.get("metrics", {}), manifest.get("card", {})
+def _card_section(path: Path, stage: str, manifest: runs.Manifest) -> Section:
+    metrics, card = manifest.metrics, manifest.card
     if reason := missing_card_reason(stage, manifest):
         return {"no_reward_card": f"{shown(path)}: {reason}"}
     for flag in card.get("flags", []):

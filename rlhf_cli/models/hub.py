@@ -17,7 +17,7 @@ from rlhf_cli import distributed, terminal
 from rlhf_cli.data.sources import is_offline
 from rlhf_cli.errors import RLHFError, shell_path, shell_word, short_reason, shown
 from rlhf_cli.files import file_sha256, list_files
-from rlhf_cli.runs.parents import MODEL_SUFFIXES
+from rlhf_cli.runs.model_files import MODEL_SUFFIXES
 
 CARD = "README.md"
 LOCAL_FILES = ("state.json",)  # a snapshot's checksum file, useful only in its run

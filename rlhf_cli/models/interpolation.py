@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, load
-from rlhf_cli.runs.parents import Parent, read_adapter
+from rlhf_cli.runs.model_files import read_adapter
+from rlhf_cli.runs.parents import Parent
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
 from rlhf_cli.models.weight_files import refuse_other_weights, refuse_pickles, weight_files
-from rlhf_cli.runs.parents import read_adapter
+from rlhf_cli.runs.model_files import read_adapter
 
 MAX_COUNTS = {"layer": 10_000, "expert": 2**16}  # more than any model has; building more would take minutes
 transformers.utils.logging.disable_progress_bar()  # rlhf draws its own

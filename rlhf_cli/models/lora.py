@@ -22,7 +22,8 @@ from rlhf_cli.config.sections import LoRA
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, shown
 from rlhf_cli.models import build, devices, tokenizers
-from rlhf_cli.runs.parents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED, Parent
+from rlhf_cli.runs.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED
+from rlhf_cli.runs.parents import Parent
 
 # The fields read from an adapter_config.json. All others are ignored: peft would import modules that they name.
 TRUSTED_FIELDS = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")

@@ -20,7 +20,7 @@ from rlhf_cli import distributed, files, terminal
 from rlhf_cli.errors import RLHFError, first_names, short_reason, shown
 from rlhf_cli.models import load, lora, sharding
 from rlhf_cli.models.load import config_folder
-from rlhf_cli.runs.parents import ADAPTER_WEIGHTS
+from rlhf_cli.runs.layout import ADAPTER_WEIGHTS
 
 TENSORS, STRUCTURE, SHARDS = "tensors.safetensors", "structure.json", "shards"
 

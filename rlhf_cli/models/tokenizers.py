@@ -21,7 +21,8 @@ from rlhf_cli.errors import RLHFError, collect_errors, first_names, short_reason
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import chat_templates
 from rlhf_cli.models.batch import StopTokenId
-from rlhf_cli.runs.parents import Parent, is_model_file
+from rlhf_cli.runs.model_files import is_model_file
+from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
 # Special tokens of common families, for padding or for nothing, that become the pad token of a tokenizer without one.
@@ -245,7 +246,7 @@ def check_same_tokenization(
         if parent.stage == runs.FOREIGN:
             tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
             chat_templates.set_template_variables(tokenizer, template_variables, where=where(key))
-            foreign[key] = manifest_fields(tokenizer, None)
+            foreign[key] = runs.Manifest.model_validate(manifest_fields(tokenizer, None))
 
     def difference(first: Parent, second: Parent) -> str | None:
         complete = all(parent.sha256 or parent.stage == runs.FOREIGN for parent in (first, second))

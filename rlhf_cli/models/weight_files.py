@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from rlhf_cli.errors import RLHFError, first_names, shown
 from rlhf_cli.files import read_json_object
-from rlhf_cli.runs.parents import ADAPTER_CONFIG, is_model_file, read_adapter
+from rlhf_cli.runs.layout import ADAPTER_CONFIG
+from rlhf_cli.runs.model_files import is_model_file, read_adapter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

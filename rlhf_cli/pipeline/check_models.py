@@ -5,20 +5,20 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from rlhf_cli import data
+from rlhf_cli import data, runs
 from rlhf_cli.config import stages
-from rlhf_cli.config.base import Options
+from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.config.reward import RewardConfig
-from rlhf_cli.config.sft import SFTConfig
+from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
-from rlhf_cli.pipeline.check_files import Report, StageCheck
+from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
 from rlhf_cli.planning import fits
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
@@ -37,6 +37,8 @@ from rlhf_cli.stages.common import (
 from rlhf_cli.stages.eval import evaluation_inputs
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
+Row = TypeVar("Row")
+
 
 class StartModel(NamedTuple):
     """The model that a stage starts from: an existing folder, or the output of a stage that has yet to run."""
@@ -46,11 +48,21 @@ class StartModel(NamedTuple):
     model_config: Any = None  # of transformers
 
 
+class Scorer(NamedTuple):
+    """A reward model that a stage reads."""
+
+    model_config: Any  # of transformers
+    tokenizer: Any  # its own, if it does not read the policy's tokens
+
+
 class StageValidator:
     """Checks stages in the order of the chain. A stage may start from the output that an earlier one would write."""
 
-    def __init__(self, report: Report, options: Options, *, deep: bool, runs_here: bool) -> None:
-        self.report, self.options, self.deep, self.runs_here = report, options, deep, runs_here
+    def __init__(self, report: CheckReport, options: Options, *, deep: bool, runs_here: bool) -> None:
+        self.report = report
+        self.options = options
+        self.deep = deep
+        self.runs_here = runs_here
         self.pending_outputs: dict[Path, StartModel] = {}
         self.trained_on: list[data.Rows[Any]] = []
         self.policy_settings: dict[Path, PPOSettings] = {}
@@ -67,6 +79,28 @@ class StageValidator:
     def _check_training(self, stage: StageCheck) -> None:
         """Check SFT, the reward model or DPO; the number of packed sequences is not yet known."""
         config = cast(TRLConfig, stage.config)
+        tokenizer, model_config = self._check_start(stage, config)
+        if isinstance(config, SFTConfig) and "data.train" in stage.data:
+            self.report.attempt(training_rows.log_packing, config)
+
+        read = partial(training_rows.read_split, config)
+        rows = self._read_rows(stage, "data.train", partial(read, "train", tokenizer, model_config))
+        held_out = self._read_rows(stage, "data.eval", partial(read, "eval", tokenizer, model_config))
+        if isinstance(config, SFTConfig) and config.best_of:
+            self._check_best_of(stage, config.best_of, tokenizer, rows, held_out)
+        if rows is not None:
+            with self.report.collecting():
+                training_rows.check_rows(config, rows, held_out, model_config)
+            is_packed = isinstance(config, SFTConfig) and config.sft.packing
+            settings = stages.settings_of(config)
+            if settings.max_steps or not is_packed:
+                batch_sizes.warn_long_intervals(config, settings.steps(len(rows)))
+            batches = batch_sizes.describe_batches(config, rows, packed=0 if is_packed else None)
+            self.report.add(config.stage, "batches", batches)
+        self._add_pending_output(stage, tokenizer, model_config)
+
+    def _check_start(self, stage: StageCheck, config: TRLConfig) -> tuple[Any, Any]:
+        """Check the model that a training starts from; return the tokenizer to train with and the model's config."""
         parent, own_tokenizer, model_config = self._load_start(stage, "model.path")
         tokenizer = None
         with self.report.collecting():
@@ -82,29 +116,22 @@ class StageValidator:
                     vocab_size = model_config.get_text_config().vocab_size
                     tokenizers.check_vocabulary_size(vocab_size, own_tokenizer, config.where("model.path"))
                 tokenizer = trainable_model.prepare_tokenizer(config, own_tokenizer, parent.stage)
-        if isinstance(config, SFTConfig) and "data.train" in stage.data:
-            self.report.attempt(training_rows.log_packing, config)
-        rows, held_out = (
-            self._read_rows(
-                stage, f"data.{key}", partial(training_rows.read_split, config, key, tokenizer, model_config)
-            )
-            for key in ("train", "eval")
-        )
-        best_of = config.best_of if isinstance(config, SFTConfig) else None
-        scorers = self._check_reward_models(stage, tokenizer) if best_of else {}
-        if rows is not None and best_of:
+        return tokenizer, model_config
+
+    def _check_best_of(
+        self,
+        stage: StageCheck,
+        best_of: BestOfSettings,
+        tokenizer: Any,
+        rows: data.Rows[Any] | None,
+        held_out: data.Rows[Any] | None,
+    ) -> None:
+        """Check the reward model that selects the answers SFT is trained on."""
+        scorers = self._check_reward_models(stage, tokenizer)
+        if rows is not None:
             self._check_retokenized(stage, scorers, [*rows, *(held_out or [])])
             sampled = f"{best_of.n} answers of up to {best_of.response_length} tokens to each prompt are sampled"
             self.report.add("sft", "best_of", f"{sampled}, the best is trained on")
-        if rows is not None:
-            with self.report.collecting():
-                training_rows.check_rows(config, rows, held_out, model_config)
-            packed, settings = isinstance(config, SFTConfig) and config.sft.packing, stages.settings_of(config)
-            if not packed or settings.max_steps:
-                batch_sizes.warn_long_intervals(config, settings.steps(len(rows)))
-            batches = batch_sizes.describe_batches(config, rows, packed=0 if packed else None)
-            self.report.add(config.stage, "batches", batches)
-        self._add_pending_output(stage, tokenizer, model_config)
 
     def _new_tokenizer(self, stage: StageCheck) -> Any:
         """Train the tokenizer of model.new and build the model if `deep`, since both take time."""
@@ -124,34 +151,31 @@ class StageValidator:
     def _check_ppo(self, stage: StageCheck) -> None:
         config = cast(PPOConfig, stage.config)
         parent, tokenizer, model_config = self._check_policies(stage)
-        attempt = self.report.attempt
-        reward_fns = (
-            attempt(reward_sources.build_reward_fns, config, self.options, stage.parents, load_models=False) or {}
-        )
-        attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
+        build_reward_fns = partial(reward_sources.build_reward_fns, load_models=False)
+        reward_fns = self.report.attempt(build_reward_fns, config, self.options, stage.parents) or {}
+        self.report.attempt(setup.check_hub_push, config, stage.parents.get("models.sft"))
         if not stage.finished:
-            attempt(reward_card.check_required, config, stage.parents)
+            self.report.attempt(reward_card.check_required, config, stage.parents)
         with self.report.collecting():
             if model_config is not None:
                 setup.check_num_shared_layers(config, model_config)
                 lora.check_adapters(config, model_config)
+
         scorers = self._check_reward_models(stage, tokenizer)
         with self.report.collecting():
             if parent is not None and tokenizer is not None and model_config is not None:
                 vocabulary = max(len(tokenizer), model_config.get_text_config().vocab_size)
                 setup.stop_token_id(config, tokenizer, parent, vocabulary)
-                for key, (scorer, own_tokenizer) in scorers.items():
-                    end = scoring.end_token_ids(own_tokenizer or tokenizer)
-                    shared_base.warn_pad_is_end_token(scorer, end, config.where(key))
-        read, length = partial(reading.read_prompts, config), config.ppo.max_response_length
-        prompts, held_out = (
-            self._read_rows(stage, key, partial(read, key, tokenizer, model_config, length))
-            for key in ("data.prompts", "data.eval_prompts")
-        )
+                for key, scorer in scorers.items():
+                    end = scoring.end_token_ids(scorer.tokenizer or tokenizer)
+                    shared_base.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
+
+        prompts = self._read_prompts(stage, "data.prompts", tokenizer, model_config)
+        held_out = self._read_prompts(stage, "data.eval_prompts", tokenizer, model_config)
         self._read_rows(stage, "data.ptx_data", partial(prompt_rows.read_ptx, config, tokenizer, model_config))
         if prompts is not None:
             self._check_retokenized(stage, scorers, [*prompts, *(held_out or [])])
-            attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
+            self.report.attempt(prompt_rows.check_prompt_counts, config, prompts, held_out)
             sections = {name: config.rewards[name] for name in reward_fns}
             functions = {name: section.function for name, section in sections.items() if section.function}
             with self.report.collecting():
@@ -161,6 +185,13 @@ class StageValidator:
         self._add_pending_output(stage, tokenizer, model_config)
         self.policy_settings[config.folder] = config.ppo
 
+    def _read_prompts(
+        self, stage: StageCheck, key: str, tokenizer: Any, model_config: Any
+    ) -> data.Rows[data.Prompt] | None:
+        config = cast(PPOConfig, stage.config)
+        length = config.ppo.max_response_length
+        return self._read_rows(stage, key, partial(reading.read_prompts, config, key, tokenizer, model_config, length))
+
     def _check_eval(self, stage: StageCheck) -> None:
         config = cast(EvalConfig, stage.config)
         _, tokenizer, model_config = self._check_policies(stage)
@@ -169,30 +200,31 @@ class StageValidator:
         if stage.parents.keys() >= {"models.sft", "models.ppo"}:
             self.report.attempt(evaluation_inputs.check_interpolation, config, self.options, stage.parents)
         scorers = self._check_reward_models(stage, tokenizer)
-        length = config.eval.response_length or 0
+        length = self._response_length(stage, config)
+        read = partial(reading.read_prompts, config, "data.prompts", tokenizer, model_config, length)
+        rows = self._read_rows(stage, "data.prompts", read)
+        if rows is None:
+            return
+
+        self._check_retokenized(stage, scorers, list(rows))
+        functions = {name: judge for name, judge in config.judges.items() if name in judges and isinstance(judge, str)}
         with self.report.collecting():
-            settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
-            if policy is not None:
-                settings = evaluation_inputs.ppo_settings(policy)
+            evaluation_inputs.check_columns_read(config, judges, rows)
+            self._try_functions(stage, "judges", functions, rows, tokenizer)
+        for train_rows in self.trained_on:
+            data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
+
+    def _response_length(self, stage: StageCheck, config: EvalConfig) -> int:
+        """Return the length of responses that an evaluation samples: its own, or that of PPO."""
+        with self.report.collecting():
+            folder = Path(config.models.ppo)
+            policy = stage.parents.get("models.ppo")
+            settings = (
+                evaluation_inputs.ppo_settings(policy) if policy is not None else self.policy_settings.get(folder)
+            )
             if settings is not None or policy is not None:
-                length = evaluation_inputs.sampling_params(
-                    config, settings, Path(config.models.ppo), None
-                ).response_length
-        rows = self._read_rows(
-            stage,
-            "data.prompts",
-            partial(reading.read_prompts, config, "data.prompts", tokenizer, model_config, length),
-        )
-        if rows is not None:
-            self._check_retokenized(stage, scorers, list(rows))
-            functions = {
-                name: judge for name, judge in config.judges.items() if name in judges and isinstance(judge, str)
-            }
-            with self.report.collecting():
-                evaluation_inputs.check_columns_read(config, judges, rows)
-                self._try_functions(stage, "judges", functions, rows, tokenizer)
-            for train_rows in self.trained_on:
-                data.warn_shared(train_rows, rows, where=config.where("data.prompts"))
+                return evaluation_inputs.sampling_params(config, settings, folder, None).response_length
+        return config.eval.response_length or 0
 
     def _try_functions(
         self, stage: StageCheck, section: str, specs: Mapping[str, str], prompts: Sequence[data.Prompt], tokenizer: Any
@@ -220,45 +252,49 @@ class StageValidator:
 
     def _check_policies(self, stage: StageCheck) -> StartModel:
         """Return the start of PPO and evaluation; check that all models that generate tokenize like models.sft."""
-        config, options = stage.config, self.options
+        config = stage.config
         start = self._load_start(stage, "models.sft")
         known = self._known_parents(stage)
         if "models.sft" in known:
-            self.report.attempt(model_loading.check_same_tokenization, config, options, known)
+            self.report.attempt(model_loading.check_same_tokenization, config, self.options, known)
         for key, parent in stage.parents.items():
             if is_policy_key(key):
                 with self.report.collecting(), at_location(config.where(key)):
-                    model_config = load.read_causal_lm_config(parent.model, options.trust_remote_code)
-                    if key != "models.sft":
-                        self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}")
-                    if start.tokenizer:
-                        vocab_size = model_config.get_text_config().vocab_size
-                        tokenizers.check_vocabulary_size(vocab_size, start.tokenizer, None)
+                    self._check_policy(config.stage, key, parent, start.tokenizer)
         return start
 
-    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, tuple[Any, Any]]:
-        """Check the reward models that exist, each folder once.
+    def _check_policy(self, stage: str, key: str, parent: Parent, tokenizer: Any) -> None:
+        model_config = load.read_causal_lm_config(parent.model, self.options.trust_remote_code)
+        if key != "models.sft":
+            self.report.add(stage, key, f"{shown(parent.path)}: {model_config.model_type}")
+        if tokenizer:
+            vocab_size = model_config.get_text_config().vocab_size
+            tokenizers.check_vocabulary_size(vocab_size, tokenizer, None)
 
-        Returns key -> transformers config, and its tokenizer if it does not read the policy's tokens.
-        """
-        scorers: dict[str, tuple[Any, Any]] = {}
+    def _check_reward_models(self, stage: StageCheck, tokenizer: Any) -> dict[str, Scorer]:
+        """Check the reward models that exist, each folder once; return them by key."""
+        scorers: dict[str, Scorer] = {}
         seen: set[Path] = set()
         known = self._known_parents(stage)
         policy = known.get("models.sft") or known.get("model.path")
         for key, parent in stage.parents.items():
-            if is_scorer_key(key) and parent.path not in seen:
-                seen.add(parent.path)
-                with self.report.collecting(), at_location(stage.config.where(key)):
-                    scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-                    own_tokenizer = policy and scoring.load_own_tokenizer(stage.config, self.options, policy, parent)
-                    note = "; encoded again for it" if own_tokenizer else ""
-                    text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
-                    self.report.add(stage.config.stage, key, text)
-                    scorers[key] = scorer, own_tokenizer
-                    if tokenizer is not None:
-                        vocab_size = scorer.get_text_config().vocab_size
-                        tokenizers.check_vocabulary_size(vocab_size, own_tokenizer or tokenizer, None)
+            if not is_scorer_key(key) or parent.path in seen:
+                continue
+            seen.add(parent.path)
+            with self.report.collecting(), at_location(stage.config.where(key)):
+                scorer = self._read_scorer(stage.config, key, parent, policy)
+                scorers[key] = scorer
+                if tokenizer is not None:
+                    vocab_size = scorer.model_config.get_text_config().vocab_size
+                    tokenizers.check_vocabulary_size(vocab_size, scorer.tokenizer or tokenizer, None)
         return scorers
+
+    def _read_scorer(self, config: Config, key: str, parent: Parent, policy: Parent | None) -> Scorer:
+        model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
+        tokenizer = policy and scoring.load_own_tokenizer(config, self.options, policy, parent)
+        note = "; encoded again for it" if tokenizer else ""
+        self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}, one label{note}")
+        return Scorer(model_config, tokenizer)
 
     def _known_parents(self, stage: StageCheck) -> dict[str, Parent]:
         """Return the input models that exist or that earlier stages will write."""
@@ -266,13 +302,12 @@ class StageValidator:
         known = {key: replace(each.parent, key=key) for key, each in pending.items() if each and each.parent}
         return stage.parents | known
 
-    def _check_retokenized(
-        self, stage: StageCheck, scorers: dict[str, tuple[Any, Any]], prompts: list[data.Prompt]
-    ) -> None:
+    def _check_retokenized(self, stage: StageCheck, scorers: Mapping[str, Scorer], prompts: list[data.Prompt]) -> None:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
-        for key, (model_config, tokenizer) in scorers.items():
-            if tokenizer:
-                self.report.attempt(scoring.retokenize_prompts, stage.config, key, tokenizer, prompts, model_config)
+        retokenize = scoring.retokenize_prompts
+        for key, scorer in scorers.items():
+            if scorer.tokenizer:
+                self.report.attempt(retokenize, stage.config, key, scorer.tokenizer, prompts, scorer.model_config)
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""
@@ -301,51 +336,74 @@ class StageValidator:
 
     def _load_models(self, stage: StageCheck) -> None:
         """Load each model that exists as the stage loads it, one at a time."""
-        config, options, seen = stage.config, self.options, set[Path]()
+        seen: set[Path] = set()
         for key, parent in stage.parents.items():
-            if parent.path in seen:
-                continue
-            seen.add(parent.path)
-            loader: Callable[..., Any] = load.load_causal_lm if is_policy_key(key) else load.load_reward_model
-            loader = load.init_reward_model if config.stage == "reward" else loader
-            loader = load.load_classifier if key.endswith(".pipeline") else loader
-            with self.report.collecting():
-                model = model_loading.load_model(
-                    loader, config, options, parent, model_loading.load_tokenizer(config, options, parent)
-                )
-                if parent.manifest.get("probes") and loader is load.load_reward_model:
-                    scoring.check_probes(model, parent, where=config.where(key))
-                if loader is not load.load_classifier:  # a pipeline passes masks
-                    row_trial.require_rows_alone(model, config.where(key))
-                if is_policy_key(key) and config.stage in ("ppo", "eval"):
-                    with at_location(config.where(key)):
-                        uses_cache(model)
-                self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
+            if parent.path not in seen:
+                seen.add(parent.path)
+                with self.report.collecting():
+                    self._load_model(stage.config, key, parent)
+
+    def _load_model(self, config: Config, key: str, parent: Parent) -> None:
+        loader = _loader(config, key)
+        tokenizer = model_loading.load_tokenizer(config, self.options, parent)
+        model = model_loading.load_model(loader, config, self.options, parent, tokenizer)
+        if parent.manifest.probes and loader is load.load_reward_model:
+            scoring.check_probes(model, parent, where=config.where(key))
+        if loader is not load.load_classifier:  # a pipeline passes masks
+            row_trial.require_rows_alone(model, config.where(key))
+        if is_policy_key(key) and config.stage in ("ppo", "eval"):
+            with at_location(config.where(key)):
+                uses_cache(model)
+        self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
     def _add_pending_output(self, stage: StageCheck, tokenizer: Any, model_config: Any) -> None:
         """Record the model that this stage will write, for the checks of later stages."""
         config = stage.config
-        manifest: Mapping[str, Any] = {}
+        manifest = runs.Manifest()
         if tokenizer is not None:
             ends = scoring.end_token_ids(tokenizer)
-            manifest = tokenizers.manifest_fields(tokenizer, ends[0] if ends else None)
-        parent = Parent("", config.folder, config.stage, config.folder / "model", "", dict(manifest))
+            fields = tokenizers.manifest_fields(tokenizer, ends[0] if ends else None)
+            manifest = runs.Manifest.model_validate(fields)
+        parent = Parent("", config.folder, config.stage, config.folder / "model", sha256="", manifest=manifest)
         self.pending_outputs[config.folder] = StartModel(parent, tokenizer, model_config)
 
-    def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Any]]) -> data.Rows[Any] | None:
-        rows: data.Rows[Any] | None = self.report.attempt(read) if key in stage.data else None
-        if rows is not None:
-            result = f"{len(rows)} {'prompts' if key.endswith('prompts') else 'rows'}"
-            result += f", at most {rows.longest} tokens" if rows.longest else ""
-            result += f"; {rows.dropped_text()}" if rows.num_dropped else ""
-            result += f"; columns: {rows.columns}"
-            self.report.add(
-                stage.config.stage, key, result, rows=len(rows), read=rows.num_read, asked=rows.num_expected,
-                left_out=rows.num_dropped, longest=rows.longest,
-            )  # fmt: skip
-            if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
-                self.trained_on.append(rows)
+    def _read_rows(self, stage: StageCheck, key: str, read: Callable[[], data.Rows[Row]]) -> data.Rows[Row] | None:
+        """Read the rows of a data key and add a line on them; None if the key has no file, or after an error."""
+        rows = self.report.attempt(read) if key in stage.data else None
+        if rows is None:
+            return None
+
+        self.report.add(
+            stage.config.stage,
+            key,
+            _describe_rows(rows, "prompts" if key.endswith("prompts") else "rows"),
+            rows=len(rows),
+            read=rows.num_read,
+            asked=rows.num_expected,
+            left_out=rows.num_dropped,
+            longest=rows.longest,
+        )
+        if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
+            self.trained_on.append(rows)
         return rows
+
+
+def _loader(config: Config, key: str) -> Callable[..., Any]:
+    """Return the function with which a stage loads the model at a config key."""
+    if key.endswith(".pipeline"):
+        return load.load_classifier
+    if config.stage == "reward":
+        return load.init_reward_model
+    return load.load_causal_lm if is_policy_key(key) else load.load_reward_model
+
+
+def _describe_rows(rows: data.Rows[Any], noun: str) -> str:
+    text = f"{len(rows)} {noun}"
+    if rows.longest:
+        text += f", at most {rows.longest} tokens"
+    if rows.num_dropped:
+        text += f"; {rows.dropped_text()}"
+    return f"{text}; columns: {rows.columns}"
 
 
 def _score(score: float | None) -> str:

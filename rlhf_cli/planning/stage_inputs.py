@@ -254,7 +254,7 @@ class ModelResolver:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml") if read_manifest(folder)[0].get("stage") != "dpo" else None
+            return load("ppo", folder / "config.yaml") if read_manifest(folder)[0].stage != "dpo" else None
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 
@@ -289,4 +289,4 @@ class ModelResolver:
         if not isinstance(config, EvalConfig):
             return 0
         manifest, problem = runs.read_manifest(Path(config.models.ppo))
-        return 0 if problem else min(limit, manifest.get("metrics", {}).get("objective/response_length", 0))
+        return 0 if problem else min(limit, manifest.metrics.get("objective/response_length", 0))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlhf_cli import distributed, files, terminal
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
-from rlhf_cli.runs.parents import SNAPSHOTS
+from rlhf_cli.runs.layout import SNAPSHOTS
 
 MANIFEST = "state.json"
 SCHEMA = 2

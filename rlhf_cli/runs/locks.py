@@ -186,7 +186,7 @@ def _runs(pid: int, started: Any) -> bool:
 
 def _since_boot(process: psutil.Process) -> float:
     """psutil adds the boot time, which changes when the clock is set; subtracting it makes the result stable."""
-    return process.create_time() - psutil.boot_time()
+    return float(process.create_time() - psutil.boot_time())
 
 
 def require_empty(folder: Path) -> None:

@@ -1,24 +1,26 @@
 """The files of a run, read without changing them: it may be unfinished, running, damaged, or spread over folders.
 
-Also its settings beside their defaults and those of other runs.
+One read model for the report, the model card and `rlhf status`. Logs and progress are read only on demand.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.config.machinery import yaml_io
-from rlhf_cli.config.machinery.fields import key_at, with_current_names
-from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.errors import RLHFError, shown, translate_read_errors
+from rlhf_cli.config.machinery.fields import with_current_names
+from rlhf_cli.errors import RLHFError, shell_path, shown, translate_read_errors
 from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, read_regular, select_files
-from rlhf_cli.jsonl import at, flatten, is_number, read_jsonl
-from rlhf_cli.runs.discover import OPTIONAL_STAGES, STAGES, has_output
-from rlhf_cli.runs.parents import FOREIGN, no_stage_error, read_manifest
+from rlhf_cli.jsonl import at, is_number, read_jsonl
+from rlhf_cli.runs.identity import StageStatus, read_identity
+from rlhf_cli.runs.layout import OPTIONAL_STAGES, STAGES, configs_in, has_output
+from rlhf_cli.runs.locks import LockOwner
+from rlhf_cli.runs.manifest import Manifest, read_manifest
+from rlhf_cli.runs.parents import FOREIGN, no_stage_error
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.schemas import schema_error
-from rlhf_cli.runs.status import read_identity
 from rlhf_cli.tracking.logs import read_log
 
 State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
@@ -26,6 +28,19 @@ Row = Mapping[str, Any]
 # Config keys that name another stage's folder, for a stage without a manifest.
 PARENT_KEYS = {"model.path": "sft", "models.sft": "sft", "models.reward": "reward", "models.ppo": "ppo"}
 ANSWER_KEYS = {"index", "prompt", "model", "mode", "response", "ended", "length", "scores"}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is, see `read_stage_at_work`; empty for a stage that was read without it."""
+
+    step: int | None = None  # completed so far; if stopped, the last one saved
+    steps: int | None = None  # in total
+    time_s: float | None = None  # of training, without interruptions
+    left_s: float | None = None  # estimated time to the end, if running
+    changed: float | None = None  # time of the end or the last write, in seconds since the epoch
+    bytes: int = 0
+    rows: tuple[Row, ...] = ()  # the newest of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -38,20 +53,66 @@ class Stage:
     problem: str | None = None
     elsewhere: str | None = None  # the folder as other stages name it, if it is not in the run's folder
     outdated: tuple[str, ...] = ()  # parents that have changed since, see `changed_parents`
-    manifest: Row | None = None
+    manifest: Manifest = field(default_factory=Manifest)  # empty unless it is finished
     identity: Row | None = None
-    config: Row | None = None
+    config: Row | None = None  # config.yaml
     metrics: tuple[Row, ...] = ()  # metrics.jsonl
+    process: LockOwner | None = None  # that has locked the folder
+    status: StageStatus | None = None  # compared with the config of the run, if that was read
+    progress: Progress = Progress()
 
     @property
     def there(self) -> bool:
         """Return True if the stage wrote anything."""
         return self.state != "absent"
 
-    def table(self, key: str) -> Row:
-        """Return a table of the manifest; empty if there is none."""
-        table = (self.manifest or {}).get(key)
-        return table if isinstance(table, Mapping) else {}
+    @property
+    def condition(self) -> str:
+        """Return the state for users: new, running, stopped, finished, stale, damaged or unreadable."""
+        if self.state == "unreadable":
+            return "unreadable"
+        if self.process:
+            return "running"
+        if self.status is None and self.state == "finished" and self.outdated:
+            return "stale"
+        state = self.status.state if self.status else self.state
+        return {"absent": "new", "begun": "stopped", "resume": "stopped"}.get(state, state)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return why the stage is stale, damaged or unreadable, or was stopped early."""
+        if self.status is None or self.state == "unreadable":
+            reasons = tuple(filter(None, [self.problem]))
+        else:
+            reasons = self.status.reasons
+
+        if self.condition == "finished" and self.manifest.stopped:
+            return (self.manifest.stopped,)
+        if self.condition != "stale":
+            return reasons
+        if self.status is None:
+            return tuple(f"made from {change}" for change in self.outdated)
+
+        config = self.folder / "config.yaml"
+        if self.state != "finished" and os.path.isfile(config):
+            command = f"rlhf {self.name} --config {shell_path(config)}"
+            return (*reasons, f"to resume it with its old config: {command}")
+        return reasons
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the keys of inputs that were assumed to be unchanged without hashing."""
+        return self.status.unread if self.status else ()
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Return the hashes of the stage's data, by config key."""
+        return self.manifest.data or (self.identity or {}).get("data", {})
+
+    @property
+    def config_sha256(self) -> str | None:
+        """Return the hash of the settings that can change the result."""
+        return self.manifest.config_sha256 or (self.identity or {}).get("config_sha256")
 
     def setting(self, path: str) -> Any:
         """Return the value at a dotted path of config.yaml, or None."""
@@ -64,16 +125,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run."""
+    """The folder of a run. The last fields are empty for `rlhf status`, which needs less."""
 
     name: str  # of the folder; messages for other people name no path of this machine
     folder: Path
     stages: Mapping[str, Stage]
-    report: Row | None  # eval/report.json
-    answers: tuple[Row, ...]  # eval/samples.jsonl
-    samples: tuple[Row, ...]  # ppo/samples.jsonl
-    firings: tuple[Row, ...]  # ppo/watchdog.jsonl
-    notes: tuple[str, ...]  # what is damaged or out of date
+    report: Row | None = None  # eval/report.json
+    answers: tuple[Row, ...] = ()  # eval/samples.jsonl
+    samples: tuple[Row, ...] = ()  # ppo/samples.jsonl
+    firings: tuple[Row, ...] = ()  # ppo/watchdog.jsonl
+    notes: tuple[str, ...] = ()  # what is damaged or out of date
+    bases: tuple[Stage, ...] = ()  # unfinished stages of inner runs that it starts from, e.g. base/sft
 
     @property
     def outcome(self) -> Row | None:
@@ -85,40 +147,50 @@ class Run:
         """Return PPO's win rates over SFT in `outcome`, by judge."""
         return at(self.outcome, "win_rate.ppo_vs_sft") or {}
 
+    @property
+    def all_stages(self) -> dict[str, Stage]:
+        """Return the stages of the bases by their path in the run, then its own by name."""
+        bases = {os.path.relpath(stage.folder, self.folder): stage for stage in self.bases}
+        return bases | dict(self.stages)
 
-def read_stage(name: str, folder: Path, *, logs: bool = True) -> Stage:
-    """Read a stage's folder. Model files are checked by size, report.json also by hash.
+    @property
+    def changed(self) -> float:
+        """Return the time when a stage last wrote, or of the newest config if no stage has started."""
+        times = [stage.progress.changed for stage in self.all_stages.values() if stage.progress.changed is not None]
+        return max(times or [path.stat().st_mtime for path in configs_in(self.folder)], default=0.0)
 
-    Without `logs`, config.yaml and metrics.jsonl are not read.
+
+# Read a stage
+
+
+def read_stage(name: str, folder: Path) -> Stage:
+    """Read the manifest and the identity in a stage's folder.
+
+    Model files are checked by size, report.json also by hash.
     """
     if not has_output(folder):
         return Stage(name, folder)
     try:
         with translate_read_errors(folder):
             list_folder(folder)
-            stage = Stage(name, folder, "begun", identity=read_identity(folder))
-            if path_exists(folder / "manifest.json"):
-                manifest, problem = read_manifest(folder)
-                problem = problem or _damage(folder, manifest["files"])
-                stage = replace(stage, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
-            if not logs:
-                return stage
-            config, config_problem = _read_config(folder / "config.yaml")
-            odd = schema_error("manifest.json", stage.manifest) if stage.manifest else None
-            problem = stage.problem or config_problem or odd
-            return replace(
-                stage,
-                state="damaged" if problem and stage.state == "finished" else stage.state,
-                problem=problem,
-                manifest=None if odd else stage.manifest,
-                config=config,
-                metrics=tuple(read_log(folder / "metrics.jsonl")),
-            )
+            identity = read_identity(folder)
+            if not path_exists(folder / "manifest.json"):
+                return Stage(name, folder, "begun", identity=identity)
+
+            manifest, problem = read_manifest(folder)
+            problem = problem or _find_damage(folder, manifest.files)
+            state: State = "damaged" if problem else "finished"
+            return Stage(name, folder, state, problem=problem, manifest=manifest, identity=identity)
     except RLHFError as error:
-        return Stage(name, folder, "unreadable", error.problems[0].text)
+        return unreadable(name, folder, error)
 
 
-def _damage(folder: Path, files: Row) -> str | None:
+def unreadable(name: str, folder: Path, error: RLHFError) -> Stage:
+    """Return a stage whose files cannot be read now."""
+    return Stage(name, folder, "unreadable", error.problems[0].text)
+
+
+def _find_damage(folder: Path, files: Row) -> str | None:
     try:
         models = find_damage(folder, select_files(files, ("model/", "value/")), where=str(folder), content=False)
         return models or find_damage(folder, select_files(files, "report.json"), where=str(folder), content=True)
@@ -126,6 +198,23 @@ def _damage(folder: Path, files: Row) -> str | None:
         if error.problems[0].code == "E08":
             raise
         return error.problems[0].text  # a name that leads out of the folder
+
+
+def read_stage_with_logs(name: str, folder: Path) -> Stage:
+    """Read a stage's folder with its config.yaml and metrics.jsonl."""
+    stage = read_stage(name, folder)
+    if stage.state in ("absent", "unreadable"):
+        return stage
+    try:
+        with translate_read_errors(folder):
+            config, config_problem = _read_config(folder / "config.yaml")
+            metrics = tuple(read_log(folder / "metrics.jsonl"))
+    except RLHFError as error:
+        return unreadable(name, folder, error)
+
+    problem = stage.problem or config_problem
+    state: State = "damaged" if problem and stage.state == "finished" else stage.state
+    return replace(stage, state=state, problem=problem, config=config, metrics=metrics)
 
 
 def _read_config(path: Path) -> tuple[Row | None, str | None]:
@@ -144,51 +233,52 @@ def _read_config(path: Path) -> tuple[Row | None, str | None]:
 def changed_parents(stage: Stage) -> tuple[str, ...]:
     """Return the parents that have changed since: `another ppo than the current one (models.ppo)`."""
     changes = []
-    for key, entry in stage.table("parents").items():
-        name, path = (entry.get("stage"), entry.get("path")) if isinstance(entry, Mapping) else (None, None)
-        if name == FOREIGN or not isinstance(path, str):
+    for key, entry in stage.manifest.parents.items():
+        if entry.stage == FOREIGN:
             continue
-        parent = read_stage(str(name), stage.folder / path, logs=False)
-        sha256 = (parent.manifest or {}).get("model_sha256")
-        if sha256 and sha256 != entry.get("sha256"):
-            changes.append(f"another {name} than the current one ({key})")
+        parent = read_stage(entry.stage, stage.folder / entry.path)
+        sha256 = parent.manifest.model_sha256
+        if sha256 and sha256 != entry.sha256:
+            changes.append(f"another {entry.stage} than the current one ({key})")
         elif parent.state == "begun":
-            changes.append(f"another {name} than the one being trained now ({key})")
+            changes.append(f"another {entry.stage} than the one being trained now ({key})")
     return tuple(changes)
 
 
 def read_report(folder: Path) -> dict[str, Any]:
     """Read the report.json of an eval folder. Raises RLHFError M05 if it is missing or corrupt, E08 if unreadable."""
     report = read_json_object(folder / "report.json")
-    problem = "is missing or not readable" if report is None else schema_error("report.json", report)
+    problem = "is missing or not readable" if report is None else schema_error(report)
     if report is None or problem:
         text = f"{shown(folder / 'report.json')} {problem if report is None else f'is damaged: {problem}'}"
         raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
     return report
 
 
+# Read a run
+
+
+def root_of(folder: Path) -> Path:
+    """Return the folder of the run, if `folder` is that of one of its stages."""
+    return folder.parent if folder.name in STAGES and has_output(folder) else folder
+
+
 def read_run(folder: Path) -> Run:
-    """Read the folder of a run or of one of its stages.
+    """Read the folder of a run or of one of its stages, with all logs.
 
     A stage that the folder lacks is read from where the other stages name it. Raises RLHFError M01 if there is none.
     """
-    root = folder.resolve()
-    if root.name in STAGES and has_output(root):
-        root = root.parent
-    stages = {name: read_stage(name, root / name) for name in STAGES}
-    stages = {name: stage for name, stage in stages.items() if stage.there or name not in OPTIONAL_STAGES}
+    root = root_of(folder.resolve())
+    stages = _read_stages(root)
     if not any(stage.there for stage in stages.values()):
         raise no_stage_error(folder, f"no output of the stages {', '.join(STAGES)}")
-    for name in [name for name in ("eval", "ppo", "dpo", "reward") if name in stages]:
-        for other, path in _parent_folders(stages[name]):
-            if other in stages and not stages[other].there:
-                parent = read_stage(other, (stages[name].folder / path).resolve())
-                stages[other] = replace(parent, elsewhere=path) if parent.there else stages[other]
+
     for key, stage in stages.items():
         problem = stage.problem and _without_path(stage.problem, stage.folder)
         stages[key] = replace(stage, problem=problem, outdated=changed_parents(stage))
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
     notes += [f"{stage.name} was made from {change}" for stage in stages.values() for change in stage.outdated]
+
     report = _report(stages["eval"], notes)
     return Run(
         name=root.name or "run",
@@ -202,11 +292,26 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def _read_stages(root: Path) -> dict[str, Stage]:
+    """Return the stages in a run's folder, and in place of absent ones those that the others name elsewhere."""
+    found = {name: read_stage_with_logs(name, root / name) for name in STAGES}
+    stages = {name: stage for name, stage in found.items() if stage.there or name not in OPTIONAL_STAGES}
+    for name in ("eval", "ppo", "dpo", "reward"):
+        if name not in stages:
+            continue
+        for other, path in _parent_folders(stages[name]):
+            if other in stages and not stages[other].there:
+                parent = read_stage_with_logs(other, (stages[name].folder / path).resolve())
+                if parent.there:
+                    stages[other] = replace(parent, elsewhere=path)
+    return stages
+
+
 def _parent_folders(stage: Stage) -> Iterator[tuple[str, str]]:
     """Yield (stage, folder as written there) of each stage that a stage was made from."""
-    entries = [entry for entry in stage.table("parents").values() if isinstance(entry, Mapping)]
-    named = [(entry.get("stage"), entry.get("path")) for entry in entries]
-    for name, path in named or [(name, stage.setting(key)) for key, name in PARENT_KEYS.items()]:
+    named: list[tuple[str, Any]] = [(entry.stage, entry.path) for entry in stage.manifest.parents.values()]
+    configured = [(name, stage.setting(key)) for key, name in PARENT_KEYS.items()]
+    for name, path in named or configured:
         if name in STAGES and isinstance(path, str):
             yield name, path
 
@@ -264,7 +369,8 @@ def at_step(run: Run, step: str) -> Run:
     points = (run.report or {}).get("frontier") or []
     ends = [row["step"] for row in run.stages["ppo"].metrics] + [point["step"] for point in points]
     # of a stopped run: that of its best policy; later snapshots may exist
-    end = (run.stages["ppo"].manifest or {}).get("step", max(ends, default=0))
+    final = run.stages["ppo"].manifest.step
+    end = max(ends, default=0) if final is None else final
     if step == LAST:
         return run
     number = _selected(run) if step == SELECTED else int(step)
@@ -307,63 +413,3 @@ def _selected(run: Run) -> int:
         text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
         raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     return step
-
-
-# Settings, by their dotted keys in config.yaml
-
-RUN_FOLDERS = {f"../{name}" for name in STAGES} | {".."}  # the default paths in a config.yaml
-REQUIRED = object()  # in place of a default
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting that is not at its default. `default` is None for a required key, `-` for a key without one."""
-
-    stage: str
-    key: str
-    value: str
-    default: str | None
-
-
-def from_defaults(stage: Stage) -> list[Difference]:
-    """Return the settings of a stage's config.yaml that are not at their defaults."""
-    differences = []
-    for key, value in flatten(stage.config or {}).items():
-        if key == "stage" or _is_run_folder(stage.name, key, value):
-            continue
-        config_key = key_at(CONFIGS[stage.name], key.split("."))
-        default = config_key.default(REQUIRED) if config_key else REQUIRED
-        if default != value:
-            text = None if default is REQUIRED else value_text(default)
-            differences.append(Difference(stage.name, key, value_text(value), text if config_key else "-"))
-    return differences
-
-
-def between(runs: Sequence[Run]) -> list[tuple[str, str, list[str]]]:
-    """Return (stage, key, value in each run) of the keys that differ; `-` where a run lacks the key.
-
-    Runs without the stage are not compared.
-    """
-    differences = []
-    for stage in STAGES:
-        configs = [flatten(run.stages[stage].config or {}) if stage in run.stages else {} for run in runs]
-        for key in dict.fromkeys(key for config in configs for key in config):
-            values = [value_text(config[key]) if key in config else "-" for config in configs]
-            present = {value for config, value in zip(configs, values, strict=True) if config}
-            if len(present) > 1 and not all(_is_run_folder(stage, key, config.get(key)) for config in configs):
-                differences.append((stage, key, values))
-    return differences
-
-
-def value_text(value: Any) -> str:
-    """Return a value as in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(value_text, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _is_run_folder(stage: str, key: str, value: Any) -> bool:
-    config_key = key_at(CONFIGS[stage], key.split("."))
-    return config_key is not None and config_key.path_field is not None and value in RUN_FOLDERS

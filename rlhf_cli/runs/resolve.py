@@ -3,32 +3,36 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.eval import judge_kind
+from rlhf_cli.config.eval import EvalConfig, judge_kind
 from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
+from rlhf_cli.config.sft import SFTConfig
+from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
 from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
-from rlhf_cli.runs.discover import POLICY_STAGES
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.layout import MODEL_STAGES, POLICY_STAGES, SNAPSHOTS
+from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import (
     FOREIGN,
-    SNAPSHOTS,
     Parent,
     damaged_stage_error,
     finished_stage,
     no_stage_error,
     open_parent,
-    read_manifest,
     short_hash,
-    verify_parents,
 )
 from rlhf_cli.runs.schemas import schema_error
 
 LAST, SELECTED = "last", "selected"
-STAGES = ("ppo", "sft", "dpo", "reward")
-DEFAULT_STAGES = STAGES[:2]  # a reward model is resolved on request only
+DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
+
+
+# A config key, the path there, the stages that may have written it, and the revision of a hub id.
+Named = tuple[str, str | None, tuple[str, ...], str | None]
 
 
 @dataclass(frozen=True)
@@ -41,41 +45,71 @@ class Reference:
     revision: str | None = None  # of a hub id
 
 
-def references(config: Any) -> list[Reference]:
+def references(config: Config) -> list[Reference]:
     """Return the models that a stage's config names, in config order."""
-    if config.stage in ("sft", "reward", "dpo"):
-        expect = ("sft", "ppo", "dpo") if config.stage == "sft" else ("sft",)
-        result = [Reference("model.path", config.model.path, expect, config.model.revision)]
-        if config.stage == "sft" and config.best_of:
-            result.append(Reference("best_of.reward", config.best_of.reward, ("reward",)))
-        return [reference for reference in result if reference.path]
-    models = config.models
     if config.stage == "eval":
-        expected = {"sft": ("sft",), "ppo": ("ppo", "dpo"), "reward": ("reward",), "base": POLICY_STAGES}
-        result = [Reference(f"models.{name}", getattr(models, name), stages) for name, stages in expected.items()]
-        result += [Reference(f"policies.{name}", path, POLICY_STAGES) for name, path in config.policies.items()]
-        models = {name: judge for name, judge in config.judges.items() if judge_kind(judge) == "model"}
-        result += [Reference(f"judges.{name}", path, ("reward",)) for name, path in models.items()]
-        return [reference for reference in result if reference.path]
-    rewards: dict[str, str | None] = {}
+        found = _references_of_evaluation(cast(EvalConfig, config))
+    elif config.stage == "ppo":
+        found = _references_of_ppo(cast(PPOConfig, config))
+    else:
+        found = _references_of_training(cast(TRLConfig, config))
+    return [Reference(key, path, expect, revision) for key, path, expect, revision in found if path]
+
+
+def _references_of_training(config: TRLConfig) -> list[Named]:
+    """Return the model that SFT, the reward model or DPO starts from, and the scorer of best-of-n SFT."""
+    expect = ("sft", "ppo", "dpo") if config.stage == "sft" else ("sft",)
+    found: list[Named] = [("model.path", config.model.path, expect, config.model.revision)]
+    if isinstance(config, SFTConfig) and config.best_of:
+        found.append(("best_of.reward", config.best_of.reward, ("reward",), None))
+    return found
+
+
+def _references_of_evaluation(config: EvalConfig) -> list[Named]:
+    models = config.models
+    found: list[Named] = [
+        ("models.sft", models.sft, ("sft",), None),
+        ("models.ppo", models.ppo, ("ppo", "dpo"), None),
+        ("models.reward", models.reward, ("reward",), None),
+        ("models.base", models.base, POLICY_STAGES, None),
+    ]
+    found += [(f"policies.{name}", path, POLICY_STAGES, None) for name, path in config.policies.items()]
+    for name, judge in config.judges.items():
+        if judge_kind(judge) == "model":
+            found.append((f"judges.{name}", str(judge), ("reward",), None))
+    return found
+
+
+def _references_of_ppo(config: PPOConfig) -> list[Named]:
+    models = config.models
+    scorers: dict[str, str | None] = {}
     if models.value == "reward" or not config.rewards:  # reward sources have keys of their own
-        rewards["models.reward"] = models.reward
+        scorers["models.reward"] = models.reward
     if models.value not in VALUE_KEYWORDS:
-        rewards["models.value"] = models.value
+        scorers["models.value"] = models.value
     for name, source in config.rewards.items():
-        rewards[f"rewards.{name}.model"] = source.model
-        rewards |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
-        rewards[f"rewards.{name}.pipeline"] = source.pipeline
-    sft = Reference("models.sft", models.sft, ("sft",), models.revision)
-    return [sft] + [Reference(key, path, ("reward",)) for key, path in rewards.items() if path]
+        scorers[f"rewards.{name}.model"] = source.model
+        scorers |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
+        scorers[f"rewards.{name}.pipeline"] = source.pipeline
+
+    found: list[Named] = [("models.sft", models.sft, ("sft",), models.revision)]
+    found += [(key, path, ("reward",), None) for key, path in scorers.items()]
+    return found
 
 
-def weights_bytes(config: Any) -> int:
+def weights_bytes(config: Config) -> int:
     """Return the size of the weight files of the models that a stage reads, as far as they are on this machine."""
-    folders = {Path(each.path) for each in references(config)}
-    folders |= {path for each in references(config) if (path := cached_model(each.path, each.revision))}
-    patterns = ("*.safetensors", "model/*.safetensors")
-    files = {file for folder in folders for pattern in patterns for file in folder.glob(pattern)}
+    folders: set[Path] = set()
+    for reference in references(config):
+        folders.add(Path(reference.path))
+        cached = cached_model(reference.path, reference.revision)
+        if cached:
+            folders.add(cached)
+
+    files: set[Path] = set()
+    for folder in folders:
+        files.update(folder.glob("*.safetensors"))
+        files.update(folder.glob("model/*.safetensors"))
     return sum(file.stat().st_size for file in files)
 
 
@@ -102,21 +136,33 @@ def open_parents(config: Config, pending: Collection[Path] = (), *, hashed: bool
 
 def open_reference(config: Config, reference: Reference, *, hashed: bool = True) -> Parent:
     """Open the parent that a config key names. Raises as `open_parent`, and M10 for the stage's own output."""
-    path, key, where, expect = reference.path, reference.key, config.where(reference.key), reference.expect
-    if Path(path) == config.folder:
+    key, where = reference.key, config.where(reference.key)
+    if Path(reference.path) == config.folder:
         text = f"{key} names the folder that this stage writes"
-        raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(expect)}")
+        raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(reference.expect)}")
+
     try:
-        return open_parent(path, expect=expect, key=key, where=where, revision=reference.revision, hashed=hashed)
+        return open_parent(
+            reference.path,
+            expect=reference.expect,
+            key=key,
+            where=where,
+            revision=reference.revision,
+            hashed=hashed,
+        )
     except RLHFError as error:
-        # other keys with the same path: a problem is reported once, for the first of them
-        keys = [other.key for other in references(config) if other.path == path]
-        if isinstance(config, PPOConfig) and config.models.reward == path:  # the default reward source
-            keys.append("models.reward")
-        others = [other for other in dict.fromkeys(keys) if other != key and config.is_written(other)]
+        others = _other_keys(config, reference)
         suffix = f" ({' and '.join(others)} too)" if others else ""
         problems = [replace(problem, text=problem.text + suffix) for problem in error.problems]
         raise RLHFError.from_problems(problems) from error
+
+
+def _other_keys(config: Config, reference: Reference) -> list[str]:
+    """Return the other written keys with the same path: a problem is reported once, for the first of them."""
+    keys = [other.key for other in references(config) if other.path == reference.path]
+    if isinstance(config, PPOConfig) and config.models.reward == reference.path:  # the default reward source
+        keys.append("models.reward")
+    return [key for key in dict.fromkeys(keys) if key != reference.key and config.is_written(key)]
 
 
 def check_same_tokenizer(
@@ -124,7 +170,7 @@ def check_same_tokenizer(
     b: Parent,
     *,
     where: str,
-    foreign: Mapping[str, Mapping[str, str | None]] | None = None,
+    foreign: Mapping[str, Manifest] | None = None,
     difference: Callable[[Parent, Parent], str | None] = lambda *_: None,
 ) -> None:
     """Raise T04 if two parents have different tokenizers, T05 for different chat templates, with both hashes.
@@ -133,26 +179,37 @@ def check_same_tokenizer(
     not compared, nor is the template of a foreign parent without one. The hash covers vocabulary, merges and special
     tokens; `difference` returns any other difference that changes the token ids.
     """
-    left, right = ((foreign or {}).get(parent.key, parent.manifest) for parent in (a, b))
+    manifests = foreign or {}
+    left = manifests.get(a.key, a.manifest)
+    right = manifests.get(b.key, b.manifest)
 
-    def hashes(name: str) -> str:
-        return f"({short_hash(right.get(name))} at {shown(b.path)}, {short_hash(left.get(name))} at {shown(a.path)})"
+    def hashes(of_a: str | None, of_b: str | None) -> str:
+        return f"({short_hash(of_b)} at {shown(b.path)}, {short_hash(of_a)} at {shown(a.path)})"
 
-    differs = len({side.get("tokenizer_sha256") for side in (left, right)} - {None, ""}) == 2
+    are_known = bool(left.tokenizer_sha256 and right.tokenizer_sha256)
+    differs = are_known and left.tokenizer_sha256 != right.tokenizer_sha256
     reason = None if differs else difference(a, b)
     if differs or reason:
-        details = f"({shown(b.path)} beside {shown(a.path)}: {reason})" if reason else hashes("tokenizer_sha256")
+        details = hashes(left.tokenizer_sha256, right.tokenizer_sha256)
+        if reason:
+            details = f"({shown(b.path)} beside {shown(a.path)}: {reason})"
         instead = {"models.value": "policy_head", "models.reward": "policy_head, or a PATH, not to copy it"}.get(b.key)
         hint = f"train the model of {b.key} from the checkpoint of {a.key}"
         hint += f"; or set models.value: {instead}" if instead else ""
         raise RLHFError("T04", f"{b.key} has another tokenizer than {a.key} {details}", where=where, hint=hint)
-    templates = [(parent, side.get("template_sha256")) for parent, side in ((a, left), (b, right))]
-    both_known = "template_sha256" in left and "template_sha256" in right
-    compared = both_known and not any(parent.stage == FOREIGN and not sha256 for parent, sha256 in templates)
-    if compared and templates[0][1] != templates[1][1]:
-        text = f"{b.key} has another chat template than {a.key} {hashes('template_sha256')}"
+
+    compared = _has_comparable_template(a, left) and _has_comparable_template(b, right)
+    if compared and left.template_sha256 != right.template_sha256:
+        templates = hashes(left.template_sha256, right.template_sha256)
+        text = f"{b.key} has another chat template than {a.key} {templates}"
         hint = "set the same model.chat_template in both stages' files and run the later stage again"
         raise RLHFError("T05", text, where=where, hint=hint)
+
+
+def _has_comparable_template(parent: Parent, manifest: Manifest) -> bool:
+    """Return True if the template is known, and not missing because the model was not trained here."""
+    is_known = manifest.records("template_sha256")
+    return is_known and (parent.stage != FOREIGN or bool(manifest.template_sha256))
 
 
 @dataclass(frozen=True)
@@ -167,8 +224,8 @@ class ResolvedModel:
     def __str__(self) -> str:
         if self.step is None:
             return shown(self.model.path)
-        stopped = self.last and self.model.manifest.get("model_is") == "the best step"
-        best = ", the best where the run was stopped" if stopped else ""
+        was_stopped = self.last and self.model.manifest.model_is == "the best step"
+        best = ", the best where the run was stopped" if was_stopped else ""
         return f"{shown(self.model.path)} after update {self.step}{best}"
 
 
@@ -182,34 +239,44 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     stage, M10 for an unfinished or damaged one or one without a selected step, C06 for a missing step, M05 for a
     damaged snapshot, M04 for a missing or changed base.
     """
-    if stage is not None and stage not in STAGES:
-        text = f"--stage {stage}: not one of {', '.join(STAGES)}"
-        raise RLHFError("C07", text, hint=did_you_mean(stage, STAGES))
+    if stage is not None and stage not in MODEL_STAGES:
+        text = f"--stage {stage}: not one of {', '.join(MODEL_STAGES)}"
+        raise RLHFError("C07", text, hint=did_you_mean(stage, MODEL_STAGES))
     require_step(step)
     with translate_read_errors(run):
         folder = _folder(run, stage)
-    parent = open_parent(str(folder), expect=(stage,) if stage else STAGES, key="RUN", where="")
+    parent = open_parent(str(folder), expect=(stage,) if stage else MODEL_STAGES, key="RUN", where="")
     verify_parents({parent.key: parent})
-    problem = schema_error("manifest.json", parent.manifest)
-    if problem or (parent.stage == "ppo" and "step" not in parent.manifest):
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem or "manifest.json names no step")
+    end = parent.manifest.step
+    if parent.stage == "ppo" and end is None:
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, "manifest.json names no step")
     report = _report(parent)
     if parent.stage != "ppo":
         if step != LAST:
             text = f"--step {step}: the {parent.stage} stage has one model only"
             raise RLHFError("C11", text, hint="omit --step; only PPO's policies have steps")
-        return ResolvedModel(parent, None, True, report)
-    end = parent.manifest["step"]
-    number = end if step == LAST else _selected(parent, report) if step == SELECTED else int(step)
+        return ResolvedModel(parent, step=None, last=True, report=report)
+
+    assert end is not None
+    number = _number_of(step, end, parent, report)
     if number == end:
-        return ResolvedModel(parent, end, True, report)
+        return ResolvedModel(parent, step=end, last=True, report=report)
+
     snapshots = parent.path / SNAPSHOTS
     steps = {*state_steps(snapshots), end}
     if number not in steps:
         names = ", ".join(map(str, sorted(steps)))
         text = f"--step {number}: {shown(parent.path)} has no policy of that step"
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
-    return ResolvedModel(replace(parent, model=state_at(snapshots, number)), number, False, report)
+    snapshot = replace(parent, model=state_at(snapshots, number))
+    return ResolvedModel(snapshot, step=number, last=False, report=report)
+
+
+def _number_of(step: str, end: int, ppo: Parent, report: dict[str, Any] | None) -> int:
+    """Return the number of the step that `last`, `selected` or a number names. Raises as `_selected`."""
+    if step == LAST:
+        return end
+    return _selected(ppo, report) if step == SELECTED else int(step)
 
 
 def require_step(step: str) -> None:
@@ -220,34 +287,45 @@ def require_step(step: str) -> None:
 
 def _folder(run: Path, stage: str | None) -> Path:
     """Return the folder of the requested stage. Raises RLHFError M01, and M10 for an unfinished PPO stage."""
-    if (run / "identity.json").is_file():
+    if _is_started(run):
         return run
-    started = [name for name in ([stage] if stage else DEFAULT_STAGES) if (run / name / "identity.json").is_file()]
+
+    wanted = [stage] if stage else list(DEFAULT_STAGES)
+    started = [name for name in wanted if _is_started(run / name)]
     if not started:
-        stage_folder = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
-        missing = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
-        present = [name for name in STAGES if (run / name / "identity.json").is_file()]
-        hint = f"it holds {' and '.join(present)}" if present else None
-        hint = f"name the stage's folder: {shown(stage_folder)}" if stage_folder else hint
-        raise no_stage_error(run, missing, hint)
-    if stage is None and started == list(DEFAULT_STAGES) and not (run / "ppo/manifest.json").exists():
+        raise _no_model_error(run, stage)
+    if stage is None and started == wanted and not (run / "ppo/manifest.json").exists():
         text = f"{shown(run / 'ppo')} is not finished (its manifest.json is missing)"
         raise RLHFError("M10", text, hint=f"finish it: rlhf run {shell_path(run)}; or take the SFT model: --stage sft")
     return run / started[0]
+
+
+def _is_started(folder: Path) -> bool:
+    return (folder / "identity.json").is_file()
+
+
+def _no_model_error(run: Path, stage: str | None) -> RLHFError:
+    """Return M01 for a folder without the requested stage, with what it holds instead as the hint."""
+    missing = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
+    stage_folder = next(filter(_is_started, run.resolve().parents), None)
+    if stage_folder:
+        return no_stage_error(run, missing, f"name the stage's folder: {shown(stage_folder)}")
+
+    present = [name for name in MODEL_STAGES if _is_started(run / name)]
+    return no_stage_error(run, missing, f"it holds {' and '.join(present)}" if present else None)
 
 
 def _report(parent: Parent) -> dict[str, Any] | None:
     """Return report.json of RUN/eval if it is undamaged and of this model."""
     folder = parent.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
-    if problem or schema_error("manifest.json", manifest):
+    evaluated = manifest.parents.get(f"models.{parent.stage}")
+    if problem or evaluated is None or evaluated.sha256 != parent.sha256:
         return None
-    if manifest.get("parents", {}).get(f"models.{parent.stage}", {}).get("sha256") != parent.sha256:
-        return None
-    if find_damage(folder, select_files(manifest["files"], "report.json"), where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest.files, "report.json"), where=str(folder), content=True):
         return None
     report = read_json_object(folder / "report.json")
-    return None if report is None or schema_error("report.json", report) else report
+    return None if report is None or schema_error(report) else report
 
 
 def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:

@@ -1,4 +1,4 @@
-"""Schemas of manifest.json and report.json, whose values may be of wrong types. Other keys may hold anything."""
+"""Schema of report.json, whose values may be of wrong types. Other keys may hold anything."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -15,9 +15,6 @@ class StrictModel(BaseModel):
     """Strict: no strings or booleans for numbers, and no infinite or NaN values."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-# eval/report.json
 
 
 class JudgeMean(StrictModel):
@@ -232,63 +229,18 @@ class Report(SampledResults):
         return self
 
 
-# manifest.json
-
-
-class Metrics(StrictModel):
-    eval_loss: float | None = None
-    accuracy: float | None = None
-    accuracy_ci95: Interval = None
-    n: int | None = None
-    margin: float | None = None
-    ece: float | None = None
-    length_correlation: float | None = None
-    length_correlation_ci95: Interval = None
-
-
-class BestStep(StrictModel):
-    step: int
-    metric: str
-    value: float | None = None  # None: the held-out judge scored no response
-
-
-class ParentEntry(StrictModel):
-    path: str
-    stage: str
-    sha256: str
-    revision: str | None = None
-
-
-class Manifest(StrictModel):
-    """manifest.json of a stage."""
-
-    stage: str | None = None
-    parents: dict[str, ParentEntry] = {}
-    data: dict[str, str] = {}
-    seed: int | None = None
-    run_name: str | None = None
-    versions: dict[str, str] = {}
-    git: str | None = None
-    config_sha256: str | None = None
-    model_sha256: str | None = None
-    tokenizer_sha256: str | None = None
-    template_sha256: str | None = None
-    step: int | None = None
-    stopped: str | None = None
-    model_is: str | None = None
-    best: BestStep | None = None
-    card: RewardModelCard | None = None
-    metrics: Metrics | None = None
-
-
-SCHEMAS: dict[str, type[StrictModel]] = {"manifest.json": Manifest, "report.json": Report}
-
-
-def schema_error(name: str, value: Mapping[str, object]) -> str | None:
-    """Return what is invalid in a manifest.json or report.json, or None."""
+def schema_error(value: Mapping[str, object]) -> str | None:
+    """Return what is invalid in a report.json, or None."""
     try:
-        SCHEMAS[name].model_validate(value)
+        Report.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+        return problem_text("report.json", error)
     return None
+
+
+def problem_text(name: str, error: ValidationError) -> str:
+    """Return the first problem of a file that does not fit its schema, with the key."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    message = first["msg"]
+    return f"{name}: {key}: {message[:1].lower()}{message[1:]}"

@@ -24,23 +24,17 @@ from rlhf_cli.files import (
     list_folder,
     make_folder,
     sync_files,
-    write_checked_json,
     write_json,
     write_text,
 )
 from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
+from rlhf_cli.runs.identity import StageStatus, links_beforehand, read_identity, require_current, stage_status
+from rlhf_cli.runs.integrity import own_stages, require_unchanged, verify_parents
+from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
 from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
-from rlhf_cli.runs.parents import (
-    SNAPSHOTS,
-    Parent,
-    own_stages,
-    parent_entry,
-    require_unchanged,
-    sha256_with_base,
-    verify_parents,
-)
-from rlhf_cli.runs.status import REPORT, StageStatus, read_identity, require_current, stage_status
+from rlhf_cli.runs.manifest import SCHEMA, write_manifest
+from rlhf_cli.runs.parents import Parent, parent_entry, sha256_with_base
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
@@ -78,31 +72,47 @@ def start_stage(
     if status.state == "finished":
         release(folder)
         return "finished"
+
     for parent in own_stages(parents):
         lock_folder_shared(parent.path)
     verify_parents(parents)
     if fresh:
         _move_aside(folder)
-    for path in (folder, *(folder / name for name in ("state", SNAPSHOTS) if (folder / name).is_symlink())):
+    for path in (folder, *links_beforehand(folder)):
         make_folder(path)  # a link may lead to a disk that is not there now
     clear_leftovers(folder)
-    group = {"processes": distributed.world_size(), "machines": distributed.num_machines()}
-    environment = {"versions": versions(), "device": device, **group}
+
+    environment = _environment(device)
+    run_id: object = json_sha256(identity)[:16]
     if status.state == "resume":
-        before, now = recorded_num_processes(folder), distributed.world_size()
-        if status.step is not None and before != now:  # it changes the batch sizes, and so the run
-            processes = f"{before} process{'es' * (before > 1)}"
-            text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"
-            raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
+        if status.step is not None:
+            _require_same_num_processes(folder)
         _warn_of_changes(folder, environment)
-    run_id: Any = json_sha256(identity)[:16]
-    if status.state == "resume":
         run_id = (read_identity(folder) or {}).get("run_id")  # none if an older version began the run
     begun = {"run_id": run_id} if run_id else {}
     write_json(folder / "identity.json", identity | begun | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
+
+
+def _environment(device: str | None) -> dict[str, Any]:
+    """Return what a stage runs in: versions, device, processes and machines."""
+    return {
+        "versions": versions(),
+        "device": device,
+        "processes": distributed.world_size(),
+        "machines": distributed.num_machines(),
+    }
+
+
+def _require_same_num_processes(folder: Path) -> None:
+    """Raise RLHFError E04 for another number of processes: it changes the batch sizes, and so the run."""
+    before, now = recorded_num_processes(folder), distributed.world_size()
+    if before != now:
+        processes = "1 process" if before == 1 else f"{before} processes"
+        text = f"{shown(folder)} was started with {processes} and cannot resume with {now}"
+        raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
 
 
 def recorded_num_processes(folder: Path) -> int:
@@ -114,11 +124,10 @@ def recorded_num_processes(folder: Path) -> int:
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
     before = flatten((read_identity(folder) or {}).get("environment", {}))
     after = flatten(now)
-    changed = [
-        f"{key.removeprefix('versions.')} {was} -> {after.get(key)}"
-        for key, was in before.items()
-        if was != after.get(key)
-    ]
+    changed = []
+    for key, value in before.items():
+        if value != after.get(key):
+            changed.append(f"{key.removeprefix('versions.')} {value} -> {after.get(key)}")
     if changed:
         text = f"{shown(folder)} resumes in a different environment: {', '.join(changed)}"
         terminal.warn("E05", text, hint="the result may differ from that of an uninterrupted run")
@@ -133,8 +142,7 @@ def _move_aside(folder: Path) -> None:
         return
     old = folder.parent / ".old"
     make_folder(old)
-    matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
-    target = old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}"
+    target = old / f"{folder.name}-{_last_number(old, folder.name) + 1}"
     for path in (folder, *(folder / name for name in ("state", SNAPSHOTS))):
         _make_link_absolute(path)
     try:
@@ -144,6 +152,13 @@ def _move_aside(folder: Path) -> None:
             raise
         text = f"{shown(folder)} cannot be moved to {shown(old)}, which leads to another disk"
         raise RLHFError("C15", text, hint="move the folder away yourself, then run the same command again") from error
+
+
+def _last_number(old: Path, name: str) -> int:
+    """Return the highest number of a stage's folders in RUN/.old; 0 if there is none."""
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{1,9}})", re.ASCII)
+    matches = [pattern.fullmatch(each) for each in list_folder(old)]
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def _make_link_absolute(path: Path) -> None:
@@ -168,10 +183,11 @@ def complete_stage(
     names = [name for name in list_files(folder) if not name.startswith(_UNLISTED)]
     files = hash_files(folder, names)
     entries = {key: parent_entry(parent, folder) for key, parent in parents.items()}
+    has_model = any(name.startswith("model/") for name in files)
     manifest = {
-        "schema": 2,
+        "schema": SCHEMA,
         "stage": config.stage,
-        "parents": entries,
+        "parents": {key: entry.model_dump(exclude_none=True) for key, entry in entries.items()},
         "config_sha256": identity["config_sha256"],
         "data": identity["data"],
         "seed": config.seed,
@@ -179,11 +195,11 @@ def complete_stage(
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": sha256_with_base(files, entries) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": sha256_with_base(files, entries) if has_model else None,
     }
     present = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_checked_json(folder / "manifest.json", {**present, **fields})
+    write_manifest(folder, {**present, **fields})
     release(folder)
     release_shared()
 
@@ -221,14 +237,17 @@ class CheckpointTimer:
     """Counts checkpoints and snapshots, and the share of the wall time spent on them."""
 
     def __init__(self) -> None:
-        self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
+        self.count = 0
+        self.seconds = 0.0
+        self._began = time.monotonic()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Time the writing of one checkpoint."""
         start = time.monotonic()
         yield
-        self.count, self.seconds = self.count + 1, self.seconds + time.monotonic() - start
+        self.count += 1
+        self.seconds += time.monotonic() - start
 
     def __str__(self) -> str:
         share = self.seconds / max(time.monotonic() - self._began, 1e-9)

@@ -168,7 +168,7 @@ def _load_reward(
     tokenizer = own_tokenizer or policy_text.tokenizer
     base = SharedBaseModels(config, stage.options, policy_text.sft, policy)
     model = base.load_frozen_scorer(parent, tokenizer, bf16=bf16)
-    if parent.manifest.get("probes"):
+    if parent.manifest.probes:
         scoring.check_probes(model, parent, where=where)
     warn_pad_is_end_token(model.config, scoring.end_token_ids(tokenizer), where)
     return scoring.build_model_reward(

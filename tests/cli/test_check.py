@@ -17,7 +17,7 @@ from typer.testing import Result
 from rlhf_cli import distributed, jsonl
 from rlhf_cli.commands import init
 from rlhf_cli.models import tokenizers
-from rlhf_cli.pipeline import run
+from rlhf_cli.pipeline import children
 
 
 @pytest.fixture
@@ -117,11 +117,11 @@ def test_a_stage_with_wrong_values_has_its_files_checked(run_folder: Path, monke
     assert "reward.yaml:1: data.train: " in messages(result)[3]
     assert messages(result, "not checked: reward: rows and models")
     assert set(codes(check("reward.yaml"))) == {"C06", "C01", "D01", "M01"}
-    children: list[list[str]] = []
-    monkeypatch.setattr(run, "_run_child", lambda command: children.append(command) or 2)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(children, "run_child", lambda command: commands.append(command) or 2)
     done = run_cli.rlhf("run", ".")  # which hands on what its child says
     assert (done.exit_code, done.output) == (2, "")
-    assert children == [[*distributed.RLHF_COMMAND, "check", ".", "--quiet"]]
+    assert commands == [[*distributed.RLHF_COMMAND, "check", ".", "--quiet"]]
     assert check(".", "--quiet").stderr.count("error[") == 4
 
 

@@ -171,14 +171,19 @@ def test_overrides_and_options_reach_the_stage(folder: Path, stage_calls: list) 
 
 
 def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_cli.pipeline import run as pipeline
+    from rlhf_cli.pipeline import run as pipeline_run
 
     calls: list[Any] = []
-    monkeypatch.setattr(pipeline, "run", lambda *arguments: calls.append(arguments) or 5)
+    monkeypatch.setattr(
+        pipeline_run, "run_folder", lambda *arguments, page, **options: calls.append((arguments, options)) or 5
+    )
     selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
     assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
     assert calls == [
-        (Path("x"), ["*.seed=3", "ppo.kl_coef=1"], Options(dry_run=True), ["ppo"], "sft", ["ppo"]),
+        (
+            (Path("x"), ["*.seed=3", "ppo.kl_coef=1"], Options(dry_run=True)),
+            {"only": ["ppo"], "start": "sft", "force": ["ppo"]},
+        )
     ]
 
 

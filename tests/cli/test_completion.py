@@ -12,7 +12,7 @@ from rlhf_cli import config
 from rlhf_cli.cli import completion
 from rlhf_cli.commands import init
 from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.runs import discover
+from rlhf_cli.runs import layout
 
 MORE_MODEL_KEYS = ["models.revision=", "models.dtype=", "models.attn_implementation="]
 YAML = {"sft": "model: {path: base}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
@@ -104,8 +104,8 @@ def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> N
 
 @pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "serve", "verify"])
 def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    shutil.copytree(discover.configs_folder() / "ci", here / "configs/ci")
-    monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")
+    shutil.copytree(layout.configs_folder() / "ci", here / "configs/ci")
+    monkeypatch.setattr(layout, "configs_folder", lambda: here / "configs")
     assert tab(f"rlhf {command} ") == ["runs/demo", "runs/deep/er"] and tab(f"rlhf {command} configs/") == []
     assert "configs/ci" in tab("rlhf check ") and "configs/ci" in tab("rlhf plan configs/")
 

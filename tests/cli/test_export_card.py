@@ -21,6 +21,7 @@ from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import save, tokenizers
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import ResolvedModel
 
@@ -61,7 +62,9 @@ def card(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None,
     manifest = json.loads((run / stage / "manifest.json").read_text())
     has_report = (run / "eval/report.json").is_file()
     evaluation = json.loads((run / "eval/report.json").read_text()) if has_report else None
-    parent = Parent("RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], manifest)
+    parent = Parent(
+        "RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], Manifest.model_validate(manifest)
+    )
     end = manifest.get("step") if stage == "ppo" else None
     resolved = ResolvedModel(parent, step or end, step in (None, end), evaluation)
     model = options.pop("model", None) or (tiny.scorer() if stage == "reward" else tiny.causal())

@@ -15,7 +15,7 @@ from run_cli import fails
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.models import load, tokenizers
-from rlhf_cli.runs.parents import is_model_file
+from rlhf_cli.runs.model_files import is_model_file
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 MODEL = Path("model")

@@ -15,11 +15,15 @@ import fake_stage
 import pytest
 from bad_inputs import replace
 from fake_config import CONFIGS, write_configs
+from run_cli import PAGE
 
 from rlhf_cli import config
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline import children
+from rlhf_cli.pipeline import run as pipeline_run
+from rlhf_cli.pipeline.load import route_overrides
+from rlhf_cli.pipeline.run import run_folder
 
 FAKE = Path(fake_stage.__file__)
 
@@ -39,7 +43,7 @@ def run_here(command: list[str]) -> int:
 def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder with all four configs, their data and a base model; stages are replaced by fakes."""
     monkeypatch.setenv("PYTHONPATH", str(FAKE.parent.parent))
-    monkeypatch.setattr(pipeline, "_run_child", run_here)
+    monkeypatch.setattr(children, "run_child", run_here)
     return write_configs(here)
 
 
@@ -50,7 +54,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[s
     def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
         capfd.readouterr()
         options = Options(dry_run=dry_run)
-        assert pipeline.run(Path("."), overrides, options, **selection) == code  # type: ignore[arg-type]
+        assert run_folder(Path("."), overrides, options, page=PAGE, **selection) == code  # type: ignore[arg-type]
         lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
         # The fakes print "sft new", too; a line of the pipeline has the stage's name in a column of 8.
         return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
@@ -78,7 +82,7 @@ def ran(lines: dict[str, str]) -> dict[str, str]:
 
 def test_a_first_run_runs_all_stages_and_a_second_one_none(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run() == dict.fromkeys(CONFIGS, "new")
-    monkeypatch.setattr(pipeline, "_run_child", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(children, "run_child", lambda command: pytest.fail(f"ran {command}"))
     assert (lines := run()).keys() == CONFIGS.keys() and ran(lines) == {}
 
 
@@ -91,7 +95,7 @@ def test_all_stages_are_checked_once_before_the_first_of_several_runs(
         calls.append(command[4])
         return 2 if command[4] == "check" and (folder / "wrong").exists() else run_here(command)
 
-    monkeypatch.setattr(pipeline, "_run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     (folder / "wrong").touch()
     assert run(code=2) == {} and calls == ["check"]
     (folder / "wrong").unlink()
@@ -101,7 +105,7 @@ def test_all_stages_are_checked_once_before_the_first_of_several_runs(
     (folder / "held-out.jsonl").write_text("{} \n")
     run()  # the last stage checks itself
     assert calls == ["check", "check", *CONFIGS, "eval"]
-    command = pipeline.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
+    command = children.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
     assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
 
 
@@ -184,7 +188,7 @@ def test_a_failed_stage_ends_the_run_with_its_exit_code(
     run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", stage)
-    assert pipeline.run(Path("."), (), Options()) == 7
+    assert run_folder(Path("."), (), Options(), page=PAGE) == 7
     assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
 
 
@@ -283,7 +287,7 @@ def test_a_key_goes_to_the_stages_that_have_its_section(run: Callable) -> None:
     ],
 )
 def test_a_star_sets_a_key_in_every_stage_that_has_it(texts: list[str], expected: dict) -> None:
-    routed = pipeline.route_overrides(texts, list(CONFIGS))
+    routed = route_overrides(texts, list(CONFIGS))
     assert {stage: sets for stage, sets in routed.items() if sets} == expected
 
 
@@ -292,7 +296,7 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
 ) -> None:
     def unsaved(*overrides: str) -> list[str]:
         capfd.readouterr()
-        assert pipeline.run(Path("."), overrides, Options()) == 0
+        assert run_folder(Path("."), overrides, Options(), page=PAGE) == 0
         return [line for line in capfd.readouterr().out.splitlines() if " used -s " in line]
 
     run()
@@ -330,15 +334,15 @@ def test_a_finished_evaluation_is_checked_against_its_requirements(
     run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[bool] = []
-    monkeypatch.setattr(pipeline, "show_summary", lambda *_, met=True: ends.append(met))
+    monkeypatch.setattr(pipeline_run, "show_summary", lambda *_, page, met=True: ends.append(met))
 
     def failing(stage: str) -> Callable[[list[str]], int]:
         return lambda command: run_here(command) or int(command[4] == stage)
 
-    monkeypatch.setattr(pipeline, "_run_child", failing("ppo"))
+    monkeypatch.setattr(children, "run_child", failing("ppo"))
     run(code=1)
     assert ends == []  # no evaluation
-    monkeypatch.setattr(pipeline, "_run_child", failing("eval"))
+    monkeypatch.setattr(children, "run_child", failing("eval"))
     run(code=1)
     run()
     assert ends == [False, True]
@@ -354,10 +358,10 @@ def test_a_finished_evaluation_is_checked_against_its_requirements(
 def start_and_wait(folder: Path) -> subprocess.Popen[str]:
     """Start `rlhf run .` in another process, with a stage that waits for a signal."""
     script = f"""
-import sys; from rlhf_cli import cli; from rlhf_cli.pipeline import run as pipeline
-real = pipeline.child_command
-pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
-pipeline.check_command = lambda *a: [sys.executable, "-c", ""]
+import sys; from rlhf_cli import cli; from rlhf_cli.pipeline import children
+real = children.child_command
+children.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
+children.check_command = lambda *a: [sys.executable, "-c", ""]
 cli.app(["run", "."])
 """
     environment = {**os.environ, "FAKE_WAITS": "sft"}
@@ -404,15 +408,15 @@ time.sleep(0.5)
 @pytest.mark.parametrize(("script", "code"), [(ENDS_ITSELF, 137), (ENDS_ITS_PARENT, 143)])
 def test_the_exit_code_after_a_signal_to_the_child_or_to_its_parent(script: str, code: int) -> None:
     """That of a shell; after a signal to the parent the next stage does not start."""
-    assert pipeline._run_child([sys.executable, "-c", script]) == code
+    assert children.run_child([sys.executable, "-c", script]) == code
 
 
 def test_a_child_gets_the_options_of_the_command_line(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     options = Options(trust_remote_code=True, debug=True)
-    command = pipeline.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
+    command = children.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
     assert command[4:] == [
         *("sft", "--config", str(folder / "sft.yaml"), "--fresh"),
         *("--set", "seed=3", "--set", "*.output.keep=4", "--trust-remote-code", "--debug"),
     ]
-    assert pipeline.child_command(loaded, [], Options(), fresh=False)[4:] == command[4:7]
+    assert children.child_command(loaded, [], Options(), fresh=False)[4:] == command[4:7]

@@ -22,7 +22,7 @@ from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, Speed
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.models import load, tokenizers
-from rlhf_cli.pipeline import check
+from rlhf_cli.pipeline.check import check_configs
 from rlhf_cli.planning import fits
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -338,5 +338,5 @@ def test_configs_for_real_dialogues_are_true(tmp_path: Path) -> None:
     lengths = measure_lengths(tokenizer, [pair for pair in pairs if pair.prompt in prompts])
     assert len(lengths) == 399 and abs(ended - 100 * sum(each.chosen <= 168 for each in lengths) / 399) <= 0.5
     terminal.reset()
-    assert check.run(run, [], Options(), deep=False, as_json=False, quiet=True) == 0
+    assert check_configs(run, [], Options(), deep=False, as_json=False, quiet=True) == 0
     assert [problem.code for problem in terminal.emitted_problems() if problem.code in ("D10", "D11")] == []

@@ -20,7 +20,7 @@ from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.runs import discover
+from rlhf_cli.runs import layout
 
 STAGES = ("sft", "reward", "ppo", "eval")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,7 +42,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_each_folder_of_configs_is_a_preset() -> None:
     assert init.PRESETS.keys() == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    assert discover.configs_folder() == CONFIGS
+    assert layout.configs_folder() == CONFIGS
     assert all("\n" not in text for text in (preset.description for preset in init.PRESETS.values()))
     texts = [path.read_text() for path in CONFIGS.rglob("*.yaml*")]
     assert not any(f"\n# {key}:" in text for key in ("select", "require") for text in texts), "indent them"

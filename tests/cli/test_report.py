@@ -369,7 +369,7 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(run: Path, monkeypatch: pytest
 
 
 def test_a_page_in_eval_does_not_make_the_stage_stale(run: Path) -> None:
-    from rlhf_cli.runs.status import stage_status
+    from rlhf_cli.runs.identity import stage_status
 
     shutil.rmtree(run / "eval")
     (run / "eval").mkdir()

@@ -9,7 +9,7 @@ from run_cli import ROOT, must_succeed, python, rlhf
 
 from rlhf_cli import config, jsonl
 from rlhf_cli.data.sources import raw_rows
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline.load import route_overrides
 
 STAGES = ("sft", "reward", "ppo", "eval")
 SMALL = [
@@ -99,7 +99,7 @@ def test_the_judge_learns_from_its_own_part(run: Path) -> None:
 
 @pytest.mark.training
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
-    for stage, sets in pipeline.route_overrides(SMALL, STAGES).items():  # here, where all is imported
+    for stage, sets in route_overrides(SMALL, STAGES).items():  # here, where all is imported
         must_succeed(rlhf(stage, "--config", run / f"{stage}.yaml", *sets))
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1

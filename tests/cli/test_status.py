@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_stage
@@ -23,11 +22,13 @@ from rlhf_cli.commands import status as status_table
 from rlhf_cli.config.sft import SFTSettings
 from rlhf_cli.files import files_sha256
 from rlhf_cli.jsonl import write_jsonl
-from rlhf_cli.pipeline import run as pipeline
-from rlhf_cli.pipeline import status
-from rlhf_cli.runs import discover
-from rlhf_cli.runs import status as stage_status
+from rlhf_cli.pipeline.headline import headline
+from rlhf_cli.pipeline.load import load_all
+from rlhf_cli.pipeline.status import find_runs
+from rlhf_cli.runs import identity, layout
 from rlhf_cli.runs.locks import lock_path
+from rlhf_cli.runs.progress import read_stage_at_work
+from rlhf_cli.runs.read import Progress, Stage
 
 WEIGHTS = "sft/model/model.safetensors"
 
@@ -111,7 +112,7 @@ def test_json_has_all_keys_always(run: Path) -> None:
         "steps": [
             {
                 "stage": stage,
-                "why": f"up to date ({runs.read_manifest(run / stage)[0]['model_sha256'][:6]}), skipped",
+                "why": f"up to date ({runs.read_manifest(run / stage)[0].model_sha256[:6]}), skipped",
                 "runs": False,
                 "fresh": False,
                 "after": [],
@@ -134,8 +135,8 @@ def test_json_has_all_keys_always(run: Path) -> None:
 
 
 def test_a_running_dpo_shows_its_accuracy() -> None:
-    stage: Any = SimpleNamespace(headline={"rewards/accuracies": 0.75}, headline_from="metrics.jsonl")
-    assert status_table._headline(stage) == "accuracy 0.750 in training"
+    stage = Stage("dpo", Path("dpo"), "begun", progress=Progress(rows=({"step": 1, "rewards/accuracies": 0.75},)))
+    assert status_table._headline_text(stage) == "accuracy 0.750 in training"
 
 
 def change_key(run: Path) -> None:
@@ -235,8 +236,8 @@ def test_the_steps_of_sft_by_its_log_are_those_of_its_settings(run: Path, parts:
         # As transformers counts: the share of the epoch's batches that were read.
         epoch = (step - 1) // each + min(((step - 1) % each + 1) * parts / batches, 1.0)
         unfinished(run, "sft", {"step": step, "loss": 1.0, "epoch": epoch, "time_s": 1.0 * step})
-        found = status.read_stage("sft", run / "sft")
-        assert (found.steps, found.headline) == (whole, {"loss": 1.0}), step
+        found = read_stage_at_work("sft", run / "sft")
+        assert (found.progress.steps, headline(found)[0]) == (whole, {"loss": 1.0}), step
 
 
 # A run that starts from another one, inside of it
@@ -343,9 +344,9 @@ def test_status_writes_nothing_and_takes_no_lock(run: Path, monkeypatch: pytest.
 
 
 def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 0)
-    monkeypatch.setattr(stage_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
-    monkeypatch.setattr(stage_status, "open_reference", lambda *_: pytest.fail("read a model"))
+    monkeypatch.setattr(identity, "SMALL_FILES_BYTES", 0)
+    monkeypatch.setattr(identity, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
+    monkeypatch.setattr(identity, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
         os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # started after this copy was made
     assert states(run) == ["finished"] * 4
@@ -358,11 +359,11 @@ def test_large_files_are_compared_by_date_and_not_read(run: Path, monkeypatch: p
     lines = rlhf("status", run).splitlines()
     assert lines[-1] == "next: nothing, as far as dates tell"
     assert lines[-3].startswith("sft      model.path: large, with a date later than this stage's start")
-    monkeypatch.setattr(stage_status, "SMALL_FILES_BYTES", 32_000_000)
-    monkeypatch.setattr(stage_status, "open_reference", runs.open_reference)
-    monkeypatch.setattr(stage_status, "files_sha256", files_sha256)
+    monkeypatch.setattr(identity, "SMALL_FILES_BYTES", 32_000_000)
+    monkeypatch.setattr(identity, "open_reference", runs.open_reference)
+    monkeypatch.setattr(identity, "files_sha256", files_sha256)
     (run / "base/config.json").write_text("{ }")
-    assert runs.quick_stage_status(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
+    assert runs.quick_stage_status(load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
 def test_status_is_quick_and_imports_no_torch(run: Path) -> None:
@@ -457,11 +458,11 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert "sft, reward, ppo (stopped, saved at step 2 of 1), eval (stale)" in lines[1]
     assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
     assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
-    assert len(status.find_runs([Path("runs/1")])) == 1
+    assert len(find_runs([Path("runs/1")])) == 1
 
 
 def test_ls_lists_a_preset_only_once_it_ran(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")
+    monkeypatch.setattr(layout, "configs_folder", lambda: here / "configs")
     for name in ("configs/tldr", "configs/demo", "mine/configs"):
         (here / name).mkdir(parents=True)
         (here / name / "sft.yaml").write_text(CONFIGS["sft"])

@@ -205,7 +205,7 @@ def test_a_message_of_one_process_is_not_repeated_by_another(
 
 def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: list[str] = []
-    monkeypatch.setattr(run, "run", lambda *_: outputs.extend(printed() for _ in range(2)) or 0)
+    monkeypatch.setattr(run, "run_folder", lambda *_, **__: outputs.extend(printed() for _ in range(2)) or 0)
     assert rlhf("run", ".").exit_code == 0
     assert outputs == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
 

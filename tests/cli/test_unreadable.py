@@ -22,7 +22,8 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import HASH_DIFFERS, read_json_object
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline import children
+from rlhf_cli.pipeline.decide import stage_status
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def run(fake_chain: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         terminal.say(result.stderr.rstrip())
         return result.exit_code
 
-    monkeypatch.setattr(pipeline, "_run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     return Path(shutil.copytree(fake_chain, "run"))
 
 
@@ -53,7 +54,7 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
         assert result.exit_code == 1 and result.stderr.startswith("error[E08]: "), result.output
         assert "damaged" not in (status := rlhf("status", run)).stdout and status.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
-    assert pipeline.stage_status(load(stage, run / f"{stage}.yaml")).state == "finished"
+    assert stage_status(load(stage, run / f"{stage}.yaml")).state == "finished"
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])

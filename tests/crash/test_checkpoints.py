@@ -10,6 +10,7 @@ from fake_config import FakeConfig, begin, make_stage, open_parent, write_model
 
 from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.parents import Parent
 
 
@@ -26,7 +27,7 @@ def test_a_finished_stage_is_a_parent(tmp_path: Path) -> None:
     (folder / "config.yaml").unlink()  # files beside the model do not matter
     parent = open_parent(folder, "sft", key="models.sft")
     assert (parent.stage, parent.model, parent.key) == ("sft", folder / "model", "models.sft")
-    assert parent.sha256 == parent.manifest["model_sha256"] and parent.manifest["tokenizer_sha256"] == "aa"
+    assert parent.sha256 == parent.manifest.model_sha256 and parent.manifest.tokenizer_sha256 == "aa"
 
 
 def unfinished(run: Path) -> Path:
@@ -114,7 +115,7 @@ def test_a_plain_folder_is_foreign_and_has_the_hash_of_the_same_model_in_a_stage
     write_model(tmp_path / "plain")
     (tmp_path / "plain/README.md").write_text("another card")
     parent = open_parent(tmp_path / "plain", "sft")
-    assert (parent.stage, parent.model, parent.manifest) == ("foreign", tmp_path / "plain", {})
+    assert (parent.stage, parent.model, parent.manifest) == ("foreign", tmp_path / "plain", Manifest())
     assert parent.sha256 == json.loads((folder / "manifest.json").read_text())["model_sha256"]
     write_model(tmp_path / "plain", b"weightz")
     assert open_parent(tmp_path / "plain", "sft").sha256 != parent.sha256
@@ -196,7 +197,14 @@ def test_all_missing_parents_are_reported_at_once_and_a_stage_is_not_its_own(tmp
 
 def parent(key: str, tokenizer: str | None = None, template: str | None = None) -> Parent:
     manifest = {"tokenizer_sha256": tokenizer, "template_sha256": template} if tokenizer else {}
-    return Parent(key, Path("/runs") / key, "reward" if manifest else "foreign", Path("/m"), "0" * 64, manifest)
+    return Parent(
+        key,
+        Path("/runs") / key,
+        "reward" if manifest else "foreign",
+        Path("/m"),
+        "0" * 64,
+        Manifest.model_validate(manifest),
+    )
 
 
 def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes() -> None:
@@ -213,8 +221,8 @@ def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
         assert all(sha in str(caught.value) for sha in hashes)
     a, foreign = parent("models.sft", "a", "1"), parent("models.reward")
     runs.check_same_tokenizer(a, foreign, where="w")  # unknown
-    known = {"models.reward": {"tokenizer_sha256": "a", "template_sha256": None}}
+    known = {"models.reward": Manifest(tokenizer_sha256="a", template_sha256=None)}
     runs.check_same_tokenizer(a, foreign, where="w", foreign=known)
-    known["models.reward"]["tokenizer_sha256"] = "b"
+    known["models.reward"].tokenizer_sha256 = "b"
     with pytest.raises(RLHFError, match="T04"):
         runs.check_same_tokenizer(a, foreign, where="w", foreign=known)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 from mutations import mutate
+from pydantic import ValidationError
 from report_run import CARD, change, draws_nothing, report, write_run
 
 from rlhf_cli import jsonl, runs
@@ -17,9 +18,10 @@ from rlhf_cli.commands.report import page
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import hash_files, list_files
 from rlhf_cli.models import tokenizers
-from rlhf_cli.pipeline import status
+from rlhf_cli.pipeline.status import read_run_and_next
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import read_run
-from rlhf_cli.runs.schemas import schema_error
+from rlhf_cli.runs.schemas import problem_text, schema_error
 
 # Each of the first ones failed with R00 on its own way, when these tests were written.
 SEEDS = [6, 7, 27, 28, 34, 36, 47, 65, 66, 71, 75, 91, 93, 105, 130, 132, 133, 136, 142, 149, 159, 168, 178, 190, 235]
@@ -51,7 +53,7 @@ def test_a_report_is_written_whatever_a_file_contains(
     folder = shutil.copytree(whole, tmp_path / "run")
     mutation = mutate(folder, random.Random(seed))
     assert "<html" in page.of_run(read_run(folder)), mutation
-    assert status_table.stage_rows(status.read_run(folder)), mutation
+    assert status_table.stage_rows(read_run_and_next(folder)[0]), mutation
 
 
 def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) -> None:
@@ -71,9 +73,10 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
 
 
 def test_the_error_names_the_key() -> None:
-    assert schema_error("report.json", report()) is None and schema_error("manifest.json", {"card": CARD}) is None
+    assert schema_error(report()) is None
     best = {"step": 0, "metric": "objective/score/style", "value": None}  # the held-out judge scored no response
-    assert schema_error("manifest.json", {"best": best}) is None
-    assert schema_error("report.json", report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
-    odd = schema_error("manifest.json", {"card": {**CARD, "ece": None}})
-    assert odd == "manifest.json: card.ece: input should be a valid number"
+    Manifest.model_validate({"card": CARD, "best": best})
+    assert schema_error(report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
+    with pytest.raises(ValidationError) as caught:
+        Manifest.model_validate({"card": {**CARD, "ece": None}})
+    assert problem_text("manifest.json", caught.value) == "manifest.json: card.ece: input should be a valid number"

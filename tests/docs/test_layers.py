@@ -10,8 +10,8 @@ from run_cli import python
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
 LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "stages", "demo")
-LAYERS += ("commands", "cli", "__main__")
-SAME_LAYER = {"planning": "stages", "pipeline": "commands"}  # until they are apart
+LAYERS += ("pipeline", "commands", "cli", "__main__")
+SAME_LAYER = {"planning": "stages"}  # until they are apart
 # Within config/: the machinery knows no schema, and what needs all schemas is above them.
 CONFIG_LAYERS = (
     {"sources", "machinery"},
@@ -23,8 +23,8 @@ CONFIG_LAYERS = (
 )
 TORCH_FREE = (
     "cli commands.explain commands.convert.write commands.init commands.report pipeline.check pipeline.run "
-    "commands.status config config.ppo data.sources distributed errors "
-    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
+    "pipeline.status commands.status config config.ppo data.sources distributed errors "
+    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.layout "
     "statistics system terminal tracking.logs tracking.trackers"
 )
 

@@ -14,7 +14,8 @@ from rlhf_cli.commands.report import compare, diagnosis, figures
 from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
 from rlhf_cli.evaluation import limit, render, reward_model, summary
 from rlhf_cli.evaluation.reward_model import ScoredPair
-from rlhf_cli.runs.discover import STAGES
+from rlhf_cli.runs.layout import STAGES
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage
 
 Rng = np.random.Generator
@@ -137,7 +138,7 @@ def rewarded(
     card["adversarial"] = reward_model.score_probes(wins, [0.5] * m)
     card["flags"] = [{"code": problem.code, "text": problem.text} for problem in reward_model.flags(card)]
     metrics = {key: card[key] for key in ("accuracy", "accuracy_ci95")}
-    yield from page(run(Stage("reward", Path("reward"), "finished", manifest={"metrics": metrics, "card": card})))
+    yield from page(run(Stage("reward", Path("reward"), "finished", manifest=Manifest(metrics=metrics, card=card))))
 
 
 def accurate(rng: Rng, *, accuracy: float) -> Iterator[str]:
@@ -145,7 +146,7 @@ def accurate(rng: Rng, *, accuracy: float) -> Iterator[str]:
     n = int(rng.choice(SIZES))
     right = rng.binomial(n, accuracy)
     metrics = {"accuracy": right / n, "accuracy_ci95": list(statistics.wilson(right, n))}
-    yield from page(run(Stage("reward", Path("reward"), "finished", manifest={"metrics": metrics})))
+    yield from page(run(Stage("reward", Path("reward"), "finished", manifest=Manifest(metrics=metrics))))
 
 
 def trained(

@@ -12,9 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli import cli, runs, terminal
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.commands import report
+from rlhf_cli.pipeline import children
+from rlhf_cli.pipeline.run import Page
 
 ROOT = Path(__file__).parents[2]
+PAGE = Page(report.write_beside, report.brief)  # as `rlhf run` makes it
 
 
 def rlhf(*arguments: object, **options: Any) -> Result:
@@ -58,12 +61,12 @@ def forked(
 def run_here(*arguments: object) -> Result:
     """`rlhf run` whose checks and stages run in this process, each like in a new one. Its output has theirs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_run_child", child_here)
+        patch.setattr(children, "run_child", child_here)
         return rlhf("run", *arguments)
 
 
 def child_here(command: Sequence[str]) -> int:
-    """In place of `_run_child` of `rlhf run`."""
+    """In place of `run_child` of `rlhf run`."""
     terminal.reset()
     result = rlhf(*command[4:])
     runs.release()

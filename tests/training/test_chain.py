@@ -16,7 +16,7 @@ from canaries import PICKLES, is_pickle, leaks
 from run_cli import must_succeed
 
 from rlhf_cli.commands.report import brief
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline import children
 
 STAGES = ["sft", "reward", "ppo", "eval"]
 
@@ -40,7 +40,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     def like_a_new_process() -> None:
         os.chdir(folder)
         tempfile.tempdir = None  # read TMPDIR again
-        pipeline._run_child = run_cli.child_here
+        children.run_child = run_cli.child_here
 
     return folder, canaries.rlhf(folder / "home", "run", "run", before=like_a_new_process)
 

@@ -21,6 +21,7 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.planning import fits
 from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.parents import sha256_with_base
 from rlhf_cli.stages.common import model_loading
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
@@ -161,9 +162,10 @@ def test_ppo_writes_adapters_of_the_sft_model(trained: Path) -> None:
         assert adapter_settings(folder, base)["r"] == rank
     assert {path.name for path in snapshots} >= {"step_000002", "step_000005"}  # and 0 if it is the best
     assert manifest["parents"]["models.sft"]["path"] == "../sft"
-    assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
-    other = {"models.sft": {**manifest["parents"]["models.sft"], "sha256": "0" * 64}}
-    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], manifest["parents"] | other)
+    read, _ = runs.read_manifest(trained / "ppo")
+    assert read.model_sha256 == sha256_with_base(read.files, read.parents)
+    other = {"models.sft": ParentEntry(path="../sft", stage="sft", sha256="0" * 64)}
+    assert read.model_sha256 != sha256_with_base(read.files, read.parents | other)
     assert str(trained) not in "".join(path.read_text() for path in (trained / "ppo").rglob("*.json"))
 
 

@@ -23,8 +23,9 @@ from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import RolloutReward, may_skip_rows
 from rlhf_cli.rewards.model import EnsembleReward, RetokenizingReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
-from rlhf_cli.runs.discover import COMPARED_STAGES, POLICY_STAGES
-from rlhf_cli.runs.parents import Parent, verify_parents
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.layout import COMPARED_STAGES, POLICY_STAGES
+from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import resolve_model
 from rlhf_cli.stages.common import prompt_forms, scoring
 from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
@@ -125,7 +126,7 @@ def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[
     """
     parents: dict[str, Parent] = {}
     problems: dict[str, RLHFError] = {}
-    trained_with: dict[str, Any] = model.manifest["parents"] if model.stage == "ppo" else {}
+    trained_with = model.manifest.parents if model.stage == "ppo" else {}
     for reference in runs.references(config):
         key = reference.key
         if not key.startswith("rewards.") and (key != REFERENCE or model.stage == "sft"):
@@ -136,7 +137,7 @@ def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[
         except RLHFError as error:
             problems[key] = error
             continue
-        if trained_with.get(key, {}).get("sha256", parent.sha256) == parent.sha256:
+        if key not in trained_with or trained_with[key].sha256 == parent.sha256:
             parents[key] = parent
         else:
             text = f"{display_name(parent)} is no longer the model that PPO was trained with"
@@ -148,7 +149,7 @@ def _rewards(config: PPOConfig, model: Parent, problems: Mapping[str, RLHFError]
     """Return the names of the available rewards, and a line on each other one."""
     rewards: list[str] = []
     missing: list[str] = []
-    trained_with = model.manifest.get("data", {})
+    trained_with = model.manifest.data
     code = config.code()
 
     def has_changed(key: str) -> bool:

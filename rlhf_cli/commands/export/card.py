@@ -27,10 +27,13 @@ from rlhf_cli.data.tokens import Conversation, header_of_answers
 from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import render, reward_card
 from rlhf_cli.jsonl import at, flatten, is_number
-from rlhf_cli.runs.discover import POLICY_STAGES, STAGES
-from rlhf_cli.runs.parents import FOREIGN, is_hub_id, read_adapter
-from rlhf_cli.runs.read import Run, Stage, at_step, from_defaults, read_stage, value_text
+from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
+from rlhf_cli.runs.manifest import ParentEntry
+from rlhf_cli.runs.model_files import read_adapter
+from rlhf_cli.runs.parents import FOREIGN, is_hub_id
+from rlhf_cli.runs.read import Run, Stage, at_step, read_stage_with_logs
 from rlhf_cli.runs.resolve import ResolvedModel
+from rlhf_cli.runs.settings import from_defaults, value_text
 from rlhf_cli.stages.common import prompt_forms
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.tracking.logs import read_log
@@ -69,7 +72,7 @@ def code(value: str) -> str:
 
 
 def sha256_of(stage: Stage) -> str:
-    return str((stage.manifest or {}).get("model_sha256"))
+    return str(stage.manifest.model_sha256)
 
 
 def short(sha256: Any) -> str:
@@ -99,7 +102,7 @@ class Card:
         self.point = next((point for point in points if point["share"] == self.share), None)
         if self.share is not None:  # the evaluation is of other policies, except for its point
             self.chosen = replace(self.chosen, report=None)
-        chosen, own = self.chosen, read_stage(self.chosen.model.stage, self.chosen.model.path)
+        chosen, own = self.chosen, read_stage_with_logs(self.chosen.model.stage, self.chosen.model.path)
         self.updates = max((row["step"] for row in own.metrics), default=0)
         if not chosen.last:  # without later updates
             own = replace(own, metrics=tuple(row for row in own.metrics if row["step"] <= (chosen.step or 0)))
@@ -120,7 +123,7 @@ class Card:
         stages = {name: Stage(name, root / name) for name in STAGES}
         stages |= {stage.name: stage for stage in reversed(self.stages)}
         if chosen.report:
-            stages["eval"] = read_stage("eval", root / "eval")
+            stages["eval"] = read_stage_with_logs("eval", root / "eval")
         firings = [row for row in read_log(chosen.model.path / "watchdog.jsonl") if row["step"] <= (chosen.step or 0)]
         run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
         if chosen.last:
@@ -132,16 +135,16 @@ class Card:
     # Parents
 
     @property
-    def hub_base(self) -> Mapping[str, Any]:
-        """Return the manifest entry of the base model if it is on the hub; else empty."""
+    def hub_base(self) -> ParentEntry | None:
+        """Return the manifest entry of the base model if it is on the hub."""
         stage = self.stage
         for _ in self.stages:
-            parents = stage.table("parents")
+            parents = stage.manifest.parents
             entry = parents.get("models.sft") or parents.get("model.path")
-            if not entry or entry["stage"] == FOREIGN:
-                return entry if entry and is_hub_id(entry["path"]) else {}
-            stage = next((each for each in self.stages if sha256_of(each) == entry["sha256"]), stage)
-        return {}
+            if not entry or entry.stage == FOREIGN:
+                return entry if entry and is_hub_id(entry.path) else None
+            stage = next((each for each in self.stages if sha256_of(each) == entry.sha256), stage)
+        return None
 
     @property
     def reward_stages(self) -> list[Stage]:
@@ -151,7 +154,7 @@ class Card:
 
     @property
     def _reward_hashes(self) -> set[str]:
-        return {entry["sha256"] for key, entry in self.stage.table("parents").items() if key.startswith("rewards.")}
+        return {entry.sha256 for key, entry in self.stage.manifest.parents.items() if key.startswith("rewards.")}
 
     def label(self, sha256: str, default: str) -> str:
         """Return the name of the stage with this model; for a stage of another run with that run and the hash."""
@@ -160,12 +163,12 @@ class Card:
             return default
         return f"{text(stage.folder.resolve().parent.name)}/{stage.name} {sha256[:4]}"
 
-    def parent(self, entry: Mapping[str, Any]) -> str:
+    def parent(self, entry: ParentEntry) -> str:
         """Return the name and hash of an input model, without local paths."""
-        if entry["stage"] != FOREIGN:
-            return f"{self.label(entry['sha256'], entry['stage'])} {short(entry['sha256'])}"
-        name = entry["path"] if is_hub_id(entry["path"]) else PurePosixPath(entry["path"]).name
-        return code(name + (f" at {entry['revision']}" if "revision" in entry else "")) + f" {short(entry['sha256'])}"
+        if entry.stage != FOREIGN:
+            return f"{self.label(entry.sha256, entry.stage)} {short(entry.sha256)}"
+        name = entry.path if is_hub_id(entry.path) else PurePosixPath(entry.path).name
+        return code(name + (f" at {entry.revision}" if entry.revision else "")) + f" {short(entry.sha256)}"
 
     def data_name(self, stage: Stage, key: str) -> str:
         """Return the name of a stage's data: a hub dataset or a file name, never a path."""
@@ -183,16 +186,16 @@ class Card:
 
     def stage_rows(self) -> Iterator[list[str]]:
         for stage in self.stages:
-            parents, (_, _, steps, duration, _, device) = stage.table("parents").items(), tables.stage_row(stage)
+            parents, (_, _, steps, duration, _, device) = stage.manifest.parents.items(), tables.stage_row(stage)
             started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
-            seed = str((stage.manifest or {}).get("seed", ""))
+            seed = "" if stage.manifest.seed is None else str(stage.manifest.seed)
             model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.is_result else " at its end")
             label = self.label(sha256_of(stage), stage.name)
             yield [label, started or "fresh weights", steps, duration, text(device), seed, model]
 
     def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
         """Yield (name, kind, models, weight) of PPO's rewards."""
-        parents = self.stage.table("parents").items()
+        parents = self.stage.manifest.parents.items()
         for name, source in (self.stage.setting("rewards") or {}).items():
             models = [self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}.")]
             yield name, next(kind for kind in KINDS if source.get(kind)), models, source["weight"]
@@ -222,13 +225,13 @@ class Card:
         judges = {}
         for name in at(self.report, "models.sft.judges") or ():
             judge = self.evaluation.setting(f"judges.{name}")
-            parent = self.evaluation.table("parents").get("models.reward" if name == "reward" else f"judges.{name}", {})
+            parent = self.evaluation.manifest.parents.get("models.reward" if name == "reward" else f"judges.{name}")
             if isinstance(judge, Mapping):
                 judges[name] = f"the built-in function {code(str(judge.get('builtin')))}: a higher score is better"
             elif FUNCTION.fullmatch(str(judge)):
                 judges[name] = f"the Python function {code(judge)}: a higher score is better"
             else:
-                judges[name] = OWN_JUDGE if parent.get("sha256") in self._reward_hashes else "a reward model"
+                judges[name] = OWN_JUDGE if parent and parent.sha256 in self._reward_hashes else "a reward model"
         return judges
 
     def outcome(self) -> list[str]:
@@ -251,7 +254,7 @@ class Card:
 
     def policy(self, name: str) -> str:
         """Return which model an evaluated policy is; empty if the card does not show it."""
-        entry = self.evaluation.table("parents").get(f"models.{name}")
+        entry = self.evaluation.manifest.parents.get(f"models.{name}")
         if name == self.stage.name:
             return "this model"
         return self.parent(entry) if entry and (name != "ppo" or self.stage.name == "ppo") else ""
@@ -270,7 +273,7 @@ class Card:
         )
 
     def metric_rows(self) -> list[list[str]]:
-        metrics = self.stage.table("metrics") if self.is_result else {}
+        metrics = self.stage.manifest.metrics if self.is_result else {}
         return [
             [code(name), str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95"))]
             for name, value in metrics.items()
@@ -279,7 +282,7 @@ class Card:
 
     def reward_reports(self) -> list[tuple[Stage, dict[str, Any]]]:
         """Return the reward stages with their evaluation on held-out pairs; without "accuracy" if there were none."""
-        return [(stage, {**stage.table("metrics"), **stage.table("card")}) for stage in self.reward_stages]
+        return [(stage, {**stage.manifest.metrics, **stage.manifest.card}) for stage in self.reward_stages]
 
     def warnings(self) -> Iterator[str]:
         """Yield the findings and warnings of the run, the most severe of each stage first."""
@@ -313,7 +316,7 @@ class Card:
         return visible(render_transcript(messages if self.prompts == "transcript" and is_plain_text else prompt))
 
     def datasets(self) -> list[str]:
-        keys = [(stage, key) for stage in self.stages for key in stage.table("data")]
+        keys = [(stage, key) for stage in self.stages for key in stage.manifest.data]
         paths = [stage.setting(key) for stage, key in keys if key not in ("data.eval", "data.eval_prompts")]
         return sorted({name for path in paths if isinstance(path, str) and (name := hub_dataset(path))})
 
@@ -342,7 +345,8 @@ class Card:
 
     def metadata(self) -> ModelCardData:
         """Return the metadata for the hub. Unknown fields, such as the license, are omitted."""
-        base, results = self.hub_base.get("path"), list(self.results())
+        entry, results = self.hub_base, list(self.results())
+        base = entry.path if entry else None
         return ModelCardData(
             library_name="transformers",
             pipeline_tag=TASKS[self.stage.name],
@@ -379,7 +383,7 @@ def _lineage(stage: Stage) -> Iterator[Stage]:
             continue
         hashes.add(sha256_of(stage))
         yield stage
-        for entry in stage.table("parents").values():
-            above = read_stage(entry["stage"], stage.folder / entry["path"]) if entry["stage"] != FOREIGN else None
-            if above and sha256_of(above) == entry["sha256"] and above.state == "finished":
+        for entry in stage.manifest.parents.values():
+            above = read_stage_with_logs(entry.stage, stage.folder / entry.path) if entry.stage != FOREIGN else None
+            if above and sha256_of(above) == entry.sha256 and above.state == "finished":
                 waiting.append(above)

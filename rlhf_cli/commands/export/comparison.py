@@ -25,8 +25,8 @@ Rows = list[list[int]]
 
 def stored_rows(model: Parent, tokenizer: Any) -> Rows:
     """Return token ids of a reward model's probes, or of answers in the evaluation or in PPO's training."""
-    if probes := model.manifest.get("probes", [])[:STORED_ROWS]:
-        return [probe["prompt_ids"] + probe["response_ids"] for probe in probes]
+    if probes := model.manifest.probes[:STORED_ROWS]:
+        return [probe.prompt_ids + probe.response_ids for probe in probes]
     run_folder = model.path.resolve().parent
     for path in (run_folder / "eval/samples.jsonl", run_folder / "ppo/samples.jsonl"):
         with suppress(RLHFError):  # missing or incomplete

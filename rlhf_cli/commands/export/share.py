@@ -6,7 +6,8 @@ from typing import Any
 
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import interpolation, load, lora
-from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent, verify_parents
+from rlhf_cli.runs.integrity import verify_parents
+from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent
 
 
 def check_share(share: float | None) -> None:
@@ -41,11 +42,11 @@ def sft_of(ppo: Parent) -> Parent:
     if ppo.stage != "ppo":
         text = f"--interpolate: {shown(ppo.path)} was written by the {ppo.stage} stage, and only PPO starts from SFT"
         raise RLHFError("C11", text, hint="omit --interpolate")
-    entry = ppo.manifest["parents"]["models.sft"]
-    path = entry["path"] if is_hub_id(entry["path"]) else os.path.abspath(ppo.path / entry["path"])
-    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.get("revision"))
+    entry = ppo.manifest.parents["models.sft"]
+    path = entry.path if is_hub_id(entry.path) else os.path.abspath(ppo.path / entry.path)
+    sft = open_parent(path, expect=("sft",), key="models.sft", where="", revision=entry.revision)
     verify_parents({sft.key: sft})
-    if sft.sha256 != entry["sha256"]:
+    if sft.sha256 != entry.sha256:
         text = f"--interpolate: {shown(sft.path)} is no longer the model that PPO was trained with"
         raise RLHFError("M10", text, hint="run PPO again, or restore the old SFT model")
     return sft

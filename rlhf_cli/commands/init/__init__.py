@@ -23,7 +23,7 @@ from rlhf_cli.demo import arithmetic, world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 from rlhf_cli.files import remove, sync_files
-from rlhf_cli.runs.discover import configs_folder
+from rlhf_cli.runs.layout import configs_folder
 from rlhf_cli.runs.locks import locked
 
 UNTOUCHED = "nothing was written; name another folder"

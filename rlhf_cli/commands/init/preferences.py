@@ -34,10 +34,10 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
 from rlhf_cli.planning.placement import memory_line, require_known
 from rlhf_cli.planning.stage_models import Target
-from rlhf_cli.runs import discover
+from rlhf_cli.runs import layout
 from rlhf_cli.statistics import wilson
 
-STAGES = tuple(stage for stage in discover.STAGES if stage not in discover.OPTIONAL_STAGES)
+STAGES = tuple(stage for stage in layout.STAGES if stage not in layout.OPTIONAL_STAGES)
 BASE_STAGES = ("sft", "ppo", "dpo")  # that --base may name
 MAX_LONGER_SHARE = 0.6  # of pairs whose longer answer was chosen; beyond it the summary names --balance-length
 NO_ADAPTERS = (

@@ -18,7 +18,7 @@ from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_word, shown
 from rlhf_cli.models import devices, lora
-from rlhf_cli.pipeline import run as pipeline
+from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides
 from rlhf_cli.planning.duration import estimate_duration
 from rlhf_cli.planning.estimate import Estimate, estimate_stage, overhead_bytes
 from rlhf_cli.planning.phase_memory import KINDS, MODES
@@ -92,9 +92,9 @@ def _load_configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], d
     if os.path.isfile(path) or path.suffix in (".yaml", ".yml"):
         stage = stage_of(path)
         return [load(stage, path, overrides)], {stage: list(overrides)}
-    files = pipeline.find_configs(path)
-    routed = pipeline.route_overrides(overrides, list(files))
-    return list(pipeline.load_all(files, routed).values()), routed
+    files = find_configs(path)
+    routed = route_overrides(overrides, list(files))
+    return list(load_all(files, routed).values()), routed
 
 
 def _plan(

@@ -11,9 +11,9 @@ from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.files import open_regular, write_text
+from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.read import Run, at_step, read_report, read_run
 from rlhf_cli.runs.resolve import LAST
-from rlhf_cli.runs.status import REPORT
 
 
 def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:

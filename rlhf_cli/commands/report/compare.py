@@ -14,8 +14,9 @@ from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
 from rlhf_cli.evaluation.render import pair_label
 from rlhf_cli.jsonl import at, is_number
-from rlhf_cli.runs.discover import STAGES
-from rlhf_cli.runs.read import Run, between
+from rlhf_cli.runs.layout import STAGES
+from rlhf_cli.runs.read import Run
+from rlhf_cli.runs.settings import between
 from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
 SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings that differ"), ("stages", "Stages"))
@@ -94,8 +95,8 @@ def _state(run: Run, badge: diagnosis.Badge) -> str:
 def results(runs: list[Run]) -> Iterator[list[str]]:
     """Yield a row for each of the main results. Evaluations that are out of date are ignored."""
     reports: list[Mapping[str, Any]] = [run.outcome or {} for run in runs]
-    yield row("SFT, held-out loss", [run.stages["sft"].table("metrics").get("eval_loss") for run in runs])
-    metrics = [run.stages["reward"].table("metrics") for run in runs]
+    yield row("SFT, held-out loss", [run.stages["sft"].manifest.metrics.get("eval_loss") for run in runs])
+    metrics = [run.stages["reward"].manifest.metrics for run in runs]
     intervals = [each.get("accuracy_ci95") for each in metrics]
     yield row("reward model, accuracy", [each.get("accuracy") for each in metrics], intervals, share=True)
     sections = [report.get("win_rate") or {} for report in reports]
@@ -144,7 +145,8 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
 def _judge_model(run: Run, judge: str) -> str:
     """Return the hash of a judge's model, or else its setting."""
     key, stage = "models.reward" if judge == "reward" else f"judges.{judge}", run.stages["eval"]
-    return str(at(stage.table("parents").get(key), "sha256") or stage.setting(key))
+    parent = stage.manifest.parents.get(key)
+    return str(parent.sha256 if parent else stage.setting(key))
 
 
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:

@@ -90,7 +90,7 @@ def _losses(stage: Stage) -> Iterator[Finding]:
         lowest, last = number(min(held_out)), number(held_out[-1])
         yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
     if stage.name == "sft" and loss and held_out:
-        final = stage.table("metrics").get("eval_loss")  # over tokens; the log's is a mean of batch means
+        final = stage.manifest.metrics.get("eval_loss")  # over tokens; the log's is a mean of batch means
         ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
         falling = len(held_out) > 1 and held_out[-1] == min(held_out)
         key = "losses_close" if theirs <= MEMORIZED * ours else "memorized_while_falling" if falling else "memorized"
@@ -144,7 +144,7 @@ def _reward(run: Run) -> Iterator[Finding]:
     if cause == "reward":
         yield _finding("exploited", judge=judge)
     yield from _losses(stage)
-    metrics, card = stage.table("metrics"), stage.table("card")
+    metrics, card = stage.manifest.metrics, stage.manifest.card
     accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
     if is_number(accuracy) and interval:
         key = "chance" if interval[0] <= CHANCE else "trivial" if interval[0] > TRIVIAL else "accurate"
@@ -185,7 +185,7 @@ def _ppo(run: Run) -> Iterator[Finding]:
 def _ppo_log(run: Run) -> Iterator[Finding]:
     """Yield the findings on PPO without the evaluation."""
     stage = run.stages["ppo"]
-    stopped, updates = (stage.manifest or {}).get("stopped"), len(stage.metrics)
+    stopped, updates = stage.manifest.stopped, len(stage.metrics)
     since = f" of update {run.firings[0]['step']} and later" if run.firings else ""
     signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
     if stopped:

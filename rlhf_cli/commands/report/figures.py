@@ -34,7 +34,7 @@ def training(stage: Stage) -> list[Figure]:
             ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # of one point: one
             texts = {name: " to ".join(number(value) for _, value in points) for name, points in ends.items()}
             sentence = " ".join(f"{name.capitalize()}: {text}." for name, text in texts.items())
-            final = stage.table("metrics").get("eval_loss") if key == "loss" else None
+            final = stage.manifest.metrics.get("eval_loss") if key == "loss" else None
             if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
                 sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
             draw = partial(charts.draw_curves, lines, unit=unit, x="step")

@@ -15,8 +15,9 @@ from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
 from rlhf_cli.jsonl import at, is_number
-from rlhf_cli.runs.discover import OPTIONAL_STAGES
-from rlhf_cli.runs.read import Run, Stage, from_defaults
+from rlhf_cli.runs.layout import OPTIONAL_STAGES
+from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.settings import from_defaults
 
 GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
 WORDS = {
@@ -105,10 +106,10 @@ def render_template(template: str, **values: Any) -> str:
 def _report_card(run: Run) -> dict[str, Any]:
     """Return the card of the reward stage, or else that of the evaluation."""
     reward: Stage = run.stages["reward"]
-    metrics = reward.table("metrics")
+    metrics = reward.manifest.metrics
     card: Mapping[str, Any] = at(run.report, "reward_model") or {}
     if "accuracy" in metrics:
-        card = {**metrics, **reward.table("card")}
+        card = {**metrics, **reward.manifest.card}
     accuracy = ""
     if "accuracy" in card:
         interval = bounds(card.get("accuracy_ci95") or card.get("ci95"))

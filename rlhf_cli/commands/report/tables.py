@@ -88,8 +88,7 @@ def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
     """Return (stage, key, path, rows, sha256) of the data; rows of a file that exists and has not changed since."""
     rows = []
     for stage in stages:
-        hashes = (stage.manifest or stage.identity or {}).get("data")
-        for key, sha256 in (hashes if isinstance(hashes, Mapping) else {}).items():
+        for key, sha256 in stage.data.items():
             name = path if isinstance(path := stage.setting(key), str) else ""
             lines = _row_count(stage.folder / name, sha256) if name else ""
             rows.append((stage.name, key, name, lines, str(sha256)))
@@ -110,15 +109,15 @@ def model_rows(run: Run) -> list[list[str]]:
     """Return (stage, key, description, path, sha256) of the input models and the output of each stage."""
     rows = []
     for stage in run.stages.values():
-        for key, entry in stage.table("parents").items():
-            kind = "external" if entry["stage"] == FOREIGN else f"{entry['stage']} stage"
-            path = entry["path"] + (f" at {entry['revision']}" if "revision" in entry else "")
-            rows.append([stage.name, key, kind, path, entry["sha256"]])
-        manifest = stage.manifest or {}
-        if sha256 := manifest.get("model_sha256"):
-            kind = f", {manifest['model_is']}" if "model_is" in manifest else ""
-            step = f", after step {manifest['step']}" if "step" in manifest else ""
-            rows.append([stage.name, "model/", f"output{kind}{step}", "", str(sha256)])
+        for key, entry in stage.manifest.parents.items():
+            kind = "external" if entry.stage == FOREIGN else f"{entry.stage} stage"
+            path = entry.path + (f" at {entry.revision}" if entry.revision else "")
+            rows.append([stage.name, key, kind, path, entry.sha256])
+        manifest = stage.manifest
+        if manifest.model_sha256:
+            kind = f", {manifest.model_is}" if manifest.model_is else ""
+            step = "" if manifest.step is None else f", after step {manifest.step}"
+            rows.append([stage.name, "model/", f"output{kind}{step}", "", manifest.model_sha256])
     return rows
 
 
@@ -126,7 +125,7 @@ def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """Return {package: version}, with all versions if the stages differ."""
     by_name: dict[str, dict[str, None]] = {}
     for stage in stages:
-        for name, version in stage.table("versions").items():
+        for name, version in stage.manifest.versions.items():
             by_name.setdefault(str(name), {})[str(version)] = None
     return {name: " and ".join(each) for name, each in by_name.items()}
 
@@ -174,15 +173,17 @@ def _matches_its_file(run: Run, stage: Stage) -> bool:
 
 def hashes(run: Run) -> list[tuple[str, str]]:
     """Return (name, sha256 or revision) of all inputs and manifests."""
-    names = {"config_sha256": "config", "tokenizer_sha256": "tokenizer", "template_sha256": "template"}
-    names |= {"git": "git revision", "sha256": "manifest.json"}
-    manifests = {stage.name: stage.manifest or stage.identity or {} for stage in run.stages.values()}
-    return [
-        (f"{stage}, {name}", str(manifest[key]))
-        for stage, manifest in manifests.items()
-        for key, name in names.items()
-        if manifest.get(key)
-    ]
+    rows = []
+    for name, stage in run.stages.items():
+        manifest = stage.manifest
+        found = {
+            "config": stage.config_sha256,
+            "tokenizer": manifest.tokenizer_sha256,
+            "template": manifest.template_sha256,
+        }
+        found["git revision"] = manifest.git
+        rows += [(f"{name}, {kind}", str(sha256)) for kind, sha256 in found.items() if sha256]
+    return rows
 
 
 # Sample responses

@@ -152,9 +152,9 @@ def verify_update(run: PPORun, step: int | None, options: Options) -> ReplayRepo
 
 def _changed_versions(folder: Path) -> list[str]:
     """Return the libraries whose version has changed since the run, as `name old -> new`."""
-    manifest = read_json_object(folder / "manifest.json") or {}
+    manifest, _ = runs.read_manifest(folder)
     current = runs.versions()
-    logged = manifest.get("versions", {}).items()
+    logged = manifest.versions.items()
     return [f"{name} {old} -> {current.get(name)}" for name, old in logged if current.get(name) != old]
 
 

@@ -26,7 +26,7 @@ def training_prompt_form(parent: Parent) -> PromptForm | None:
     """
     if parent.stage not in DATA_KEYS:
         return None
-    form = parent.manifest.get("prompt_form")
+    form = parent.manifest.prompt_form
     if form in ("text", "conversation", "transcript"):
         return cast(PromptForm, form)
     try:

@@ -148,12 +148,12 @@ def retokenize_prompts(
 
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """Raise RLHFError M09 if a reward model's scores, in the format of those stored with it, differ from these."""
-    probes = parent.manifest["probes"]
-    stored = torch.tensor([probe["score"] for probe in probes])
-    stored_in_bf16 = parent.manifest.get("probes_dtype") == "bfloat16" or lora.has_bf16_matrices(model)
+    probes = parent.manifest.probes
+    stored = torch.tensor([probe.score for probe in probes])
+    stored_in_bf16 = parent.manifest.probes_dtype == "bfloat16" or lora.has_bf16_matrices(model)
 
-    prompts = [probe["prompt_ids"] for probe in probes]
-    responses = [probe["response_ids"] for probe in probes]
+    prompts = [probe.prompt_ids for probe in probes]
+    responses = [probe.response_ids for probe in probes]
     rollout = Rollout.from_lists(prompts, responses).to(model.device)
     with autocast(bf16=stored_in_bf16):
         scores = forward.rollout_scores(model, rollout, max_rows=len(probes)).cpu()

@@ -117,7 +117,7 @@ def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
     valid = runs.valid_states(folder, instead="the frontier omits it")
     if not valid:
         return SnapshotSeries(missing=f"{shown(folder)} contains no snapshot")
-    last = ppo.manifest["step"]
+    last = ppo.manifest.step
     return SnapshotSeries(last, {step: path for step, path in valid.items() if step != last})
 
 

@@ -116,7 +116,7 @@ class RewardModelCache:
     def check_probes(self) -> None:
         """Raise RLHFError M09 if a reward model no longer gives the scores its stage stored with it."""
         for key, parent in self.parents.items():
-            if not parent.manifest.get("probes"):
+            if not parent.manifest.probes:
                 continue
             model, _ = self._load_frozen(key)
             with sharding.on_device(model, devices.device()) if self.offload else nullcontext():

@@ -1,4 +1,4 @@
-"""Find run folders, which hold a stage's config or output, and the folder of presets. Imports no other module."""
+"""Names of a run's stages and files, and where the folders of runs and presets are. Imports no other module."""
 
 import os
 from collections import deque
@@ -9,7 +9,14 @@ from pathlib import Path
 STAGES = ("sft", "reward", "dpo", "ppo", "eval")  # in pipeline order
 OPTIONAL_STAGES = ("dpo",)  # not missing in a run without them
 POLICY_STAGES = ("ppo", "sft", "dpo")  # their models generate text
+MODEL_STAGES = (*POLICY_STAGES, "reward")  # in the order in which a command looks for a model
 COMPARED_STAGES = ("ppo", "sft")  # by `rlhf chat --compare`
+
+REPORT = "report.html"  # written from existing files at any time; not part of a stage
+SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGED = "merged"  # folder of the merged model's config.json; at the top level it would indicate full weights
 
 
 def configs_folder() -> Path:
@@ -39,7 +46,8 @@ def has_output(folder: Path) -> bool:
 
 def configs_in(folder: Path) -> list[Path]:
     """Return the paths of the stage configs in a folder."""
-    return [path for stage in STAGES if os.path.isfile(path := folder / f"{stage}.yaml")]
+    paths = [folder / f"{stage}.yaml" for stage in STAGES]
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -> Iterator[Path]:
@@ -47,7 +55,8 @@ def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -
 
     Skips hidden folders and links, and looks at `max_folders` folders at most.
     """
-    queue, visited = deque([(folder, 0)]), 0
+    queue = deque([(folder, 0)])
+    visited = 0
     while queue and (max_folders is None or visited < max_folders):
         current, level = queue.popleft()
         visited += 1

@@ -1,0 +1,61 @@
+"""The main result of a stage, from its manifest, or from its log while it runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rlhf_cli.evaluation.render import deciding_judge
+from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.runs.read import Row, Stage
+
+# Metrics of each stage to show: of its manifest, and of its log while it runs. The first must be present.
+HEADLINES = {
+    "sft": (("eval_loss",), ("loss",)),
+    "reward": (("accuracy", "accuracy_ci95"), ("accuracy",)),
+    "dpo": (("accuracy", "accuracy_ci95"), ("rewards/accuracies",)),
+    "ppo": (("objective/scores", "objective/kl_k1"), ("objective/scores", "objective/kl_k1")),
+}
+Source = Literal["manifest.json", "metrics.jsonl"]
+
+
+def headline(stage: Stage) -> tuple[Mapping[str, Any], Source | None]:
+    """Return a stage's main metrics, and the file that they are from."""
+    metrics = stage.manifest.metrics if stage.state == "finished" else {}
+    if stage.name == "eval":
+        rate = _win_rate(metrics)
+        return rate, "manifest.json" if rate else None
+
+    of_manifest, of_log = HEADLINES[stage.name]
+    final = _pick(metrics, of_manifest)
+    if final:
+        return final, "manifest.json"
+    for row in reversed(stage.progress.rows):
+        logged = _pick(row, of_log)
+        if logged:
+            return logged, "metrics.jsonl"
+    return {}, None
+
+
+def _pick(metrics: Row, names: Sequence[str]) -> dict[str, Any]:
+    """Return the named metrics that are numbers or intervals; nothing if the first is missing."""
+    picked = {name: metrics[name] for name in names if _is_result(metrics.get(name))}
+    return picked if names[0] in picked else {}
+
+
+def _win_rate(metrics: Row) -> dict[str, Any]:
+    """Return PPO's win rate over SFT by the deciding judge; nothing if there is none."""
+    rates = at(metrics, "win_rate.ppo_vs_sft")
+    try:
+        judge = deciding_judge(rates)
+        rate = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
+    except (KeyError, TypeError, ValueError, AttributeError):  # nothing was compared, or a foreign file
+        return {}
+    picked = _pick(rate, ("win_rate", "win_rate_ci95"))
+    return {"judge": judge, **picked} if picked else {}
+
+
+def _is_result(value: Any) -> bool:
+    """Return True for a finite number, or an interval of two."""
+    if isinstance(value, list):
+        return len(value) == 2 and all(map(_is_result, value))
+    return is_number(value) and math.isfinite(value)

@@ -1,0 +1,117 @@
+"""manifest.json: what a finished stage wrote, from what, and with what results. The last file of a stage."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from rlhf_cli.files import read_checked_json, write_checked_json
+from rlhf_cli.runs.schemas import Interval, RewardModelCard, StrictModel, problem_text
+
+NAME = "manifest.json"
+SCHEMA = 2
+
+
+class KnownMetrics(StrictModel):
+    """The metrics that the report reads. A stage may have others."""
+
+    eval_loss: float | None = None
+    accuracy: float | None = None
+    accuracy_ci95: Interval = None
+    n: int | None = None
+    margin: float | None = None
+    ece: float | None = None
+    length_correlation: float | None = None
+    length_correlation_ci95: Interval = None
+
+
+def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    KnownMetrics.model_validate(metrics)
+    return metrics
+
+
+def _check_card(card: dict[str, Any]) -> dict[str, Any]:
+    RewardModelCard.model_validate(card)
+    return card
+
+
+class ParentEntry(StrictModel):
+    """A model that the stage read: its path relative to the stage's folder, or its hub id."""
+
+    path: str
+    stage: str
+    sha256: str
+    revision: str | None = None  # of a hub id
+
+
+class ScoredRow(StrictModel):
+    """A held-out row and the score that the reward model gave it at the end of its training."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    score: float
+
+
+class BestStep(StrictModel):
+    """The step of PPO at which the metric of `output.best_metric` was the highest."""
+
+    step: int
+    metric: str
+    value: float | None = None  # None: the held-out judge scored no response
+
+
+class Manifest(StrictModel):
+    """The manifest of a finished stage; empty for a model that no stage wrote, and for an unfinished stage."""
+
+    schema_version: int | None = Field(default=None, alias="schema")
+    stage: str | None = None
+    parents: dict[str, ParentEntry] = Field(default_factory=dict)  # by config key
+    config_sha256: str | None = None
+    data: dict[str, str] = Field(default_factory=dict)  # config key -> hash of the content
+    seed: int | None = None
+    run_name: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)  # of this package, Python and the libraries
+    git: str | None = None  # revision of the folder of the config
+    files: dict[str, Any] = Field(default_factory=dict)  # relative POSIX name -> {"sha256", "bytes"}
+    model_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    template_sha256: str | None = None  # None: the tokenizer has no chat template
+    special_tokens: dict[str, Any] = Field(default_factory=dict)
+    prompt_form: str | None = None  # of the training data: text, conversation or transcript
+    metrics: Annotated[dict[str, Any], AfterValidator(_check_metrics)] = Field(default_factory=dict)
+    card: Annotated[dict[str, Any], AfterValidator(_check_card)] = Field(default_factory=dict)
+    probes: list[ScoredRow] = Field(default_factory=list)
+    probes_dtype: str | None = None
+    engine: str | None = None  # that generated PPO's responses
+    model_is: str | None = None  # "the last step" or "the best step"
+    stopped: str | None = None  # the reason why PPO ended early
+    step: int | None = None
+    best: BestStep | None = None
+
+    def records(self, field: str) -> bool:
+        """Return True if the file has this field; older versions of this package wrote fewer."""
+        return field in self.model_fields_set
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, str | None]:
+    """Return a stage's manifest and the problem with its file, or None. Manifests of schema 1 have no checksum."""
+    values, problem = read_checked_json(folder / NAME)
+    if values.get("schema") == 1:
+        problem = None
+
+    files = values.get("files")
+    if not isinstance(files, dict):
+        return Manifest(), problem or f"{NAME} names no files"
+
+    try:
+        return Manifest.model_validate(values), problem
+    except ValidationError as error:
+        return Manifest(files=files), problem or problem_text(NAME, error)
+
+
+def write_manifest(folder: Path, entries: Mapping[str, Any]) -> Manifest:
+    """Write the manifest of these entries, in their order, which completes the stage; return it."""
+    manifest = Manifest.model_validate(entries)
+    write_checked_json(folder / NAME, entries)
+    return manifest
