@@ -70,7 +70,7 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Create a run folder from a preset, or from your preference pairs."""
-    from rlhf_cli.commands import init as presets
+    from rlhf_cli.commands.init import presets
 
     preference_options = {
         "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,
@@ -175,7 +175,7 @@ def plan(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands import plan
+        from rlhf_cli.commands.plan import run as plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]

@@ -4,13 +4,14 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name, Section, invalid
 from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.sections import LoRA, PPOData, TrainingConfig
+from rlhf_cli.errors import RLHFError
 
 VALUE_KEYWORDS = ("reward", "policy_head", "none")
 KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
@@ -224,3 +225,23 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
+
+
+def scale_to_world_size(config: PPOConfig, world_size: int) -> PPOConfig:
+    """Multiply the batch sizes by the number of processes. Raises RLHFError C06 if they conflict with other keys."""
+    if world_size == 1:
+        return config
+    try:
+        return config.model_copy(update={"ppo": config.ppo.across(world_size)})
+    except ValidationError as error:
+        text = f"in {world_size} processes: {error.errors()[0]['msg']}"
+        raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
+
+
+def check_num_shared_layers(config: PPOConfig, model_config: Any) -> None:
+    """Raise RLHFError C06 if ppo.num_shared_layers leaves no layer to train."""
+    count, layers = config.ppo.num_shared_layers or 0, model_config.get_text_config().num_hidden_layers
+    if count >= layers:
+        text = f"ppo.num_shared_layers {count} of {layers} layers leaves none to train"
+        hint = f"set it to {layers - 1} at most" if layers > 1 else "remove it"
+        raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)

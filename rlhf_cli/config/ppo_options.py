@@ -227,6 +227,11 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             text = f"with advantage {self.advantage}, whiten_rewards would reward or penalize the length of a response"
             raise invalid(text, "remove it", "whiten_rewards")
 
+    def usable(self, *, gpu: bool, processes: int, bf16: bool) -> Self:
+        """Return the settings without what a machine does not support; bf16 is set."""
+        supported = {"offload": self.offload and gpu, "fsdp": self.fsdp if processes > 1 else False}
+        return self.model_copy(update={"bf16": bf16, **supported})
+
     def across(self, processes: int) -> Self:
         """Return the settings of the global batch over `processes` processes.
 

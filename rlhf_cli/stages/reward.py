@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -215,7 +215,7 @@ def sample_answers(
         length = max(1, min(length, context - max(map(len, selected))))
     stop_id = model_loading.stop_token_id(tokenizer, parent, model.get_input_embeddings().weight.shape[0])
     pad_id = tokenizer.pad_token_id
-    engine = HFEngine(model, stop_id, pad_id, 1.0, training.SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
+    engine = HFEngine(model, stop_id, pad_id, 1.0, SAMPLING_BATCH_SIZE, bf16=use_bf16(config))
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
     batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 

@@ -20,7 +20,7 @@ from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.runs.parents import sha256_with_base
 from rlhf_cli.stages.common import model_loading
 from rlhf_cli.stages.ppo.setup import PPOComponents, load_components

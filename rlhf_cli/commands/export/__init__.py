@@ -22,9 +22,9 @@ from rlhf_cli.commands.export.card import Card, Prompt
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers
+from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers, weight_files
 from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
-from rlhf_cli.planning import fits, memory
+from rlhf_cli.planning import model_size
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent, is_hub_id, open_parent, verify_parents
 from rlhf_cli.runs.resolve import LAST, ResolvedModel
@@ -194,8 +194,8 @@ def _write(
 
 def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) -> None:
     """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
-    count = fits.count_parameters(model)
-    needed, available = copies * count * memory.WEIGHT_BYTES, system.total_memory()
+    count = weight_files.count_parameters(model)
+    needed, available = copies * count * model_size.FLOAT32, system.total_memory()
     if needed > available:
         limit = f"{system.format_bytes(available)} are available"
         text = f"{count:,} parameters need at least {system.format_bytes(needed)} of memory, {limit}"

@@ -15,8 +15,8 @@ from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.models import devices, tokenizers
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.planning import fits
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages.common import machine
 from rlhf_cli.stages.common.reading import DATA_KEYS
 
 Check = Callable[[Mapping[str, Parent]], None]
@@ -69,7 +69,7 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
         if status == "finished":
             terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
         else:
-            memory = fits.check(config, parents)
+            memory = machine.check(config, parents)
             train(config, StageRun(config, options, parents, process_group, identity, status == "resume", memory))
 
 

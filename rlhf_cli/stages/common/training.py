@@ -25,7 +25,6 @@ from rlhf_cli.stages.common import lifecycle, model_loading, reading
 TOKENIZER_DATA_KEY = "model.new.tokenizer.train"
 SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
 IGNORE_INDEX = -100  # label of a token that is not trained
-SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
 PAIR_SIDES = ("chosen_ids", "rejected_ids")
 TOKEN_COLUMNS = ("input_ids", *PAIR_SIDES)
 

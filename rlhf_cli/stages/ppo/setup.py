@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlhf_cli import config as configs
-from rlhf_cli import data, distributed, runs, system, terminal
+from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, check_num_shared_layers
+from rlhf_cli.config.stages import adapter_kind
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location, collect_errors, shown
 from rlhf_cli.files import files_sha256, json_sha256
@@ -21,13 +20,12 @@ from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, save,
 from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.ppo.vllm_engine import VLLMEngine, VLLMServer
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common import lifecycle, model_loading, reading, scoring
+from rlhf_cli.stages.common import lifecycle, machine, model_loading, reading, scoring
 from rlhf_cli.stages.ppo import shared_models
 
 PROBE_ROWS, PROBE_TOKENS = 16, 32  # prompts and response tokens by which each sync of a rollout server is checked
@@ -56,7 +54,7 @@ def load_components(
 
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
-    settings, sft = fits.settings_for_this_machine(config.ppo), parents["models.sft"]
+    settings, sft = machine.settings_for_this_machine(config.ppo), parents["models.sft"]
     check_hub_push(config, sft)
     model_loading.check_same_tokenization(config, options, parents)
     reward_fns = shared_models.build_reward_fns(config, options, parents)
@@ -103,7 +101,7 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
-    if fits.compiles(config, policy):
+    if machine.compiles(config, policy):
         terminal.say("ppo      layers and log-probs are compiled in the first update: up to a minute")
         if isinstance(engine, HFEngine):
             engine.compiles = True
@@ -189,7 +187,7 @@ def _load_sft_model(
     config: PPOConfig, options: Options, sft: Parent, tokenizer: Any, loading: ProcessGroup
 ) -> tuple[Any, Any]:
     """Return the model to train and the reference: two copies, or with adapters one base for both."""
-    settings, kind = fits.settings_for_this_machine(config.ppo), fits.adapter_kind(config)
+    settings, kind = machine.settings_for_this_machine(config.ppo), adapter_kind(config)
     bf16 = bool(settings.bf16)
     start = model_loading.load_model(
         load.load_causal_lm, config, options, sft, tokenizer, loading, bf16_matrices=bf16 and kind == "lora"
@@ -210,18 +208,17 @@ def set_rollout_rows(config: PPOConfig, parents: Mapping[str, Parent], component
     By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
     """
     engine, world_size = components.trainer.engine, components.trainer.process_group.world_size
-    target = Target.of(None, world_size, sharing=distributed.local_world_size())
-    if config.ppo.local_rollout_forward_batch_size or not target.gpu or config.models.server:
+    if config.ppo.local_rollout_forward_batch_size or config.models.server:
+        return
+    longest = max(len(each.ids) for each in components.prompts)
+    episodes = -(-config.ppo.episodes_per_update // world_size)
+    fitting = fits.rollout_rows(config, parents, longest, episodes)
+    if fitting is None:
         return
     assert isinstance(engine, HFEngine)
-    target, longest = (
-        replace(target, memory=devices.available_bytes()),
-        max(len(each.ids) for each in components.prompts),
-    )
-    episodes = -(-config.ppo.episodes_per_update // world_size)
-    engine.batch_size = fits.rollout_rows(config, parents, longest, episodes, target)
-    rows, size = engine.batch_size or episodes, system.format_bytes(target.memory)
-    terminal.say(f"ppo      {rows} of {episodes} responses are generated at a time: what fits in {size}")
+    engine.batch_size = fitting.rows
+    size = system.format_bytes(fitting.available)
+    terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
@@ -250,17 +247,6 @@ def load_run_config(folder: Path) -> PPOConfig:
     return config
 
 
-def scale_to_world_size(config: PPOConfig, world_size: int) -> PPOConfig:
-    """Multiply the batch sizes by the number of processes. Raises RLHFError C06 if they conflict with other keys."""
-    if world_size == 1:
-        return config
-    try:
-        return config.model_copy(update={"ppo": config.ppo.across(world_size)})
-    except ValidationError as error:
-        text = f"in {world_size} processes: {error.errors()[0]['msg']}"
-        raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
-
-
 def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: int) -> StopTokenId:
     """Return the ids that end a response. Raises RLHFError C06 if one exceeds the vocabulary."""
     settings = config.ppo
@@ -271,15 +257,6 @@ def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: in
             text, hint = f"ppo.stop_token_id {stop} is not a token of the model", "see the tokenizer's eos_token_id"
             raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint=hint)
     return settings.stop_token_id
-
-
-def check_num_shared_layers(config: PPOConfig, model_config: Any) -> None:
-    """Raise RLHFError C06 if ppo.num_shared_layers leaves no layer to train."""
-    count, layers = config.ppo.num_shared_layers or 0, model_config.get_text_config().num_hidden_layers
-    if count >= layers:
-        text = f"ppo.num_shared_layers {count} of {layers} layers leaves none to train"
-        hint = f"set it to {layers - 1} at most" if layers > 1 else "remove it"
-        raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)
 
 
 def check_hub_push(config: PPOConfig, sft: Parent | None) -> None:
