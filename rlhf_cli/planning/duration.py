@@ -254,7 +254,8 @@ def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
         if share >= devices.MIN_CPU_SHARE:
             break
     *seconds_of_calls, shares = zip(*rounds, strict=True)
-    return *map(min, seconds_of_calls), max(shares)
+    best = [min(seconds) for seconds in seconds_of_calls]
+    return *best, max(shares)
 
 
 def _min_seconds(call: Callable[[], Any]) -> float:
@@ -270,7 +271,9 @@ def _min_seconds(call: Callable[[], Any]) -> float:
 
 def measure_flops(rows: int, hidden: int) -> tuple[float, float]:
     """Return FLOP/s of the product (rows, hidden) x (hidden, 4 hidden) in float32, and the CPU share it had."""
-    left = torch.zeros(min(rows, MAX_PRODUCT_ROWS), hidden, device=devices.device())
-    right = torch.zeros(hidden, 4 * hidden, device=devices.device())
+    rows, width = min(rows, MAX_PRODUCT_ROWS), 4 * hidden
+    left = torch.zeros(rows, hidden, device=devices.device())
+    right = torch.zeros(hidden, width, device=devices.device())
     seconds, share = fastest(lambda: left @ right)
-    return 2 * left.numel() * right.shape[1] / seconds, share
+    operations = 2 * rows * hidden * width
+    return operations / seconds, share

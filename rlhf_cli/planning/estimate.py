@@ -332,11 +332,15 @@ def added_weights(model: ModelSize) -> int:
 
 
 def _evaluation_phases(config: EvalConfig, models: Models, inputs: StageInputs) -> list[Phase]:
-    policies = [model for model in models.values() if not model.scorer]
-    judges = [model for model in models.values() if model.scorer]
-    weights = sum(map(added_weights, models.values()))
-    rows = config.eval.per_device_batch_size
-    return memory.evaluation_phases(policies, judges, weights, rows, inputs.sampled, inputs.data.lengths)
+    weights = sum(added_weights(model) for model in models.values())
+    return memory.evaluation_phases(
+        policies=[model for model in models.values() if not model.scorer],
+        judges=[model for model in models.values() if model.scorer],
+        weights=weights,
+        rows=config.eval.per_device_batch_size,
+        total=inputs.sampled,
+        lengths=inputs.data.lengths,
+    )
 
 
 # What is in memory through a stage

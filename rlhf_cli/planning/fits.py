@@ -74,12 +74,15 @@ def _fixed_memory(config: Config, parents: Mapping[str, Parent], target: Target)
 
 def _bodies(config: Config, parents: Mapping[str, Parent]) -> tuple[dict[str, Any], set[str]]:
     """Return the configs of the existing models by key, and the keys of those that are adapters of models.sft."""
-    keys = {use.key for use in models_in_memory(config)} & parents.keys()
-    bodies = {key: load.read_config(parents[key].model) for key in keys}
+    needed = {use.key for use in models_in_memory(config)}
+    models = {key: parent for key, parent in parents.items() if key in needed}
+    bodies = {key: load.read_config(parent.model) for key, parent in models.items()}
+
     sft = parents.get("models.sft")
     if sft is None:
         return bodies, set()
-    return bodies, {key for key in keys if runs.is_adapter_of(parents[key], sft)}
+    adapters = {key for key, parent in models.items() if runs.is_adapter_of(parent, sft)}
+    return bodies, adapters
 
 
 def _kinds(fixed: FixedMemory) -> str:

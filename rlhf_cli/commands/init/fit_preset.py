@@ -55,22 +55,27 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
 def _planner(
     body: Any, target: Target, prompt: int, files: Mapping[str, Path], configs: Mapping[str, Any]
 ) -> MemoryPlanner:
-    settings = {stage: getattr(each, stage) for stage, each in configs.items()}
-    lengths, first = {}, {}
-    for stage, each in settings.items():
-        if stage in ("ppo", "eval"):
-            lengths[stage] = Lengths(prompt, settings["ppo"].max_response_length)
-        else:
-            lengths[stage] = Lengths(1, each.max_length - 1)
-        if stage == "eval":
-            first[stage] = Batch(each.per_device_batch_size, each.n)
-        else:
-            rows = each.per_device_train_batch_size
-            rollout = each.local_rollout_forward_batch_size if stage == "ppo" else None
-            first[stage] = Batch(rows, rows * each.gradient_accumulation_steps, rollout)
+    generated = Lengths(prompt, configs["ppo"].ppo.max_response_length)
+    lengths = {}
+    for stage, each in configs.items():
+        is_trl = stage not in ("ppo", "eval")
+        lengths[stage] = Lengths(1, getattr(each, stage).max_length - 1) if is_trl else generated
     return MemoryPlanner(
-        body, target, first, lengths, lambda stage, overrides: config.load(stage, files[stage], overrides)
+        body,
+        target,
+        first={stage: _first_batch(stage, getattr(each, stage)) for stage, each in configs.items()},
+        lengths=lengths,
+        make=lambda stage, overrides: config.load(stage, files[stage], overrides),
     )
+
+
+def _first_batch(stage: str, settings: Any) -> Batch:
+    """Return the rows that a preset has."""
+    if stage == "eval":
+        return Batch(settings.per_device_batch_size, settings.n)
+    rows = settings.per_device_train_batch_size
+    rollout = settings.local_rollout_forward_batch_size if stage == "ppo" else None
+    return Batch(rows, rows * settings.gradient_accumulation_steps, rollout)
 
 
 def _values(stage: str, planner: MemoryPlanner, chosen: Placement, own: Any, *, has_adapters: bool) -> dict[str, Any]:

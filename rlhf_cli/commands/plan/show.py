@@ -26,25 +26,34 @@ def show(plan: dict[str, Any], target: Target) -> None:
 def _show_phases(plan: dict[str, Any], target: Target) -> None:
     """Print the table of memory by phase and kind."""
     phases = plan["phases"]
-    columns = [f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"] for phase in phases]
-    kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
-    rows = []
-    for kind in kinds:
-        sizes = [system.format_bytes(phase["bytes"].get(kind, 0)) for phase in phases]
-        rows.append([kind, *sizes])
-    rows.append(["total", *(system.format_bytes(phase["total"]) for phase in phases)])
-    terminal.table(["", *columns], rows, title=_title(plan, target))
+    columns = [""]
+    for phase in phases:
+        rows = f", {phase['rows']} rows" if phase["rows"] else ""
+        columns.append(phase["name"] + rows)
+
+    table = []
+    for kind in KINDS:
+        sizes = [phase["bytes"].get(kind, 0) for phase in phases]
+        if any(sizes):
+            table.append([kind, *map(system.format_bytes, sizes)])
+    totals = [phase["total"] for phase in phases]
+    table.append(["total", *map(system.format_bytes, totals)])
+    terminal.table(columns, table, title=_title(plan, target))
 
 
 def _title(plan: dict[str, Any], target: Target) -> str:
-    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
+    models = [f"{name} {count:,}" for name, count in plan["parameters"].items()]
     prompt, response = plan["prompt_tokens"], plan["response_tokens"]
     lengths = f"rows of {prompt + response} tokens"
     if _generates(plan):
         lengths = f"prompts of {prompt} tokens, responses of {response}"
-    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
-    processes = f"; each of {target.processes} processes" if target.processes > 1 else ""
-    return f"{plan['stage']}: {models} parameters; {lengths}{mode}{processes}"
+
+    title = f"{plan['stage']}: {', '.join(models)} parameters; {lengths}"
+    if plan["mode"] != "full":
+        title += f"; mode {plan['mode']}"
+    if target.processes > 1:
+        title += f"; each of {target.processes} processes"
+    return title
 
 
 def _show_memory(plan: dict[str, Any], target: Target) -> None:
@@ -53,28 +62,38 @@ def _show_memory(plan: dict[str, Any], target: Target) -> None:
     for key, name in (("libraries", "libraries"), ("holes", "what malloc keeps")):
         if plan[key]:
             needed += f", {name} {size(plan[key])}"
-    terminal.out(f"memory   {needed}; {target.name} has {size(target.memory)}: {VERDICTS[plan['fits']]}")
+    room, verdict = size(target.memory), VERDICTS[plan["fits"]]
+    terminal.out(f"memory   {needed}; {target.name} has {room}: {verdict}")
 
     for each in plan["advice"]:
-        terminal.out(f"{INDENT}{size(each['memory_bytes'])}, {VERDICTS[each['fits']]}, with {each['set']}")
+        needed, verdict = size(each["memory_bytes"]), VERDICTS[each["fits"]]
+        terminal.out(f"{INDENT}{needed}, {verdict}, with {each['set']}")
     if any("models.adapters" in each["set"] for each in plan["advice"]):
         terminal.out(f"{INDENT}adapters in PPO share one base if reward.yaml has model.adapters, too")
 
 
 def _show_time(plan: dict[str, Any]) -> None:
     """Print the time of a step by phase, and of the stage."""
-    seconds = plan["step_seconds"]
-    step = terminal.duration(sum(seconds.values()))
-    parts = " + ".join(f"{name} {terminal.duration(each)}" for name, each in seconds.items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {parts if len(seconds) > 1 else step}")
+    step = terminal.duration(sum(plan["step_seconds"].values()))
+    parts = _by_phase(plan["step_seconds"])
+    what = STEP[plan["stage"]]
+    terminal.out(f"time     {what}: {' + '.join(parts) if len(parts) > 1 else step}")
 
-    steps = plan["steps"] if plan["steps_are"] == "exact" else f"{plan['steps_are']} {plan['steps']}"
-    once = "".join(f" + {name} {terminal.duration(each)}" for name, each in plan["once_seconds"].items())
-    total = f"{BOUNDS[plan['run']]} {terminal.duration(plan['seconds'])}{_assumptions(plan)}"
-    terminal.out(f"{INDENT}{steps} x {step}{once}: {total}")
-    if plan["share"] < devices.MIN_CPU_SHARE:
-        idle = terminal.duration(plan["seconds"] * plan["share"])
-        terminal.out(f"{INDENT}other processes leave {plan['share']:.0%} of the processor now; alone about {idle}")
+    steps = str(plan["steps"])
+    if plan["steps_are"] != "exact":
+        steps = f"{plan['steps_are']} {steps}"
+    sums = " + ".join([f"{steps} x {step}", *_by_phase(plan["once_seconds"])])
+    bound, total = BOUNDS[plan["run"]], terminal.duration(plan["seconds"])
+    terminal.out(f"{INDENT}{sums}: {bound} {total}{_assumptions(plan)}")
+
+    share = plan["share"]
+    if share < devices.MIN_CPU_SHARE:
+        alone = terminal.duration(plan["seconds"] * share)
+        terminal.out(f"{INDENT}other processes leave {share:.0%} of the processor now; alone about {alone}")
+
+
+def _by_phase(seconds: dict[str, float]) -> list[str]:
+    return [f"{name} {terminal.duration(each)}" for name, each in seconds.items()]
 
 
 def _generates(plan: dict[str, Any]) -> bool:
@@ -105,9 +124,12 @@ def _rows(plan: dict[str, Any]) -> str:
 
 def show_total(total: dict[str, Any]) -> None:
     """Print the total of a run's stages."""
+    bound, time = BOUNDS[total["run"]], terminal.duration(total["seconds"])
     size, verdict = system.format_bytes(total["memory_bytes"]), VERDICTS[total["fits"]]
-    time = f"{BOUNDS[total['run']]} {terminal.duration(total['seconds'])} for {total['starts']} stages"
-    terminal.out(f"in all   {time}; at most {size} of memory, in {total['fullest']}: {verdict}")
-    loads = total["load_seconds"]
-    loading = f" (some {terminal.duration(loads)} here, longer with TRL)" if loads else ""
+    memory = f"at most {size} of memory, in {total['fullest']}: {verdict}"
+    terminal.out(f"in all   {bound} {time} for {total['starts']} stages; {memory}")
+
+    loading = ""
+    if total["load_seconds"]:
+        loading = f" (some {terminal.duration(total['load_seconds'])} here, longer with TRL)"
     terminal.out(f"{INDENT}on top: {total['starts']} starts{loading}, evaluations, report card and states")
