@@ -132,11 +132,14 @@ def _measure(
 
 def _measured_rows(stage: Estimate, computing: list[Phase], last: Phase, *, shallow: bool) -> Measured:
     mean = stage.data.lengths.average
-    rollout = next((phase for phase in computing if phase.name == "rollout"), None)
     rows = last.rows * (2 if stage.policy.scorer else 1)
     if shallow:
         rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
-    return Measured(rows, mean, mean.response if rollout else 0, rollout.rows if rollout else 1)
+
+    for phase in computing:
+        if phase.name == "rollout":
+            return Measured(rows, mean, new_tokens=mean.response, generated=phase.rows)
+    return Measured(rows, mean, new_tokens=0, generated=1)
 
 
 def _optimizer_steps(stage: Estimate) -> int:

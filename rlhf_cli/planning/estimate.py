@@ -188,9 +188,11 @@ def _measuring_phases(config: TRLConfig, model: ModelSize, data: DataSize, steps
     if data.evaluated:
         phases.append(_reading_phase(config, model, data, steps, processes))
     if isinstance(config, RewardConfig) and config.reward.normalize == "sft":
-        cache = {"weights": model.weights, "cache": model.cache * SAMPLING_BATCH_SIZE * data.answers.row}
-        flops = model.generation_flops(math.ceil(config.reward.normalize_samples / processes), data.answers)
-        phases.append(Phase("normalize", SAMPLING_BATCH_SIZE, memory.peak(cache, {}), flops, once=True))
+        rows = SAMPLING_BATCH_SIZE
+        samples = math.ceil(config.reward.normalize_samples / processes)
+        sampling = memory.peak({"weights": model.weights}, {"cache": model.cache * rows * data.answers.row})
+        flops = model.generation_flops(samples, data.answers)
+        phases.append(Phase("normalize", rows, sampling, flops, once=True))
     return phases
 
 
@@ -228,16 +230,17 @@ def _best_of_models(config: SFTConfig, inputs: StageInputs, target: Target) -> M
 
 def _best_of_phases(settings: BestOf, frozen: Models, inputs: StageInputs, target: Target) -> list[Phase]:
     """Return what SFT with best_of does first: n answers to each prompt are sampled and scored, some at a time."""
-    policy, reward, data = frozen["policy"], frozen["reward"], inputs.data
-    weights = policy.weights + (reward.gradients if reward.adapters else reward.weights)
-    total = -(-settings.n * (data.rows + data.evaluated) // target.processes)
+    policy, reward = frozen["policy"], frozen["reward"]
+    data, lengths = inputs.data, inputs.data.lengths
+    answers = settings.n * (data.rows + data.evaluated)
+    total = math.ceil(answers / target.processes)
     rows = max(1, min(settings.per_device_batch_size, total))
 
-    rollout = memory.rollout_phase(policy, {"weights": weights}, rows, total, data.lengths)
-    scoring = {"weights": weights, "activations": reward.reading(rows, data.lengths.row)}
-    flops = reward.forward_flops(total, data.lengths.average.row)
-    judging = Phase("judge", rows, memory.peak(scoring, {}), flops, once=True)
-    return [replace(rollout, once=True), judging]
+    fixed = {"weights": policy.weights + added_weights(reward)}
+    rollout = memory.rollout_phase(policy, fixed, rows, total, lengths)
+    scoring = memory.peak(fixed, {"activations": reward.reading(rows, lengths.row)})
+    flops = reward.forward_flops(total, lengths.average.row)
+    return [replace(rollout, once=True), Phase("judge", rows, scoring, flops, once=True)]
 
 
 # PPO
@@ -298,9 +301,11 @@ def ppo_memory(
 def _sharing(config: PPOConfig, keys: Mapping[str, str], adapters: Collection[str]) -> set[str]:
     """Return the names of value and reward models that add only their adapters to other weights."""
     paths = {reference.key: reference.path for reference in references(config)}
+    folders = {name: paths[key] for name, key in keys.items()}
     sharing = {name for name, key in keys.items() if key in adapters}
-    of_rewards = {paths[key] for name, key in keys.items() if name != "value"}
-    if "value" in keys and paths[keys["value"]] in of_rewards:
+
+    value = folders.pop("value", None)
+    if value in folders.values():
         sharing.add("value")  # its adapters use the reward model's weights
     return sharing
 

@@ -62,8 +62,8 @@ def peak(fixed: Bytes, *moments: Bytes) -> dict[str, int]:
 
 def training_moments(model: ModelSize, rows: int, length: int, logits: float = 0) -> list[Bytes]:
     """Return the possible peaks of a forward and backward pass: with the logits, or in a layer's backward pass."""
-    kept, working = model.training(rows, length)
-    return [{"activations": kept, "logits": logits}, {"activations": kept + working}]
+    kept, most = model.training(rows, length)
+    return [{"activations": kept, "logits": logits}, {"activations": most}]
 
 
 def rollout_phase(policy: ModelSize, fixed: Bytes, rows: int, total: int, lengths: Lengths) -> Phase:
@@ -102,7 +102,7 @@ def overhead_bytes(stage: str, tensors: int, *, steps: int, gpu: bool, process: 
 def trl_step(stage: str, model: ModelSize, settings: Any, lengths: Lengths, fixed: Bytes, *, gpu: bool) -> Phase:
     """Return the phase of an optimizer step of SFT, the reward model or DPO.
 
-    `fixed` has the gradients, too, which are there in the forward pass only if a step has several micro-batches. TRL's
+    `fixed` includes the gradients, which a forward pass has beside it only after an earlier micro-batch. TRL's
     loss makes no logits on a GPU. The two sides of a pair form one batch, which DPO's reference reads, too.
     """
     has_head = stage != "reward"
@@ -303,7 +303,7 @@ class PPOMemory:
         casts = sum(model.kept(width).copies for model in self.learning)
         reading = states + casts + policy.reading(self.rows, width)
         if policy.compiled:  # it runs the update's function, which keeps what a backward pass needs
-            reading = states + sum(policy.training(self.rows, width))
+            reading = states + policy.training(self.rows, width)[1]
         copies = JUDGE_COPIES + (FULL_KL_COPIES if settings.kl_estimator == "full" else 0)
         fixed = self.fixed("judge", "reference")
         comparing = peak(fixed, {"activations": reading}, {"activations": states, "logits": copies * self.logits})
@@ -330,8 +330,8 @@ class PPOMemory:
             moments += training_moments(self.value, self.rows, width)
         if self.rows >= settings.episodes_per_update // settings.num_mini_batches:  # no earlier micro-batch
             before = self.value.gradients if self.value else 0  # the value model is trained first
-            _, last_layer = policy.training(self.rows, width)
-            moments = [*({**moment, "gradients": before} for moment in moments), {"activations": last_layer}]
+            kept, most = policy.training(self.rows, width)
+            moments = [*({**moment, "gradients": before} for moment in moments), {"activations": most - kept}]
         if settings.optim == "adamw_torch" and self.gpu:
             moments.append({"activations": policy.gradients})  # torch's AdamW computes on all weights together
 

@@ -340,13 +340,15 @@ class ModelSize:
         return READING * rows * self.kept(length).layer
 
     def training(self, rows: int, length: int) -> tuple[float, float]:
-        """Return the bytes that a forward pass keeps, and the working memory of its backward pass."""
+        """Return the bytes that a forward pass keeps, and those at the peak of the two passes, without logits."""
         kept = self.kept(length)
         layer = rows * kept.layer
         if self.checkpointing:  # a layer is computed again, and kept, in its backward pass
-            return rows * kept.inputs + kept.copies, (1 + BACKWARD) * layer
+            inputs = rows * kept.inputs
+            return inputs, inputs + max((1 + BACKWARD) * layer, kept.copies + READING * layer)
         unfrozen = 1 - self.shared_layers / self.shape.layers  # a frozen layer keeps nothing
-        return unfrozen * rows * kept.row + kept.copies, BACKWARD * layer
+        stored = unfrozen * rows * kept.row + kept.copies
+        return stored, stored + BACKWARD * layer
 
     @property
     def cache(self) -> int:
@@ -366,14 +368,18 @@ class ModelSize:
     def training_flops(self, rows: float, length: int, answers: float = 0) -> float:
         """Return the operations of a forward and backward pass; checkpointed layers run their forward pass again."""
         shape = self.shape
-        forward = self.forward_flops(rows, length, answers)
-        frozen_layers = self.shared_layers * shape.matrix_numbers / shape.layers
-        learnt = self.adapter_numbers if self.adapters else shape.matrix_numbers - frozen_layers
-        attention = 10 * shape.layers * shape.heads_width * length**2
+        frozen = self.shared_layers * shape.matrix_numbers / shape.layers
+        learnt = self.adapter_numbers if self.adapters else shape.matrix_numbers - frozen
+
         matrices = 2 * (shape.matrix_numbers + self.adapter_numbers + learnt) * length
-        head = (2 if self.adapters else 4) * shape.vocabulary * shape.hidden * answers
-        again = RECOMPUTED * self.forward_flops(rows, length) if self.checkpointing else 0
-        return forward + rows * (matrices + attention) + head + again
+        attention = 10 * shape.layers * shape.heads_width * length**2
+        head = (2 if self.adapters else 4) * shape.vocabulary * shape.hidden
+        backward = rows * (matrices + attention) + head * answers
+
+        forward = self.forward_flops(rows, length, answers)
+        if self.checkpointing:
+            forward += RECOMPUTED * self.forward_flops(rows, length)
+        return forward + backward
 
     def generation_flops(self, rows: float, lengths: Lengths) -> float:
         """Return the operations of writing a response to each prompt with a cache."""

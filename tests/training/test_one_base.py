@@ -143,7 +143,7 @@ def test_four_models_take_little_more_memory_than_one(wide: Path, monkeypatch: p
     assert plan["mode"] == "lora"
     assert abs(memory["judge"]["weights"] - all_four) <= 2 * heads + buffers
     trained = sum(p.numel() for m in (models["policy"], models["value"]) for p in m.parameters() if p.requires_grad)
-    assert memory["update"]["gradients"] == 4 * trained
+    assert memory["update"]["optimizer"] == 8 * trained
 
 
 # The files of the stage

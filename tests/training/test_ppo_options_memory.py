@@ -48,7 +48,7 @@ def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypa
     metrics = run_folder / "ppo/metrics.jsonl"
     expected, identity = untimed(metrics), (run_folder / "ppo/identity.json").read_bytes()
     gaps = [row.pop(name) for row in expected for name in ("rollout/logprob_gap", "rollout/logprob_gap_p99")]
-    target = Target(True, 0, "a GPU")
+    target = Target(True, 2**40, "a GPU")
     monkeypatch.setattr(fits, "_target", lambda: target)
     gib, few = next((gib, count) for gib, count in zip(sizes, rows, strict=True) if count < 8)
     monkeypatch.setattr(devices, "available_bytes", lambda: round(gib * 2**30))

@@ -113,7 +113,7 @@ def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
 
 
 def _train_base(folder: Path) -> None:
-    """Train the base model of a preset, in a run of its own. Exits with its code if that fails."""
+    """Train the base model of a preset, in a separate run. Exits with its code if that fails."""
     terminal.say(f"init     {shown(folder)}: training its base model, once")
     result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
     if result.returncode:
