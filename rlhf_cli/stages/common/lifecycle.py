@@ -55,7 +55,7 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
-    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `hardware.check`.
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `machine.check`.
     """
     system.remove_accelerate_variables()
     with open_process_group() as process_group:
