@@ -86,9 +86,9 @@ chat_pairs = one_of(",".join(order) for order in permutations(reversed(layout.CO
 
 def presets(incomplete: str) -> list[str]:
     """Return the presets of `rlhf init`."""
-    from rlhf_cli.commands import init
+    from rlhf_cli.commands.init import presets
 
-    return list(init.PRESETS)
+    return list(presets.PRESETS)
 
 
 def steps(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -39,7 +39,7 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Create a run folder from a preset, or from your preference pairs."""
-    from rlhf_cli.commands import init as presets
+    from rlhf_cli.commands.init import presets
 
     for_preferences = {
         "data": data, "base": base, "column": column, "plain": plain, "balance-length": balance_length,

@@ -46,7 +46,7 @@ def plan(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands import plan
+        from rlhf_cli.commands.plan import run as plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = overrides_of(set_, assignments)

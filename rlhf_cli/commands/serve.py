@@ -13,11 +13,10 @@ from rlhf_cli import config, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, shell_path, shell_word
 from rlhf_cli.models import load
-from rlhf_cli.planning import fits
 from rlhf_cli.runs.integrity import verify_parents
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, Parent
-from rlhf_cli.stages.common import model_loading, reading
+from rlhf_cli.stages.common import machine, model_loading, reading
 from rlhf_cli.stages.ppo import rollout_engine
 
 NAMES = {"ppo": "policy", "sft": "sft", "dpo": "dpo", "reward": "reward"}  # of the models in requests
@@ -109,7 +108,7 @@ def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     keys = sorted(ppo.sources().keys() - {"data.ptx_data"})
     length = response + max(reading.read_prompts(ppo, key, tokenizer, body, response).longest for key in keys)
 
-    dtype = "bfloat16" if fits.settings_for_this_machine(ppo.ppo).bf16 else "float32"
+    dtype = "bfloat16" if machine.settings_for_this_machine(ppo.ppo).bf16 else "float32"
     line = f"{VARIABLES} vllm serve {place} --served-model-name sft --dtype {dtype} --max-model-len {length}"
     line += f" {ROLLOUTS} {max(length, 8192)}"  # at least a whole sequence
     if ppo.models.server_sync == "lora" and ppo.models.adapters:

@@ -7,12 +7,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from rlhf_cli.config.base import ModelPath, Name
 from rlhf_cli.config.machinery.fields import PathField
 from rlhf_cli.config.machinery.section import Section, invalid
 from rlhf_cli.config.sections import LoRA, PPOData, Range, TrainingConfig
+from rlhf_cli.errors import RLHFError
 
 # Reward sources and models: `rewards` and `models`
 
@@ -537,6 +538,11 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             text = f"with advantage {self.advantage}, whiten_rewards would reward or penalize the length of a response"
             raise invalid(text, "remove it", "whiten_rewards")
 
+    def usable(self, *, gpu: bool, processes: int, bf16: bool) -> Self:
+        """Return the settings without what a machine does not support; bf16 is set."""
+        supported = {"offload": self.offload and gpu, "fsdp": self.fsdp if processes > 1 else False}
+        return self.model_copy(update={"bf16": bf16, **supported})
+
     def across(self, processes: int) -> Self:
         """Return the settings of the global batch over `processes` processes.
 
@@ -696,3 +702,24 @@ class PPOConfig(TrainingConfig):
     def held_out(self) -> list[str]:
         """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
+
+
+def scale_to_world_size(config: PPOConfig, world_size: int) -> PPOConfig:
+    """Multiply the batch sizes by the number of processes. Raises RLHFError C06 if they conflict with other keys."""
+    if world_size == 1:
+        return config
+    try:
+        return config.model_copy(update={"ppo": config.ppo.across(world_size)})
+    except ValidationError as error:
+        text = f"in {world_size} processes: {error.errors()[0]['msg']}"
+        raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
+
+
+def check_num_shared_layers(config: PPOConfig, model_config: Any) -> None:
+    """Raise RLHFError C06 if ppo.num_shared_layers leaves no layer to train."""
+    count = config.ppo.num_shared_layers or 0
+    layers = model_config.get_text_config().num_hidden_layers
+    if count >= layers:
+        text = f"ppo.num_shared_layers {count} of {layers} layers leaves none to train"
+        hint = f"set it to {layers - 1} at most" if layers > 1 else "remove it"
+        raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from rlhf_cli.config.sections import PairConfig, TrainerSettings
 
+SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
+
 
 class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""

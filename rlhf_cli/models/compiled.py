@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stages import adapter_kind
 from rlhf_cli.errors import short_reason
 from rlhf_cli.models.sharding import decoder_layers
 
 BACKEND = "inductor"
+MIN_PARAMETERS = 100_000_000  # of `models.compile: auto`: smaller models save less time than compiling takes
 RECOMPILE_LIMIT = 64  # graphs of one function, by the layers' dtypes and which gradients are needed; torch allows 8
 
 
@@ -27,6 +30,13 @@ def is_supported(device: torch.device) -> bool:
     On a CPU the passes take 1.2 to 1.3 times less time, after 20 to 60 s of compilation.
     """
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def is_wanted(config: PPOConfig, parameters: int) -> bool:
+    """Return True if `models.compile` asks for it. `auto`: not with shards, a 4-bit base or a small model."""
+    if config.models.compile != "auto":
+        return config.models.compile
+    return not config.ppo.fsdp and adapter_kind(config) != "qlora" and parameters >= MIN_PARAMETERS
 
 
 def compiler_problem(device: torch.device) -> str | None:

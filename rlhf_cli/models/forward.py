@@ -90,9 +90,14 @@ def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     return lm_head_logits(model, response_hidden_states(model, micro))
 
 
+def logit_chunk_size(vocabulary: int) -> int:
+    """Return the number of tokens whose logits are computed together."""
+    return max(MIN_CHUNK_TOKENS, MAX_LOGITS // vocabulary)
+
+
 def logit_chunks(model: Any, num_tokens: int) -> list[slice]:
     """Return slices of tokens whose logits (tokens, V) are computed together: all, unless they are very many."""
-    size = max(MIN_CHUNK_TOKENS, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    size = logit_chunk_size(model.config.get_text_config().vocab_size)
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 

@@ -3,16 +3,18 @@
 All functions raise RLHFError: M01 (no readable index), S03 (files outside), and what they say.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rlhf_cli.errors import RLHFError, first_names, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.runs.layout import ADAPTER_CONFIG
 from rlhf_cli.runs.model_files import is_model_file, read_adapter
+from rlhf_cli.runs.parents import Parent
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -20,6 +22,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DISTRIBUTED_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 # Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+HEADS = ("lm_head.", "score.")  # prefixes of parameters; a reward model has no lm_head
 FLOAT_FORMATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -110,3 +113,21 @@ def require_float_formats(folder: Path, model: Any) -> None:
         found = f"{' and '.join(sorted(set(formats.values())))} in {first_names(sorted(formats))}"
         text = f"{shown(folder)} holds weights that are not floating-point numbers of 16 to 64 bits: {found}"
         raise RLHFError("M15", text, hint="name the same model in BF16, F16 or F32")
+
+
+def count_parameters(parent: Parent, *, heads: bool = False) -> int:
+    """Return the number of parameters in the headers of a model's safetensors files; of an adapter, its base's."""
+    if parent.base:
+        return count_parameters(parent.base, heads=heads)
+    uncounted = () if heads else HEADS
+    return sum(_count_in_file(path, uncounted) for path in weight_files(parent.model))
+
+
+def _count_in_file(path: Path, uncounted: tuple[str, ...]) -> int:
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if not name.startswith(uncounted)]  # noqa: SIM118
+            counted = [name for name in names if not name.endswith(BUFFERS)]
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in counted)
+    except (OSError, SafetensorError):
+        return 0  # corrupt: loading it reports the error

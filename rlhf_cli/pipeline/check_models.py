@@ -11,7 +11,7 @@ from rlhf_cli import data, runs
 from rlhf_cli.config import stages
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
@@ -19,7 +19,6 @@ from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.models import build, load, lora, row_trial, tokenizers
 from rlhf_cli.pipeline.check_report import CheckReport, StageCheck
-from rlhf_cli.planning import fits
 from rlhf_cli.ppo.rollout import uses_cache
 from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
@@ -27,6 +26,7 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
 from rlhf_cli.stages.common import (
     batch_sizes,
+    machine,
     model_loading,
     reading,
     scoring,
@@ -71,7 +71,7 @@ class StageValidator:
         """Check one stage."""
         checks = {"ppo": self._check_ppo, "eval": self._check_eval}
         if not stage.finished:  # a finished stage needs no memory or disk space
-            self.report.attempt(fits.check, stage.config, stage.parents, runs_here=self.runs_here)
+            self.report.attempt(machine.check, stage.config, stage.parents, runs_here=self.runs_here)
         checks.get(stage.config.stage, self._check_training)(stage)
         if self.deep:
             self._load_models(stage)
@@ -158,7 +158,7 @@ class StageValidator:
             self.report.attempt(reward_card.check_required, config, stage.parents)
         with self.report.collecting():
             if model_config is not None:
-                setup.check_num_shared_layers(config, model_config)
+                check_num_shared_layers(config, model_config)
                 lora.check_adapters(config, model_config)
 
         scorers = self._check_reward_models(stage, tokenizer)

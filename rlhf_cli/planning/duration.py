@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.models import build, devices
+from rlhf_cli.config.sections import LoRA
+from rlhf_cli.models import build, devices, lora
 from rlhf_cli.models.batch import Prompts
-from rlhf_cli.planning import memory
+from rlhf_cli.planning import model_size
 from rlhf_cli.planning.estimate import Estimate
-from rlhf_cli.planning.phase_memory import Phase, StageModel
+from rlhf_cli.planning.memory import Phase
+from rlhf_cli.planning.model_size import Lengths, ModelSize
 from rlhf_cli.ppo.rollout import HFEngine
 
 MAX_MEASURED_S = 30.0  # by products, of a small model's step; more is left to the products
@@ -40,90 +43,6 @@ class Duration(NamedTuple):
     share: float  # of the processor, which the measurement had; 1 without a measurement
 
 
-def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
-    """Estimate the time by `flops` operations per second, or by measurements on this machine."""
-    computing = [phase for phase in stage.phases if phase.flops]
-    if flops:
-        return Duration({phase.name: phase.flops / flops for phase in computing}, False, 1)
-    largest = max(stage.parameters.values())
-    devices.set_num_threads(largest)
-    policy, seconds, shares = stage.policy, dict[str, float](), list[float]()
-    for phase in computing:
-        width = 1 if phase.name in ("rollout", "normalize") else stage.data.lengths.row
-        rate, share = measure_flops(phase.rows * width, policy.hidden)
-        seconds[phase.name] = phase.flops / rate
-        shares.append(share)
-    small = largest < devices.SMALL_MODEL_PARAMETERS and sum(seconds.values()) < MAX_MEASURED_S
-    if not stage.target.gpu and not policy.four_bits:
-        layers = (policy.layers,) if small else _shallow_layers(policy, stage.target.memory)
-        if layers:
-            return _measure(stage, computing, layers, seconds)
-    return Duration(seconds, False, min(shares))
-
-
-def _shallow_layers(policy: StageModel, available: int) -> tuple[int, ...]:
-    """Return the numbers of layers to measure of a model whose layers are alike; none if they take too much memory."""
-    config, kind = policy.model.config, cast("Any", type(policy.model.config))
-    if policy.layers <= SHALLOW_LAYERS[-1] or not memory.has_equal_layers(kind, config.to_json_string()):
-        return ()
-    rest = 1 - SHALLOW_LAYERS[-1] / policy.layers
-    parameters = policy.parameters - rest * memory.layer_bytes(policy.model) / policy.model.dtype.itemsize
-    return SHALLOW_LAYERS if TRAINING_BYTES * parameters < MAX_SHALLOW_SHARE * available else ()
-
-
-def _measure(
-    stage: Estimate, computing: list[Phase], layers: tuple[int, ...], products: Mapping[str, float]
-) -> Duration:
-    """Measure a pass of the stage's first model with `layers`; each phase takes as many of them as its FLOPs say.
-
-    `products`: seconds of the phases by matrix products, for normalize, which samples from another model.
-    """
-    policy, mean = stage.policy, stage.data.lengths.average
-    is_scorer = policy.model.get_output_embeddings() is None
-    rollout = next((phase for phase in computing if phase.name == "rollout"), None)
-    last = next(phase for phase in reversed(computing) if not phase.once)
-    rows = last.rows * (2 if is_scorer else 1)
-    new_tokens, generated = (mean.response, rollout.rows) if rollout else (0, 1)
-    if len(layers) > 1:
-        rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
-    sizes = rows, mean.prompt, mean.response, new_tokens, generated
-    measured = [measure_passes(_make_model(policy, n, is_scorer), *sizes, bf16=policy.bf16) for n in layers]
-    times = measured[0]
-    if len(layers) > 1:
-        steps = (policy.layers - layers[0]) / (layers[1] - layers[0])
-        extrapolated = (few + steps * max(0.0, more - few) for few, more in zip(*measured, strict=True))
-        times = PassTimes(*extrapolated)._replace(share=min(each.share for each in measured))
-    answers = 0 if is_scorer else rows * mean.response
-    passes = {
-        "rollout": (times.generate, policy.generation_flops(generated, mean)),
-        "judge": (forward := (times.forward, policy.forward_flops(rows, mean.row, answers))),
-        "evaluate": forward,
-    }
-    training = times.train, policy.training_flops(rows, mean.row, answers)
-    seconds = dict(products)
-    for phase in [each for each in computing if each.name != "normalize"]:
-        pass_seconds, pass_flops = passes.get(phase.name, training)
-        seconds[phase.name] = phase.flops / pass_flops * pass_seconds
-    config, steps = stage.config, int(stage.config.stage != "eval")  # of an update, for each trained model
-    if isinstance(config, PPOConfig):
-        steps = config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * (1 + ("value" in stage.models))
-    seconds[last.name] += times.step * steps
-    return Duration(seconds, True, times.share)
-
-
-def _make_model(policy: StageModel, layers: int, is_scorer: bool) -> Any:
-    """Return a stage's model with random weights and its first layers, frozen where it has adapters."""
-    make = build.reward_model_from_config if is_scorer else build.causal_lm_from_config
-    with torch.random.fork_rng():
-        model = make(memory.with_layers(policy.model.config, layers), device=torch.device("cpu"))
-    if policy.adapters:
-        memory.add_adapters(model, policy.adapters)
-    return model
-
-
-# Speed of this machine, by short measurements
-
-
 class PassTimes(NamedTuple):
     """Seconds of passes of a model, and the share of the processor that the measurement had."""
 
@@ -134,6 +53,158 @@ class PassTimes(NamedTuple):
     share: float
 
 
+class Measured(NamedTuple):
+    """Rows of the passes that are measured, for a stage on this CPU."""
+
+    rows: int
+    lengths: Lengths
+    new_tokens: int  # of a response that is generated; 0 without a rollout
+    generated: int  # responses at a time
+
+
+def estimate_duration(stage: Estimate, flops: float | None) -> Duration:
+    """Estimate the time by `flops` operations per second, or by measurements on this machine."""
+    computing = [phase for phase in stage.phases if phase.flops]
+    if flops:
+        return Duration({phase.name: phase.flops / flops for phase in computing}, run=False, share=1)
+
+    largest = max(stage.parameters.values())
+    devices.set_num_threads(largest)
+    products = _products(stage, computing)
+    if not stage.target.gpu and not stage.policy.four_bits:
+        is_small = largest < devices.SMALL_MODEL_PARAMETERS and sum(products.phases.values()) < MAX_MEASURED_S
+        layers = (stage.policy.shape.layers,) if is_small else _shallow_layers(stage.policy, stage.target.memory)
+        if layers:
+            return _measure(stage, computing, layers, products.phases)
+    return products
+
+
+def _products(stage: Estimate, computing: list[Phase]) -> Duration:
+    """Return the time of the matrix products alone, at the rate of this machine."""
+    seconds: dict[str, float] = {}
+    shares: list[float] = []
+    for phase in computing:
+        width = 1 if phase.name in ("rollout", "normalize") else stage.data.lengths.row
+        rate, share = measure_flops(phase.rows * width, stage.policy.shape.hidden)
+        seconds[phase.name] = phase.flops / rate
+        shares.append(share)
+    return Duration(seconds, run=False, share=min(shares))
+
+
+def _shallow_layers(policy: ModelSize, available: int) -> tuple[int, ...]:
+    """Return the numbers of layers to measure of a model whose layers are alike; none if they take too much memory."""
+    shape = policy.shape
+    kind = cast("Any", type(shape.config))
+    if shape.layers <= SHALLOW_LAYERS[-1] or not model_size.has_equal_layers(kind, shape.config.to_json_string()):
+        return ()
+    left_out = 1 - SHALLOW_LAYERS[-1] / shape.layers
+    parameters = shape.parameters - left_out * shape.decoder
+    return SHALLOW_LAYERS if TRAINING_BYTES * parameters < MAX_SHALLOW_SHARE * available else ()
+
+
+def _measure(
+    stage: Estimate, computing: list[Phase], layers: tuple[int, ...], products: Mapping[str, float]
+) -> Duration:
+    """Measure passes of the stage's first model with `layers`; each phase takes as many of them as its FLOPs say.
+
+    `products`: seconds of the phases by matrix products, for normalize, which samples from another model.
+    """
+    policy = stage.policy
+    last = next(phase for phase in reversed(computing) if not phase.once)
+    measured = _measured_rows(stage, computing, last, shallow=len(layers) > 1)
+    times = _pass_times(policy, layers, measured)
+
+    rows, mean = measured.rows, measured.lengths
+    answers = 0 if policy.scorer else rows * mean.response
+    forward = times.forward, policy.forward_flops(rows, mean.row, answers)
+    training = times.train, policy.training_flops(rows, mean.row, answers)
+    generating = times.generate, policy.generation_flops(measured.generated, mean)
+    passes = {"rollout": generating, "judge": forward, "evaluate": forward}
+
+    seconds = dict(products)
+    for phase in computing:
+        if phase.name != "normalize":
+            pass_seconds, pass_flops = passes.get(phase.name, training)
+            seconds[phase.name] = phase.flops / pass_flops * pass_seconds
+    seconds[last.name] += times.step * _optimizer_steps(stage)
+    return Duration(seconds, run=True, share=times.share)
+
+
+def _measured_rows(stage: Estimate, computing: list[Phase], last: Phase, *, shallow: bool) -> Measured:
+    mean = stage.data.lengths.average
+    rows = last.rows * (2 if stage.policy.scorer else 1)
+    if shallow:
+        rows = max(1, min(rows, MAX_SHALLOW_TOKENS // mean.row))
+
+    for phase in computing:
+        if phase.name == "rollout":
+            return Measured(rows, mean, new_tokens=mean.response, generated=phase.rows)
+    return Measured(rows, mean, new_tokens=0, generated=1)
+
+
+def _optimizer_steps(stage: Estimate) -> int:
+    """Return the optimizer steps of a step or an update, for each trained model."""
+    config = stage.config
+    if isinstance(config, PPOConfig):
+        trained = 2 if "value" in stage.models else 1
+        return config.ppo.num_ppo_epochs * config.ppo.num_mini_batches * trained
+    return 0 if config.stage == "eval" else 1
+
+
+def _pass_times(policy: ModelSize, layers: tuple[int, ...], sizes: Measured) -> PassTimes:
+    """Measure passes of a model with each number of layers; the time of the other layers follows."""
+    times = []
+    for number in layers:
+        model = _make_model(policy, number)
+        lengths = sizes.lengths.prompt, sizes.lengths.response
+        times.append(measure_passes(model, sizes.rows, *lengths, sizes.new_tokens, sizes.generated, bf16=policy.bf16))
+    if len(times) == 1:
+        return times[0]
+
+    few, more = times
+    steps = (policy.shape.layers - layers[0]) / (layers[1] - layers[0])
+    whole = [one + steps * max(0.0, other - one) for one, other in zip(few, more, strict=True)]
+    return PassTimes(*whole)._replace(share=min(few.share, more.share))
+
+
+def _make_model(policy: ModelSize, layers: int) -> Any:
+    """Return a stage's model with random weights and its first layers, with adapters where it has some."""
+    make = build.reward_model_from_config if policy.scorer else build.causal_lm_from_config
+    with torch.random.fork_rng():
+        model: Any = make(model_size.with_layers(policy.shape.config, layers), device=torch.device("cpu"))
+    if policy.adapters:
+        _add_adapters(model, policy.adapters)
+    return model
+
+
+class LoRALinear(nn.Module):
+    """A linear layer, and two trained low-rank matrices beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: Any, rank: int) -> None:
+        super().__init__()
+        is_conv1d = hasattr(base, "nf")
+        width, height = (base.nx, base.nf) if is_conv1d else (base.in_features, base.out_features)
+        self.base = base
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, height, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _add_adapters(model: Any, adapters: LoRA) -> None:
+    """Add adapters to a model; train only these and a one-label head. Without peft, whose import takes seconds."""
+    targets = lora.target_modules(model, adapters)
+    for owner, name, layer in list(lora.linear_layers(model)):
+        if name in targets:
+            setattr(owner, name, LoRALinear(layer, adapters.r))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".down." in name or ".up." in name or name.startswith("score."))
+
+
+# Speed of this machine, by short measurements
+
+
 def measure_passes(
     model: Any, rows: int, prompt: int, response: int, new_tokens: int, generated: int, *, bf16: bool = False
 ) -> PassTimes:
@@ -141,7 +212,8 @@ def measure_passes(
 
     Generation is of `generated` rows of `new_tokens` tokens: a few in the middle are measured. `bf16`: under autocast.
     """
-    head, vocabulary = model.get_output_embeddings(), model.config.get_text_config().vocab_size
+    head = model.get_output_embeddings()
+    vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(rows * (prompt + response), device=model.device).remainder(vocabulary).reshape(rows, -1)
 
     def forward() -> torch.Tensor:
@@ -152,7 +224,8 @@ def measure_passes(
     def train() -> None:
         forward().sum().backward()
 
-    engine, few = HFEngine(model, None, 0, bf16=bf16), min(new_tokens, MAX_NEW_TOKENS)
+    engine = HFEngine(model, None, 0, bf16=bf16)
+    few = min(new_tokens, MAX_NEW_TOKENS)
     width = prompt + (new_tokens - few) // 2
     read = torch.arange(generated * width).remainder(vocabulary).reshape(generated, width)  # different prompts
 
@@ -163,8 +236,10 @@ def measure_passes(
     step = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad).step
     calls = (train, torch.no_grad()(forward), step, lambda: generate(min(few, 1)), lambda: generate(few))
     training, reading, stepping, prefill, written, share = fastest(*calls)
+
     token = max(0.0, written - prefill) / max(1, few - 1)
-    return PassTimes(training, reading, stepping, prefill * prompt / width + token * max(0, new_tokens - 1), share)
+    generating = prefill * prompt / width + token * max(0, new_tokens - 1)
+    return PassTimes(training, reading, stepping, generating, share)
 
 
 def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
@@ -182,7 +257,8 @@ def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
         if share >= devices.MIN_CPU_SHARE:
             break
     *seconds_of_calls, shares = zip(*rounds, strict=True)
-    return *map(min, seconds_of_calls), max(shares)
+    best = [min(seconds) for seconds in seconds_of_calls]
+    return *best, max(shares)
 
 
 def _min_seconds(call: Callable[[], Any]) -> float:
@@ -198,7 +274,9 @@ def _min_seconds(call: Callable[[], Any]) -> float:
 
 def measure_flops(rows: int, hidden: int) -> tuple[float, float]:
     """Return FLOP/s of the product (rows, hidden) x (hidden, 4 hidden) in float32, and the CPU share it had."""
-    left = torch.zeros(min(rows, MAX_PRODUCT_ROWS), hidden, device=devices.device())
-    right = torch.zeros(hidden, 4 * hidden, device=devices.device())
+    rows, width = min(rows, MAX_PRODUCT_ROWS), 4 * hidden
+    left = torch.zeros(rows, hidden, device=devices.device())
+    right = torch.zeros(hidden, width, device=devices.device())
     seconds, share = fastest(lambda: left @ right)
-    return 2 * left.numel() * right.shape[1] / seconds, share
+    operations = 2 * rows * hidden * width
+    return operations / seconds, share

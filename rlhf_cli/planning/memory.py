@@ -1,233 +1,346 @@
-"""Memory of language models in closed form: for `rlhf plan`, the check before a run and `rlhf init preferences`.
+"""Peak memory and operations of each phase of a stage, in closed form from the sizes of its models.
 
-In bytes of float32, for W weights of which T are trained, n rows of L tokens, N response tokens, hidden size H and V
-words in the vocabulary:
+The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit. With
+fsdp each of P processes (hybrid: P on a machine) keeps a P-th of weights, gradients and moments, beside what is
+gathered: a layer, embeddings and heads, in a rollout the policy.
 
-    weights      4 W
-    gradients    4 T, until the optimizer's step
-    optimizer    8 T: AdamW's moments; with 8-bit AdamW 2 T, but 8 for embeddings and small weights
-    activations  what autograd keeps for a backward pass, counted in a forward pass of tensors without content. Of a
-                 Llama's layer 4 n L (8 H + 2 H K / A + 4 I), for A heads of which K are key-value heads and I
-                 intermediate numbers. With gradient checkpointing: 4 n L H for each layer, and one layer.
-    logits       4 N V for each copy
-    cache        8 H K / A for each token and layer: keys and values; half of it under autocast
-
-The layer that is being computed needs working memory: a share of what it keeps, similar for all families. Adapters put
-r (in + out) numbers beside a matrix, and these are T. With qlora a matrix takes half a byte per number, and its scales.
+The shares and copies below make an estimate 0 to 15 % larger than the peaks that were recorded
+(tests/planning/test_recorded_peaks.py).
 """
 
-import copy
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
-from unittest.mock import patch
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from rlhf_cli.config.ppo import PPOSettings
+from rlhf_cli.models import forward
+from rlhf_cli.planning.model_size import FLOAT32, Lengths, ModelSize
+from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 
-from rlhf_cli.config.sections import LoRA
-from rlhf_cli.models import build, lora, sharding
+KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")  # each byte is counted as one of them
+GPU_SHARE = 0.85  # of a GPU's memory that a plan may fill; the rest is for kernels, their caches and errors
 
-WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per parameter in float32
-WORKING, WORKING_WITH_ADAPTERS, WORKING_BACKWARD = 0.67, 0.8, 0.35  # shares of what a layer keeps
-LENGTH_STEP = 8  # lengths are rounded up to a multiple: similar ones are counted once
-COUNTED_LAYERS = (1, 2)  # of a deeper model whose layers are alike; what the others keep follows
-MIN_8BIT_NUMBERS, BLOCK_8BIT = 4096, 256  # of bitsandbytes: smaller weights have moments of 32 bits; numbers per scale
+# Copies of a micro-batch's logits (N, V) in float32: logits, log-probs, the terms of the entropy, gradients. Under
+# autocast on a GPU there are copies in bfloat16, too.
+SFT_COPIES, SAMPLE_COPIES, JUDGE_COPIES = 4, 2, 4
+UPDATE_COPIES_CPU, UPDATE_COPIES_GPU = 7, 9
+FULL_KL_COPIES = 3.25  # more of them if the loss or penalty compares full distributions
 
+# Freed memory that glibc's malloc keeps on a CPU, as a share of the tensors (docs/results/memory.md, chat-model.md):
+# half of it after the first steps, all of it after some 25. PPO's phases allocate tensors of different sizes in turn;
+# batches of pairs have the widths of their pairs.
+FRAGMENTATION = {"sft": 0.24, "reward": 0.69, "dpo": 0.69, "ppo": 0.7, "eval": 0.22}
+FIRST_SHARE, SHARE_OF_A_STEP = 0.5, 0.02
+TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
+OTHER_BYTES = 40_000_000  # of a run: its rows, its tokenizer, and blocks too small to be given back
 
-def size_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of distinct tensors."""
-    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def layer_bytes(model: Any) -> int:
-    """Return the bytes of a model's decoder layers."""
-    return size_bytes(sharding.decoder_layers(model).parameters())
-
-
-def vocabulary_bytes(model: Any) -> int:
-    """Return the bytes of a model's embeddings and output head."""
-    return size_bytes(weight for weight, _ in sharding.vocabulary_weights(model))
+Bytes = Mapping[str, float]  # by kind
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Tokens of the longest rows: `prompt` and `response` where a stage generates, the two together where it reads.
+class Phase:
+    """Memory of a phase at its peak, and its FLOPs per update (PPO), step, or stage if `once`."""
 
-    `mean`: tokens of an average row, `prompt_mean` and `response_mean` of an average prompt and of its response; 0 if
-    not known.
+    name: str
+    rows: int  # at a time
+    bytes: dict[str, int]  # by kind
+    flops: float = 0
+    once: bool = False
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+def peak(fixed: Bytes, *moments: Bytes) -> dict[str, int]:
+    """Return the bytes by kind at the largest of several moments, each beside what is `fixed`."""
+    sizes = [{**fixed, **moment} for moment in moments]
+    largest = max(sizes, key=lambda size: sum(size.values()))
+    return {kind: round(largest[kind]) for kind in KINDS if largest.get(kind)}
+
+
+def training_moments(model: ModelSize, rows: int, length: int, logits: float = 0) -> list[Bytes]:
+    """Return the possible peaks of a forward and backward pass: with the logits, or in a layer's backward pass."""
+    kept, most = model.training(rows, length)
+    return [{"activations": kept, "logits": logits}, {"activations": most}]
+
+
+def rollout_phase(policy: ModelSize, fixed: Bytes, rows: int, total: int, lengths: Lengths) -> Phase:
+    """Return the phase that generates `total` responses, `rows` at a time: prefill, then one pass per token."""
+    rows = max(1, min(rows, total))
+    cache = policy.cache * rows * lengths.row
+    copies = policy.kept(lengths.prompt).copies
+    prefill = {
+        "cache": policy.cache * rows * lengths.prompt,
+        "activations": copies + policy.reading(rows, lengths.prompt),
+    }
+    last_token = {
+        "cache": cache,
+        "activations": copies + cache / (2 * policy.shape.layers),  # a layer's keys are copied
+        "logits": SAMPLE_COPIES * FLOAT32 * rows * policy.shape.vocabulary,
+    }
+    flops = policy.generation_flops(rows, lengths.average) * total / rows
+    return Phase("rollout", rows, peak(fixed, prefill, last_token), flops)
+
+
+def overhead_bytes(stage: str, tensors: int, *, steps: int, gpu: bool, process: int) -> dict[str, int]:
+    """Return what a process on a CPU needs beside its tensors: freed memory that malloc keeps, libraries.
+
+    `steps`: of the optimizer, or updates of PPO. `process`: bytes of this process before it computes.
+    """
+    if gpu:
+        return {"holes": 0, "libraries": 0}
+    grown = 1.0 if stage == "eval" else min(1.0, FIRST_SHARE + SHARE_OF_A_STEP * steps)
+    libraries = process + OTHER_BYTES + (TRL_BYTES if stage in ("sft", "reward", "dpo") else 0)
+    return {"holes": round(grown * FRAGMENTATION[stage] * tensors), "libraries": libraries}
+
+
+# SFT, reward model and DPO
+
+
+def trl_step(stage: str, model: ModelSize, settings: Any, lengths: Lengths, fixed: Bytes, *, gpu: bool) -> Phase:
+    """Return the phase of an optimizer step of SFT, the reward model or DPO.
+
+    `fixed` includes the gradients, which a forward pass has beside it only after an earlier micro-batch. TRL's
+    loss makes no logits on a GPU. The two sides of a pair form one batch, which DPO's reference reads, too.
+    """
+    has_head = stage != "reward"
+    rows = settings.per_device_train_batch_size * (1 if stage == "sft" else 2)
+    parts = settings.gradient_accumulation_steps
+    answers = rows * lengths.response if has_head else 0
+
+    copy = 0 if gpu else FLOAT32 * answers * model.shape.vocabulary
+    moments = training_moments(model, rows, lengths.row, (SFT_COPIES + model.shape.softcaps) * copy)
+    if parts == 1:
+        moments = [{**moment, "gradients": 0} for moment in moments]
+    largest_weight = model.shape.vocabulary * model.shape.hidden * FLOAT32
+    stepping = 0 if gpu or model.adapters else min(2 * largest_weight, model.gradients)  # on a GPU it is one kernel
+    moments.append({"activations": stepping})
+
+    average = lengths.average
+    counted = rows * average.response if has_head else 0
+    flops = model.training_flops(rows, average.row, counted)
+    if stage == "dpo":
+        flops += model.forward_flops(rows, average.row, counted)
+    return Phase("step", settings.per_device_train_batch_size, peak(fixed, *moments), parts * flops)
+
+
+# Evaluation
+
+
+def evaluation_phases(
+    policies: list[ModelSize], judges: list[ModelSize], weights: int, rows: int, total: int, lengths: Lengths
+) -> list[Phase]:
+    """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
+    rows = max(1, min(rows, total))
+    fixed, width, sft = {"weights": weights}, lengths.average.row, policies[0]
+    answers = rows * lengths.response
+    reading = max(model.reading(rows, lengths.row) for model in (*policies, *judges))
+    chunk = min(answers, forward.logit_chunk_size(sft.shape.vocabulary))
+    logits = SAMPLE_COPIES * FLOAT32 * chunk * sft.shape.vocabulary
+
+    flops = sum(model.forward_flops(rows, width) for model in judges)
+    flops += sum(model.forward_flops(rows, width - 1, answers) for model in policies)
+    judging = peak(fixed, {"activations": reading}, {"logits": logits})
+    return [
+        rollout_phase(sft, fixed, rows, total, lengths),
+        Phase("judge", rows, judging, flops * total / rows),
+    ]
+
+
+# PPO
+
+
+@dataclass(frozen=True)
+class PPOMemory:
+    """The models of PPO, and the memory of its phases in an update after the first, per process.
+
+    Without a `value` model the policy may have a value head of `head` numbers. `sharing`: names of value and reward
+    models that add only their adapters to the weights of other models. `shards`: processes that share the weights.
     """
 
-    prompt: int
-    response: int
-    mean: float = 0
-    prompt_mean: float = 0
-    response_mean: float = 0
+    policy: ModelSize
+    value: ModelSize | None
+    rewards: dict[str, ModelSize]
+    settings: PPOSettings
+    lengths: Lengths
+    gpu: bool
+    memory: int
+    shards: int = 1
+    engine: str = "hf"
+    head: int = 0
+    sharing: Collection[str] = field(default_factory=tuple)
 
     @property
-    def row(self) -> int:
-        return self.prompt + self.response
+    def learning(self) -> list[ModelSize]:
+        return [self.policy] if self.value is None else [self.policy, self.value]
 
     @property
-    def average(self) -> "Lengths":
-        """Lengths of an average row, with the prompt's share of the longest, or of an average prompt."""
-        if self.prompt_mean:
-            return Lengths(max(1, round(self.prompt_mean)), round(self.response_mean) or self.response)
-        share = self.mean / self.row if self.mean else 1
-        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        settings = self.settings
+        tokens = max_micro_batch_tokens(settings, on_cpu=not self.gpu) or sys.maxsize
+        rows = max(1, min(settings.per_device_train_batch_size, tokens // self.lengths.row))
+        return min(rows, settings.episodes_per_update // settings.num_mini_batches)
 
+    @property
+    def logits(self) -> int:
+        """Bytes of a copy of the logits that are in memory at a time."""
+        vocabulary, answers = self.policy.shape.vocabulary, self.rows * self.lengths.response
+        chunk = logits_chunk_size(self.settings, vocabulary, on_cpu=not self.gpu) or answers
+        return FLOAT32 * min(chunk, answers) * vocabulary
 
-class LoRALinear(nn.Module):
-    """A linear layer, and two trained low-rank matrices beside it (LoRA, arXiv 2106.09685)."""
+    # What is in memory through an update
 
-    def __init__(self, base: nn.Module, rank: int) -> None:
-        super().__init__()
-        layer: Any = base  # a linear layer or Conv1D
-        width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        self.base = base
-        self.down = nn.Linear(width, rank, bias=False, device=base.weight.device)
-        self.up = nn.Linear(rank, height, bias=False, device=base.weight.device)
+    def weights(self) -> dict[str, int]:
+        """Return the bytes that each model adds to those of the others."""
+        policy, settings = self.policy, self.settings
+        weights = {"policy": policy.weights, "value": FLOAT32 * self.head, "reference": 0, "average": 0}
+        if not policy.adapters:
+            shared = policy.shared * policy.shape.itemsize
+            in_bf16 = settings.bf16 and not shared and (settings.offload or not settings.fsdp)
+            weights["reference"] = policy.full_weights if in_bf16 else policy.weights - shared
+        if self.value:
+            weights["value"] = self.value.weights
+        weights |= {name: model.weights for name, model in self.rewards.items()}
+        models = {"value": self.value, **self.rewards}
+        for name in self.sharing:
+            model = models[name]
+            weights[name] = model.gradients if model else 0
+        if self.engine == "graph" and self.gpu and settings.bf16 and not policy.adapters:
+            weights["engine"] = 2 * policy.parameters  # a copy in bfloat16
+        if settings.average and not self.gpu:
+            weights["average"] = self.average
+        return weights
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
+    @property
+    def average(self) -> int:
+        """Bytes of the policy's average, in float32 in main memory."""
+        return FLOAT32 * self.policy.trained if self.settings.average else 0
 
+    @property
+    def trained_bytes(self) -> int:
+        return sum(model.gradients for model in self.learning) + FLOAT32 * self.head
 
-def add_adapters(model: Any, adapters: LoRA) -> None:
-    """Add adapters to a model without content; train only these and a one-label head."""
-    targets = lora.target_modules(model, adapters)
-    for owner, name, layer in list(lora.linear_layers(model)):
-        if name in targets:
-            setattr(owner, name, LoRALinear(layer, adapters.r))
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(".down." in name or ".up." in name or name.startswith("score."))
+    @property
+    def optimizer(self) -> int:
+        eight_bits = self.settings.optim == "adamw_8bit"
+        return sum(model.optimizer(eight_bits=eight_bits) for model in self.learning) + 2 * FLOAT32 * self.head
 
+    def fixed(self, phase: str, *read: str) -> Bytes:
+        """Return what is in memory: all models, with offload the trained and `read` ones; gradients in the update."""
+        weights = self.weights()
+        names = {"policy", "value", "engine", "average", *read} if self.settings.offload else set(weights)
+        fixed = {
+            "weights": sum(size for name, size in weights.items() if name in names),
+            "gradients": self.trained_bytes if phase == "update" else 0,
+            "optimizer": self.optimizer,
+        }
+        return self._sharded(phase, fixed) if self.settings.fsdp else fixed
 
-def bytes_saved_by_4_bits(model: Any) -> int:
-    """Return how many bytes fewer a model's linear layers take in 4 bits, with a scale for each block."""
-    layers = [layer for _, name, layer in lora.linear_layers(model) if name not in ("down", "up")]
-    numbers = [layer.weight for layer in layers if lora.can_quantize(layer)]
-    return sum(w.nbytes - -(-w.numel() // 2) - WEIGHT_BYTES * -(-w.numel() // lora.BLOCK_SIZE) for w in numbers)
+    def _sharded(self, phase: str, fixed: dict[str, int]) -> Bytes:
+        """Return what a process keeps with FSDP (models/sharding.py): its shards, and what is gathered."""
+        policy = self.policy.shape
+        away = 1 - 1 / self.shards
+        vocabulary = sum(model.shape.itemsize * model.shape.vocabulary_parts for model in self.learning)
+        learnt = vocabulary + sum(model.shape.itemsize * model.shape.decoder for model in self.learning)
+        reference = 0 if self.settings.offload else policy.itemsize * policy.decoder
 
+        gathered = vocabulary + policy.itemsize * policy.largest_layer
+        in_memory = policy.itemsize * (policy.decoder + policy.vocabulary_parts) if phase == "rollout" else gathered
+        gradients = fixed["gradients"]
+        return {
+            "weights": fixed["weights"] + in_memory - away * (learnt + reference),
+            "gradients": gradients + gathered - away * learnt if gradients else 0,
+            "optimizer": fixed["optimizer"] * (1 - away * learnt / self.trained_bytes),
+        }
 
-def bytes_saved_by_bf16(model: Any, *, all_weights: bool = False) -> int:
-    """Return how many bytes fewer the frozen matrices, or all, of a float32 model's layers take in bfloat16."""
-    weights = {layer.weight for _, _, layer in lora.linear_layers(model)}
-    chosen = [w for w in weights if w.dtype == torch.float32 and (all_weights or not w.requires_grad)]
-    return sum(2 * w.numel() for w in chosen)
+    def largest_fixed(self) -> Bytes:
+        """Return what is in memory in the largest phase, beside activations, logits and cache."""
+        judges = [self.fixed("judge", name) for name in ("reference", *self.rewards)]
+        phases = [self.fixed("rollout"), *judges, self.fixed("update")]
+        return max(phases, key=lambda fixed: sum(fixed.values()))
 
+    # Phases
 
-def optimizer_bytes(weights: Iterable[Tensor], full_precision: set[Tensor], *, eight_bits: bool) -> int:
-    """Return the bytes of AdamW's two moments of weights; those of `full_precision` are never stored in 8 bits."""
-    total = 0
-    for weight in weights:
-        numbers = weight.numel()
-        if not eight_bits:
-            total += 2 * weight.nbytes
-        elif numbers < MIN_8BIT_NUMBERS or weight in full_precision:
-            total += MOMENT_BYTES * numbers
-        else:
-            total += 2 * (numbers + WEIGHT_BYTES * -(-numbers // BLOCK_8BIT))
-    return total
+    def phases(self) -> list[Phase]:
+        """Return the phases rollout, judge and update."""
+        judging = [self._judge(), self._update()]
+        if self.engine == "vllm":
+            return judging
+        return [self._rollout(self._rows_at_once()), *judging]
 
+    def _rows_at_once(self) -> int:
+        settings = self.settings
+        return settings.local_rollout_forward_batch_size or self.rollout_rows(settings.episodes_per_update)
 
-class Kept(NamedTuple):
-    """Bytes that a forward pass of a backbone keeps for the backward pass."""
+    def rollout_rows(self, episodes: int) -> int:
+        """Return how many of a process's responses are generated at a time by default.
 
-    row: int  # for each row
-    copies: int  # bfloat16 copies of the weights
-    layer: float  # of `row`, for each layer
-    inputs: int  # inputs of all layers, for each row: what gradient checkpointing keeps
+        On a GPU all of them, half, a quarter, and so on, until they fit in GPU_SHARE of its memory.
+        """
+        rows = episodes
+        while rows > 1 and self.gpu and self._rollout(rows).total > GPU_SHARE * self.memory:
+            rows = -(-rows // 2)
+        return rows
 
+    def _rollout(self, rows: int) -> Phase:
+        return rollout_phase(self.policy, self.fixed("rollout"), rows, self.settings.episodes_per_update, self.lengths)
 
-def kept_bytes(
-    config: Any,
-    length: int,
-    *,
-    dtype: str = "auto",
-    attn_implementation: str | None = None,
-    bf16: bool = False,
-    adapters: LoRA | None = None,
-) -> Kept:
-    """Return what a causal LM keeps for rows of `length` tokens; with `adapters` only these are trained."""
-    length = -(-length // LENGTH_STEP) * LENGTH_STEP
-    options = adapters and adapters.model_dump_json(include={"kind", "r", "target_modules"})
-    kind: Any = type(config)
-    fields = build.one_label(config).to_json_string()  # the same for a reward model: it has the same backbone
-    return _kept_bytes(kind, fields, length, dtype, attn_implementation, bf16, options)
+    def _judge(self) -> Phase:
+        """Score the episodes, then compare policy, reference and value model on micro-batches."""
+        settings, policy, lengths = self.settings, self.policy, self.lengths
+        episodes = settings.episodes_per_update
+        at_once = min(settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size, episodes)
+        answers, width = self.rows * lengths.response, lengths.row - 1  # a row's last token is not read
+        scoring = [
+            peak(self.fixed("judge", name), {"activations": model.reading(at_once, lengths.row)})
+            for name, model in self.rewards.items()
+        ]
 
+        states = 2 * answers * policy.shape.hidden * policy.shape.itemsize
+        casts = sum(model.kept(width).copies for model in self.learning)
+        reading = states + casts + policy.reading(self.rows, width)
+        if policy.compiled:  # it runs the update's function, which keeps what a backward pass needs
+            reading = states + policy.training(self.rows, width)[1]
+        copies = JUDGE_COPIES + (FULL_KL_COPIES if settings.kl_estimator == "full" else 0)
+        fixed = self.fixed("judge", "reference")
+        comparing = peak(fixed, {"activations": reading}, {"activations": states, "logits": copies * self.logits})
 
-@cache
-def _kept_bytes(
-    kind: Any, fields: str, length: int, dtype: str, attention: str | None, bf16: bool, options: str | None
-) -> Kept:
-    adapters = None if options is None else LoRA.model_validate_json(options)
-    config = config_from_json(kind, fields)
-    text = config.get_text_config()
-    layers = text.num_hidden_layers
+        mean = lengths.average.row - 1
+        flops = 2 * policy.forward_flops(self.rows, mean, answers)
+        if self.value:
+            flops += self.value.forward_flops(self.rows, mean)
+        flops *= episodes / self.rows
+        flops += sum(model.forward_flops(episodes, mean + 1) for model in self.rewards.values())
+        largest = max([*scoring, comparing], key=lambda size: sum(size.values()))
+        return Phase("judge", self.rows, largest, flops)
 
-    def count(number: int) -> tuple[int, int, int]:
-        """Return the bytes for one row, for two rows and of a layer's input, in a model of `number` layers."""
-        with FakeTensorMode():
-            cpu, shallow = torch.device("cpu"), with_layers(config, number)
-            model = build.causal_lm_from_config(shallow, dtype=dtype, attn_implementation=attention, device=cpu)
-            model.eval()
-            if adapters:
-                add_adapters(model, adapters)
-            one, two = (_count_kept(model, rows, length, bf16=bf16) for rows in (1, 2))
-        return one, two, length * text.hidden_size * model.dtype.itemsize
+    def _update(self) -> Phase:
+        """Train the value model, then the policy, on micro-batches, and step."""
+        settings, policy, lengths = self.settings, self.policy, self.lengths
+        compares = settings.kl_in == "loss" and settings.kl_estimator == "full"  # policy and reference
+        answers, width = self.rows * lengths.response, lengths.row - 1
 
-    if layers > COUNTED_LAYERS[-1] and has_equal_layers(kind, fields):
-        few, more = (count(each) for each in COUNTED_LAYERS)
-        one, two = (a + (layers - COUNTED_LAYERS[0]) * (b - a) for a, b in zip(few[:2], more[:2], strict=True))
-        size = few[2]
-    else:
-        one, two, size = count(layers)
-    row = two - one
-    return Kept(row, one - row, row / layers, layers * size)
+        copies: float = UPDATE_COPIES_GPU if self.gpu and settings.bf16 else UPDATE_COPIES_CPU
+        copies += policy.shape.softcaps + (FULL_KL_COPIES if compares else 0)
+        moments = training_moments(policy, self.rows, width, copies * self.logits)
+        if self.value:
+            moments += training_moments(self.value, self.rows, width)
+        if self.rows >= settings.episodes_per_update // settings.num_mini_batches:  # no earlier micro-batch
+            before = self.value.gradients if self.value else 0  # the value model is trained first
+            kept, most = policy.training(self.rows, width)
+            moments = [*({**moment, "gradients": before} for moment in moments), {"activations": most - kept}]
+        if settings.optim == "adamw_torch" and self.gpu:
+            moments.append({"activations": policy.gradients})  # torch's AdamW computes on all weights together
 
-
-def config_from_json(kind: Any, fields: str) -> Any:
-    """Return the config of a JSON text by transformers, which writes infinity as {"__float__": "Infinity"}."""
-    decoded = json.loads(fields, object_hook=lambda each: float(each["__float__"]) if "__float__" in each else each)
-    return kind.from_dict(decoded)
-
-
-def with_layers(config: Any, count: int) -> Any:
-    """Return a copy of a config with its first `count` layers, lists with an item per layer included."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
-    return config
-
-
-@cache
-def has_equal_layers(kind: Any, fields: str) -> bool:
-    """Return True if all decoder layers of a config's model have weights of the same shapes."""
-    model = build.causal_lm_from_config(config_from_json(kind, fields))
-    return len({str([weight.shape for weight in layer.parameters()]) for layer in sharding.decoder_layers(model)}) == 1
-
-
-def _count_kept(model: Any, rows: int, length: int, *, bf16: bool) -> int:
-    weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
-    storages: dict[int, Any] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage  # kept alive, so that no other has its address
-        return tensor
-
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    with (
-        patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),  # it reads contents
-        patch("transformers.integrations.moe._can_use_grouped_mm", return_value=False),  # no float32 without contents
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16),
-    ):
-        _output = build.backbone(model)(input_ids=ids, use_cache=False)
-    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+        mean = lengths.average.row - 1
+        flops = policy.training_flops(self.rows, mean, answers)
+        if compares:
+            flops += policy.forward_flops(self.rows, mean, answers)
+        if self.value:
+            flops += self.value.training_flops(self.rows, mean)
+        flops *= settings.num_ppo_epochs * settings.episodes_per_update / self.rows
+        fixed = self.fixed("update", "reference") if compares else self.fixed("update")
+        return Phase("update", self.rows, peak(fixed, *moments), flops)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig, judge_kind
 from rlhf_cli.config.ppo import VALUE_KEYWORDS, PPOConfig
+from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
@@ -354,3 +356,34 @@ def is_policy_key(key: str) -> bool:
 def is_scorer_key(key: str) -> bool:
     """Return True for keys that name a one-label model: reward, value or judge."""
     return not is_policy_key(key) and not key.endswith(".pipeline")
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """A model that a stage keeps in memory: its role, and the key that names it."""
+
+    role: str
+    key: str
+
+
+def models_in_memory(config: Config) -> list[ModelUse]:
+    """Return the models a stage keeps in memory at the same time; frozen models are loaded once per folder.
+
+    In an evaluation models.ppo and the policies are loaded one after the other; models.ppo stands for models.base too.
+    """
+    folders = {reference.key: reference.path for reference in references(config)}
+    if isinstance(config, TRLConfig):
+        others = [ModelUse("reference", "model.path")] if isinstance(config, DPOConfig) else []
+        if isinstance(config, SFTConfig) and config.best_of:  # before the training
+            others = [ModelUse("reward", "best_of.reward")]
+        return [ModelUse("reward" if isinstance(config, RewardConfig) else "policy", "model.path"), *others]
+    if isinstance(config, EvalConfig):
+        policies = [key for key in folders if is_policy_key(key) and key != "models.base"]
+        judges = [ModelUse("judge", key) for key in folders if not is_policy_key(key)]
+        return [ModelUse("policy", key) for key in policies] + judges
+    assert isinstance(config, PPOConfig)
+    models = [ModelUse("policy", "models.sft"), ModelUse("reference", "models.sft")]
+    if config.models.value not in ("policy_head", "none"):
+        models.append(ModelUse("value", "models.reward" if config.models.value == "reward" else "models.value"))
+    scorers = {path: key for key, path in reversed(folders.items()) if is_scorer_key(key) and key != "models.value"}
+    return models + [ModelUse("reward", key) for key in reversed(scorers.values())]

@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.reward import RewardConfig
+from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
@@ -321,7 +321,7 @@ def sample_answers(
         stop_id,
         tokenizer.pad_token_id,
         temperature=1.0,
-        batch_size=batch_sizes.SAMPLING_BATCH_SIZE,
+        batch_size=SAMPLING_BATCH_SIZE,
         bf16=use_bf16(config),
     )
     seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(prompts)))

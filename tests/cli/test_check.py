@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from rlhf_cli import distributed, jsonl
-from rlhf_cli.commands import init
+from rlhf_cli.commands.init import presets
 from rlhf_cli.models import tokenizers
 from rlhf_cli.pipeline import children
 
@@ -328,7 +328,7 @@ def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest
 
 
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
-    init.init("ci", tmp_path / "ci")
+    presets.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
 
 

@@ -10,7 +10,7 @@ from run_cli import python, rlhf
 
 from rlhf_cli import config
 from rlhf_cli.cli import completion
-from rlhf_cli.commands import init
+from rlhf_cli.commands.init import presets
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.runs import layout
 
@@ -68,7 +68,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf chat runs/demo --stage ", ["ppo", "sft", "dpo"]),
         ("rlhf run runs/demo --only ", [*CONFIGS]),
         ("rlhf init re", ["reviews"]),
-        ("rlhf init ", [*init.PRESETS]),
+        ("rlhf init ", [*presets.PRESETS]),
         ("rlhf explain D01", ["D01"]),
         ("rlhf explain ppo.kl_est", ["ppo.kl_estimator"]),
         (

@@ -21,9 +21,8 @@ from rlhf_cli.commands.init.pairs import measure_lengths, read_pairs
 from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, Speed
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.models import load, tokenizers
+from rlhf_cli.models import load, tokenizers, weight_files
 from rlhf_cli.pipeline.check import check_configs
-from rlhf_cli.planning import fits
 
 SHARED = Path(__file__).parents[3] / "shared"
 HH, STORIES = SHARED / "data/hh-harmless/pairs.jsonl.gz", SHARED / "models/stories260K"
@@ -275,7 +274,7 @@ def test_sft_learns_at_most_four_answers_per_prompt(world: World, tmp_path: Path
 def test_parameters_are_counted_without_loading(world: World) -> None:
     base = runs.open_parent(str(world.base), expect=("sft",), key="--base", where="")
     model = load.load_causal_lm(world.base)
-    assert fits.count_parameters(base, heads=True) == model.num_parameters()
+    assert weight_files.count_parameters(base, heads=True) == model.num_parameters()
 
 
 # Lengths and speed, as written and printed

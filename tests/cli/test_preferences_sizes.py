@@ -22,16 +22,23 @@ from rlhf_cli.commands.init.pairs import (
     most_chosen,
     split_pairs,
 )
-from rlhf_cli.commands.init.sizes import EPISODES_PER_UPDATE, SizingInputs, Speed, choose_sizes, learning_rate
+from rlhf_cli.commands.init.sizes import (
+    EPISODES_PER_UPDATE,
+    SizingInputs,
+    Speed,
+    choose_sizes,
+    learning_rate,
+    memory_planner,
+)
 from rlhf_cli.config.machinery.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices
 from rlhf_cli.planning import duration, placement
-from rlhf_cli.planning.phase_memory import GPU_SHARE
+from rlhf_cli.planning.memory import GPU_SHARE
 from rlhf_cli.planning.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
 PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
@@ -234,7 +241,7 @@ NEEDED: dict[tuple[Any, ...], int] = {}  # what MemoryPlanner.needed computed fo
 def planner(gib: float, **sizes: Any) -> MemoryPlanner:
     config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
     lengths = replace(INPUTS.lengths, max_length=152)
-    made = MemoryPlanner.of(config, lengths, Target.of(str(gib), 1), baselines=True)
+    made = memory_planner(config, lengths, Target.of(str(gib), 1), baselines=True)
     plain = made.needed
 
     def needed(stage: str, values: dict[str, Any], *, adapters: bool) -> int:

@@ -14,8 +14,8 @@ import pytest
 from run_cli import child, must_succeed
 
 from rlhf_cli import config, jsonl, runs
-from rlhf_cli.commands import init
-from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
+from rlhf_cli.commands.init import presets
+from rlhf_cli.commands.init.folder import all_or_nothing, remove_leftovers
 from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
@@ -35,15 +35,15 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(command)
         return SimpleNamespace(returncode=143 if "stopped" in command[-1] else 0)
 
-    monkeypatch.setitem(init.PRESETS, "demo", replace(init.PRESETS["demo"], sizes=Sizes(50, 50, 50, 20)))
+    monkeypatch.setitem(presets.PRESETS, "demo", replace(presets.PRESETS["demo"], sizes=Sizes(50, 50, 50, 20)))
     monkeypatch.setattr(subprocess, "run", run)
     return commands
 
 
 def test_each_folder_of_configs_is_a_preset() -> None:
-    assert init.PRESETS.keys() == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    assert presets.PRESETS.keys() == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     assert layout.configs_folder() == CONFIGS
-    assert all("\n" not in text for text in (preset.description for preset in init.PRESETS.values()))
+    assert all("\n" not in text for text in (preset.description for preset in presets.PRESETS.values()))
     texts = [path.read_text() for path in CONFIGS.rglob("*.yaml*")]
     assert not any(f"\n# {key}:" in text for key in ("select", "require") for text in texts), "indent them"
 
@@ -51,7 +51,7 @@ def test_each_folder_of_configs_is_a_preset() -> None:
 @pytest.mark.parametrize("name", ["demo", "ci", "functions"])
 def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path, commands: list[list[str]]) -> None:
     folder = tmp_path / "a run"
-    init.init(name, folder, seed=11)
+    presets.init(name, folder, seed=11)
     stages = [stage for stage in STAGES if name != "functions" or stage != "reward"]
     files = [(stage, folder / f"{stage}.yaml") for stage in stages]
     assert (folder / "data/pairs.jsonl").exists() == (folder / "reward.yaml").exists() == ("reward" in stages)
@@ -63,21 +63,21 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
         for key, source in loaded.sources().items():
             assert next(raw_rows(source)), key
     other = tmp_path / "other"
-    init.init(name, other, seed=12)
+    presets.init(name, other, seed=12)
     assert (other / "data/sft.jsonl").read_bytes() != (folder / "data/sft.jsonl").read_bytes()
 
 
 def test_only_the_demo_trains_a_base_model_in_a_child_and_exits_with_its_code(
     tmp_path: Path, commands: list[list[str]]
 ) -> None:
-    init.init("ci", tmp_path / "ci")
+    presets.init("ci", tmp_path / "ci")
     assert commands == [] and config.load("sft", tmp_path / "ci/sft.yaml").model.new
-    init.init("demo", tmp_path / "run")
+    presets.init("demo", tmp_path / "run")
     assert commands == [[sys.executable, "-P", "-m", "rlhf_cli", "run", str(tmp_path / "run/base")]]
     sft = config.load("sft", tmp_path / "run/sft.yaml")
     assert sft.model.path == str(config.load("sft", tmp_path / "run/base/sft.yaml").folder)
     with pytest.raises(SystemExit, match="143"):
-        init.init("demo", tmp_path / "stopped")
+        presets.init("demo", tmp_path / "stopped")
 
 
 @pytest.mark.parametrize("there", ["ppo.yaml", "data/prompts.jsonl", "base/data/text.jsonl"])
@@ -86,7 +86,7 @@ def test_a_folder_with_another_such_file_is_refused(there: str, tmp_path: Path, 
     (tmp_path / there).write_text("mine", encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RLHFError) as caught:
-        init.init("demo", tmp_path)
+        presets.init("demo", tmp_path)
     assert caught.value.exit_code == 2 and caught.value.problems[0].code == "C15"
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / there).read_text(encoding="utf-8") == "mine"
     assert commands == []
@@ -116,10 +116,10 @@ def steps_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int | 
         patch.setattr(Path, "write_text", counting(Path.write_text))
         patch.setattr(jsonl, "write_jsonl", counting(jsonl.write_jsonl))
         patch.setattr(shutil, "rmtree", counting(shutil.rmtree))
-        patch.setitem(init.PRESETS, "ci", replace(init.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
+        patch.setitem(presets.PRESETS, "ci", replace(presets.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
         patch.setattr(world, "write_jsonl", jsonl.write_jsonl)
         try:
-            init.init("ci", folder, seed=3)
+            presets.init("ci", folder, seed=3)
         except Killed:
             assert kill_at is not None
     runs.release()

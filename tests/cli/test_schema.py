@@ -15,7 +15,7 @@ from bad_configs import HEAD
 from pydantic import ValidationError
 
 from rlhf_cli import config, errors
-from rlhf_cli.commands import init
+from rlhf_cli.commands.init import presets
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery import trl_fields, yaml_io
 from rlhf_cli.config.machinery.aliases import SET_BY_RLHF
@@ -67,9 +67,9 @@ def test_every_committed_config_names_its_schema_and_meets_it(path: Path, schema
 def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(init.PRESETS[preset], sizes=init.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
-    monkeypatch.setitem(init.PRESETS, preset, small)
-    init.init(preset, tmp_path / "run", seed=3)
+    small = replace(presets.PRESETS[preset], sizes=presets.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
+    monkeypatch.setitem(presets.PRESETS, preset, small)
+    presets.init(preset, tmp_path / "run", seed=3)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     files = list((tmp_path / "elsewhere").rglob("*.yaml"))
     assert {path.name for path in (tmp_path / "elsewhere/.schema").iterdir()} == {f"{path.stem}.json" for path in files}
@@ -84,7 +84,7 @@ def test_a_folder_with_other_schemas_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".schema").mkdir()
     (tmp_path / ".schema/ppo.json").write_text("{}")
     with pytest.raises(errors.RLHFError, match=r"already holds \.schema/ppo\.json, with another content"):
-        init.init("instruct", tmp_path)
+        presets.init("instruct", tmp_path)
 
 
 # Agreement with the loader

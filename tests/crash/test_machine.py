@@ -22,7 +22,7 @@ from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
 from rlhf_cli.planning import duration, fits
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.tracking import logs
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"

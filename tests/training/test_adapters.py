@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli import jsonl, runs
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.sections import Adapters
-from rlhf_cli.models import lora, tokenizers
+from rlhf_cli.models import lora, tokenizers, weight_files
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.stages.common import trl_callback
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -405,4 +405,4 @@ def test_the_memory_check_counts_the_base_of_adapters(adapters_copy: Path) -> No
         assert kinds["weights"] == pytest.approx(models * size, rel=0.25)
         assert kinds["gradients"] == pytest.approx(trained * size, rel=0.25, abs=0.2 * size)
     model = runs.open_parents(load("ppo", adapters_copy / "ppo.yaml"))["models.reward"]
-    assert 4 * fits.count_parameters(model) == size
+    assert 4 * weight_files.count_parameters(model) == size

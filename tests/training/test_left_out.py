@@ -12,10 +12,10 @@ from bad_inputs import check, foreign_scorer, replace, rlhf, warned
 from run_cli import must_succeed
 
 from rlhf_cli import data, jsonl
+from rlhf_cli.commands.plan import data_size
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.planning import stage_inputs
 
 SHORT, LONG = "Tell me about the sun.", "Tell me about the sun and the moon. " * 40
 KEYS = {
@@ -185,7 +185,7 @@ def test_plan_says_about_if_it_read_a_sample(fitting: Path, monkeypatch: pytest.
     write("pairs", 60, 60, KEYS["reward"][2])
     exact = counted("plan", "reward.yaml", "--flops", "1e12")["stages"]["reward"]
     assert (exact["rows"], exact["rows_are"], exact["steps_are"]) == (60, "exact", "exact")
-    monkeypatch.setattr(stage_inputs, "MAX_TOKENIZED_ROWS", 30)
+    monkeypatch.setattr(data_size, "MAX_TOKENIZED_ROWS", 30)
     (about,) = counted("plan", "reward.yaml", "--flops", "1e12")["stages"].values()
     assert (about["rows"], about["left_out"], about["asked"]) == (60, 60, 120)
     assert (about["rows_are"], about["steps_are"], about["steps"]) == ("about", "about", exact["steps"])

@@ -20,7 +20,7 @@ from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.parents import sha256_with_base
 from rlhf_cli.stages.common import model_loading
@@ -144,7 +144,7 @@ def test_four_models_take_little_more_memory_than_one(wide: Path, monkeypatch: p
     assert plan["mode"] == "lora"
     assert abs(memory["judge"]["weights"] - all_four) <= 2 * heads + buffers
     trained = sum(p.numel() for m in (models["policy"], models["value"]) for p in m.parameters() if p.requires_grad)
-    assert memory["update"]["gradients"] == 4 * trained
+    assert memory["update"]["optimizer"] == 8 * trained
 
 
 # The files of the stage

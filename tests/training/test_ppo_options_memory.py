@@ -14,12 +14,11 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.models import devices, lora, save
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.memory import size_bytes
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
-from rlhf_cli.stages.ppo import rollout_engine
+from rlhf_cli.stages.common import machine
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, the minimum of 8 bits
 
@@ -49,8 +48,8 @@ def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypa
     metrics = run_folder / "ppo/metrics.jsonl"
     expected, identity = untimed(metrics), (run_folder / "ppo/identity.json").read_bytes()
     gaps = [row.pop(name) for row in expected for name in ("rollout/logprob_gap", "rollout/logprob_gap_p99")]
-    target = Target(True, 0, "a GPU")
-    monkeypatch.setattr(rollout_engine, "Target", type("OfGPU", (), {"of": staticmethod(lambda *_, **__: target)}))
+    target = Target(True, 2**40, "a GPU")
+    monkeypatch.setattr(fits, "_target", lambda: target)
     gib, few = next((gib, count) for gib, count in zip(sizes, rows, strict=True) if count < 8)
     monkeypatch.setattr(devices, "available_bytes", lambda: round(gib * 2**30))
     batches.clear()
@@ -116,9 +115,9 @@ def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeyp
     assert ppo(run_folder).exit_code == 0
     plain = output(run_folder)
     trainers, init = [], PPOTrainer.__init__
-    monkeypatch.setattr(fits, "_on_cpu", lambda: False)
+    monkeypatch.setattr(machine, "_on_cpu", lambda: False)
     on_a_gpu = lambda settings: settings.model_copy(update={"bf16": False})  # noqa: E731
-    monkeypatch.setattr(fits, "settings_for_this_machine", on_a_gpu)
+    monkeypatch.setattr(machine, "settings_for_this_machine", on_a_gpu)
     monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), trainers.append(self))[0])
     result = ppo(run_folder, "--fresh", "-s", "ppo.offload=true")
     assert result.exit_code == 0 and "E01" not in result.stderr, result.stderr
@@ -139,7 +138,8 @@ def test_frozen_matrices_in_bfloat16_change_no_bit_under_autocast(family, monkey
         source = ModelReward(tiny.scorer(family), bf16=True)
         trainer = tiny.trainer(family=family, bf16=True, rewards={"reward": source})
         matrices = sum(weight.numel() for weight in {layer.weight for _, _, layer in lora.linear_layers(trainer.ref)})
-        saved = size_bytes(trainer.policy.parameters()) - size_bytes(trainer.ref.parameters())
+        policy, ref = (sum(w.nbytes for w in each.parameters()) for each in (trainer.policy, trainer.ref))
+        saved = policy - ref
         assert saved == 2 * matrices * stored
         experiences.append(trainer.make_experience(trainer.generate(tiny.prompts())))
     for name in ("ref_logprobs", "logprobs", "kl", "rewards"):

@@ -19,7 +19,7 @@ from report_run import draws_nothing
 from transformers import AutoTokenizer
 
 from rlhf_cli import config
-from rlhf_cli.commands import init
+from rlhf_cli.commands.init import presets
 from rlhf_cli.models import build
 
 RECIPES = ("tldr", "hh", "sentiment", "instruct")
@@ -147,12 +147,12 @@ def test_a_recipe_is_fitted_to_a_gpu(
     def write(folder: Path) -> None:
         families.write_causal(folder, {"sentiment": "gpt2", "instruct": "qwen2"}.get(name, "pythia"), ["a b"])
         (folder / "model.safetensors").unlink()
-        sizes = build.new_config(init.PRESETS[name].base or {})
+        sizes = build.new_config(presets.PRESETS[name].base or {})
         sizes.architectures = ["AnyForCausalLM"]
         sizes.save_pretrained(folder)
 
     hub.model(BASES[name], write)
-    run, prompt = tmp_path / "run", init.PRESETS[name].prompt
+    run, prompt = tmp_path / "run", presets.PRESETS[name].prompt
     (line,) = [each for each in rlhf("init", name, run, "--gpu", *gpu).stdout.splitlines() if "memory: " in each]
     assert line.startswith(f"memory: {memory}") and f"{gpu[0]} " in line
     sets = ["ppo.total_episodes=8"] + [f"{s}.max_steps=1" for s in ("sft", "reward") if (run / f"{s}.yaml").exists()]

@@ -7,13 +7,14 @@ import pytest
 import torch
 import yaml
 
+from rlhf_cli.config import ppo
 from rlhf_cli.config.loading import load
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.stages.common import batch_sizes
-from rlhf_cli.stages.ppo import prompt_rows, setup
+from rlhf_cli.stages.ppo import prompt_rows
 
 
 def test_rollout_from_lists_table():
@@ -106,7 +107,7 @@ def test_rows_and_steps_of_training(
 
 def test_prompts_and_updates_of_ppo_in_two_processes(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "total_episodes": 64}
-    config = setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
+    config = ppo.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
     text = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 per prompt; 4 epochs x 1 minibatches = 4 "
     text += "optimizer steps; in all 4 updates, 64 episodes"
     assert prompt_rows.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2) == text

@@ -19,8 +19,8 @@ from rlhf_cli.commands.export.comparison import logits, stored_rows, verify_expo
 from rlhf_cli.commands.export.share import InterpolatedPolicy, check_share, sft_of
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
-from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers
-from rlhf_cli.planning import fits, memory
+from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers, weight_files
+from rlhf_cli.planning import model_size
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import LAST, ResolvedModel
@@ -160,8 +160,8 @@ def _write(
 
 def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) -> None:
     """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
-    count = fits.count_parameters(model)
-    needed = copies * count * memory.WEIGHT_BYTES
+    count = weight_files.count_parameters(model)
+    needed = copies * count * model_size.FLOAT32
     available = system.total_memory()
     if needed > available:
         limit = f"{system.format_bytes(available)} are available"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.commands.init import all_or_nothing, remove_leftovers, write_best_of, write_config, write_dpo
+from rlhf_cli.commands.init.baselines import write_best_of, write_dpo
+from rlhf_cli.commands.init.folder import all_or_nothing, remove_leftovers
 from rlhf_cli.commands.init.pairs import (
     MAX_ANSWERS,
     PART_USES,
@@ -24,6 +25,7 @@ from rlhf_cli.commands.init.pairs import (
     split_pairs,
 )
 from rlhf_cli.commands.init.sizes import Sizes, SizingInputs, choose_sizes, measure_inputs
+from rlhf_cli.commands.init.templates import write_config
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery.paths import resolve_data
 from rlhf_cli.config.machinery.yaml_io import to_yaml
@@ -33,7 +35,7 @@ from rlhf_cli.errors import RLHFError, at_location, shell_path, shell_word, show
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import build, chat_templates, load, tokenizers
 from rlhf_cli.planning.placement import memory_line, require_known
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import layout
 from rlhf_cli.statistics import wilson
 

@@ -1,17 +1,23 @@
 """Batch sizes, epochs and learning rates of a run, from its texts, its model and the machine it is for."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.commands.init.fit_preset import ADAPTER_RATE
 from rlhf_cli.commands.init.pairs import Lengths
-from rlhf_cli.models import build, devices, load
-from rlhf_cli.planning import fits
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.loading import apply_overrides
+from rlhf_cli.config.machinery.section import Origin
+from rlhf_cli.config.machinery.yaml_io import YamlFile
+from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.models import build, devices, load, weight_files
+from rlhf_cli.planning import model_size
 from rlhf_cli.planning.duration import measure_passes
-from rlhf_cli.planning.placement import ADAPTER_RATE, BEST_OF, EPISODES_PER_UPDATE, MemoryPlanner, Placement
-from rlhf_cli.planning.stage_models import Target
+from rlhf_cli.planning.placement import EPISODES_PER_UPDATE, FIRST, MemoryPlanner, Placement
+from rlhf_cli.planning.target import Target
 from rlhf_cli.runs.parents import Parent
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
@@ -34,6 +40,7 @@ SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final p
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
 
 
+BEST_OF = 4  # answers to a prompt in the evaluation
 MIN_BF16_GAIN = 1.2  # on a CPU; a smaller one may be noise
 BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the batch whose speed is measured
 
@@ -69,9 +76,10 @@ def measure_inputs(
     RLHFError M01, M07, M08, and E03 with `hint` if nothing fits.
     """
     config = load.read_config(base.model)
-    placement, whole = MemoryPlanner.of(config, lengths, target, baselines=baselines).choose(adapters, hint=hint)
+    planner = memory_planner(config, lengths, target, baselines=baselines)
+    placement, whole = planner.choose(adapters, hint=hint)
     parameters = build.causal_lm_from_config(config).num_parameters()
-    measurable = not target.planned and fits.count_parameters(base) > 0
+    measurable = not target.planned and weight_files.count_parameters(base) > 0
     can_train = 20 * parameters < target.memory  # float32 weights, gradients and some activations
     return SizingInputs(
         rows={name: len(rows) for name, rows in files.items()},
@@ -82,6 +90,38 @@ def measure_inputs(
         target=target,
         speed=measure_speed(base.model) if measurable and can_train else None,
     )
+
+
+def memory_planner(body: Any, lengths: Lengths, target: Target, *, baselines: bool = False) -> MemoryPlanner:
+    """Return the planner of a run from a base model with config `body`; with `baselines` for DPO, too."""
+    longest = lengths.max_length
+    examples = model_size.Lengths(1, longest - 1)
+    generated = model_size.Lengths(lengths.prompt_max, lengths.response_length)
+    rows = {"sft": examples, "reward": model_size.Lengths(longest - 1, 1)}
+    if baselines:
+        rows["dpo"] = examples
+    rows |= {"ppo": generated, "eval": generated}
+    first = {stage: FIRST[stage] for stage in rows}
+    return MemoryPlanner(body, target, first, rows, lambda stage, overrides: _config(stage, overrides, lengths))
+
+
+def _config(stage: str, overrides: Sequence[str], lengths: Lengths) -> Config:
+    """Return the config of a stage as far as its memory depends on it."""
+    response = {"response_length": lengths.response_length}
+    models = {"sft": "/sft", "reward": "/reward"}
+    trees: dict[str, dict[str, Any]] = {
+        "ppo": {"models": models, "ppo": {"total_episodes": EPISODES_PER_UPDATE, **response}},
+        "eval": {"models": {**models, "ppo": "/ppo"}, "eval": {"temperature": 1.0, **response}},
+    }
+    training: dict[str, Any] = {"model": {"path": "/base"}, stage: {"max_length": lengths.max_length}}
+    data = {"prompts": "none"} if stage in trees else {"train": "none"}
+    tree = {"run": "/run", "data": data, **trees.get(stage, training)}
+
+    source = YamlFile("", tree, {}, [])
+    apply_overrides(overrides, source, CONFIGS[stage])
+    config = CONFIGS[stage].model_validate(source.tree)
+    config._origin = Origin(Path(f"/run/{stage}.yaml"), f"{stage}.yaml")
+    return config
 
 
 def measure_speed(folder: Path) -> Speed:

@@ -13,7 +13,7 @@ from rlhf_cli.commands.verify import trace
 from rlhf_cli.commands.verify.comparison import TOLERANCE, Quantity, compare, only_rounding, worst
 from rlhf_cli.commands.verify.trace import Quantities
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import read_json_object
 from rlhf_cli.models import save
@@ -86,7 +86,7 @@ def open_run(run: Path) -> PPORun:
     config = setup.load_run_config(folder)
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})  # a repeated update is not pushed
     config = config.model_copy(update={"ppo": settings})
-    config = setup.scale_to_world_size(config, runs.recorded_num_processes(folder))
+    config = scale_to_world_size(config, runs.recorded_num_processes(folder))
     lines = {line["step"]: line for line in read_log(folder / "metrics.jsonl")}
     return PPORun(folder, config, lines, read_log(folder / "samples.jsonl"))
 

@@ -8,7 +8,6 @@ from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.stages.common import reading
 
-SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
 PAIR_SIDES = ("chosen_ids", "rejected_ids")
 TOKEN_COLUMNS = ("input_ids", *PAIR_SIDES)
 

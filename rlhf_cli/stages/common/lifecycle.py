@@ -14,8 +14,8 @@ from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.models import devices, tokenizers
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.planning import fits
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages.common import machine
 from rlhf_cli.stages.common.prompt_forms import DATA_KEYS
 
 Check = Callable[[Mapping[str, Parent]], None]
@@ -52,7 +52,7 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
     """Start a stage on all ranks and call `train`, unless the stage is finished already.
 
     `check` is called before --fresh archives anything. Warns as `system.remove_accelerate_variables`. Raises RLHFError
-    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `fits.check`.
+    E04 and R14 as `ProcessGroup` does, as `runs.start_stage`, and as `machine.check`.
     """
     system.remove_accelerate_variables()
     with open_process_group() as process_group:
@@ -68,7 +68,7 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
             terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
             return
 
-        memory = fits.check(config, parents)
+        memory = machine.check(config, parents)
         stage = StageRun(
             config=config,
             options=options,

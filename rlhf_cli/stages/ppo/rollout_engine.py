@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import data, distributed, runs, system, terminal
+from rlhf_cli import data, runs, system, terminal
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import shown
@@ -15,7 +15,6 @@ from rlhf_cli.http_client import HTTPClient
 from rlhf_cli.models import devices, lora, save
 from rlhf_cli.models.batch import Prompts, StopTokenId
 from rlhf_cli.planning import fits
-from rlhf_cli.planning.stage_models import Target
 from rlhf_cli.ppo import graph_engine
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -64,20 +63,20 @@ def set_rollout_rows(
     By default they are as many as fit, once all models are loaded. `config` has the batch sizes of all ranks together.
     """
     world_size = trainer.process_group.world_size
-    target = Target.of(None, world_size, sharing=distributed.local_world_size())
-    if config.ppo.local_rollout_forward_batch_size or not target.gpu or config.models.server:
+    if config.ppo.local_rollout_forward_batch_size or config.models.server:
+        return
+
+    longest = max(len(prompt.ids) for prompt in prompts)
+    episodes = -(-config.ppo.episodes_per_update // world_size)
+    fitting = fits.rollout_rows(config, parents, longest, episodes)
+    if fitting is None:
         return
 
     engine = trainer.engine
     assert isinstance(engine, HFEngine)
-    target = replace(target, memory=devices.available_bytes())
-    longest = max(len(prompt.ids) for prompt in prompts)
-    episodes = -(-config.ppo.episodes_per_update // world_size)
-    engine.batch_size = fits.rollout_rows(config, parents, longest, episodes, target)
-
-    rows = engine.batch_size or episodes
-    size = system.format_bytes(target.memory)
-    terminal.say(f"ppo      {rows} of {episodes} responses are generated at a time: what fits in {size}")
+    engine.batch_size = fitting.rows
+    size = system.format_bytes(fitting.available)
+    terminal.say(f"ppo      {fitting.rows} of {episodes} responses are generated at a time: what fits in {size}")
 
 
 # A server

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_card
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
@@ -40,7 +40,7 @@ def run(config: PPOConfig, options: Options) -> None:
 
 
 def _train(config: PPOConfig, stage: lifecycle.StageRun) -> None:
-    config = setup.scale_to_world_size(config, stage.process_group.world_size)
+    config = scale_to_world_size(config, stage.process_group.world_size)
     components = setup.load_components(config, stage.options, stage.parents, stage.process_group)
     rollout_engine.set_rollout_rows(config, stage.parents, components.trainer, components.prompts)
     stage.begin_training()

@@ -6,21 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
-from rlhf_cli.config.ppo import PPOConfig, PPOSettings
+from rlhf_cli.config.ppo import PPOConfig, PPOSettings, check_num_shared_layers
 from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import compiled, devices, hub, load, lora, row_trial, sharding
 from rlhf_cli.models.batch import StopTokenId, stop_ids
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
-from rlhf_cli.planning import fits
 from rlhf_cli.ppo.rollout import HFEngine, RolloutEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages.common import model_loading, scoring
+from rlhf_cli.stages.common import machine, model_loading, scoring
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, rollout_engine
 
@@ -59,7 +56,7 @@ def load_components(
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
     sft = parents["models.sft"]
-    settings = fits.settings_for_this_machine(config.ppo)
+    settings = machine.settings_for_this_machine(config.ppo)
     loading = process_group if settings.fsdp else SINGLE_PROCESS
 
     # What is checked before a model is loaded.
@@ -117,7 +114,7 @@ def load_components(
         seed=config.seed,
         process_group=process_group,
     )
-    if fits.compiles(config, models.policy):
+    if machine.compiles(config, models.policy):
         _compile(trainer, scorers=[model for model, _ in cache.loaded.values()])
 
     return PPOComponents(
@@ -142,7 +139,7 @@ def _load_policy_models(
     loading: ProcessGroup,
 ) -> PolicyModels:
     """Load models.sft as policy and reference, with the policy's new adapters. Raises RLHFError C06, C07, M01-M08."""
-    settings = fits.settings_for_this_machine(config.ppo)
+    settings = machine.settings_for_this_machine(config.ppo)
     adapters = config.models.adapters
     bf16 = bool(settings.bf16)
     start = model_loading.load_model(
@@ -230,17 +227,6 @@ def load_run_config(folder: Path) -> PPOConfig:
     return config
 
 
-def scale_to_world_size(config: PPOConfig, world_size: int) -> PPOConfig:
-    """Multiply the batch sizes by the number of processes. Raises RLHFError C06 if they conflict with other keys."""
-    if world_size == 1:
-        return config
-    try:
-        return config.model_copy(update={"ppo": config.ppo.across(world_size)})
-    except ValidationError as error:
-        text = f"in {world_size} processes: {error.errors()[0]['msg']}"
-        raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
-
-
 def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: int) -> StopTokenId:
     """Return the ids that end a response. Raises RLHFError C06 if one exceeds the vocabulary."""
     settings = config.ppo
@@ -252,16 +238,6 @@ def stop_token_id(config: PPOConfig, tokenizer: Any, sft: Parent, vocab_size: in
             hint = "see the tokenizer's eos_token_id"
             raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint=hint)
     return settings.stop_token_id
-
-
-def check_num_shared_layers(config: PPOConfig, model_config: Any) -> None:
-    """Raise RLHFError C06 if ppo.num_shared_layers leaves no layer to train."""
-    count = config.ppo.num_shared_layers or 0
-    layers = model_config.get_text_config().num_hidden_layers
-    if count >= layers:
-        text = f"ppo.num_shared_layers {count} of {layers} layers leaves none to train"
-        hint = f"set it to {layers - 1} at most" if layers > 1 else "remove it"
-        raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)
 
 
 def check_hub_push(config: PPOConfig, sft: Parent | None) -> None:

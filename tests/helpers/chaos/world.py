@@ -71,10 +71,10 @@ class World:
 
 def make_world(folder: Path) -> World:
     """Make the data of `rlhf init ci`, shortened, with our configs, and record an uninterrupted run of each stage."""
-    from rlhf_cli.commands import init
+    from rlhf_cli.commands.init import presets
 
     world = World(folder)
-    init.init("ci", world.origin, seed=0)
+    presets.init("ci", world.origin, seed=0)
     for path in (world.origin / "data").iterdir():
         rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(rows[: 16 if path.stem.endswith("_eval") else ROWS]), encoding="utf-8")

@@ -1,16 +1,15 @@
-"""Models, tokenizers and data sizes of stages, including those that earlier stages have yet to write."""
+"""What stages read, for their plan: models, tokenizers and data, of earlier stages that have yet to run, too."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rlhf_cli import data, runs, terminal
-from rlhf_cli.config import stages
+from rlhf_cli import runs
+from rlhf_cli.commands.plan.data_size import max_data_size, measure_data
 from rlhf_cli.config.base import Config, Options
-from rlhf_cli.config.dpo import DPOConfig
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
@@ -22,115 +21,14 @@ from rlhf_cli.data import sources
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
-from rlhf_cli.planning import stage_models
-from rlhf_cli.planning.memory import Lengths
+from rlhf_cli.planning.estimate import DataSize, StageInputs
+from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import resolve
 from rlhf_cli.runs.parents import read_manifest
-from rlhf_cli.stages.common import batch_sizes, model_loading, reading, trainable_model, training_rows
+from rlhf_cli.stages.common import model_loading, trainable_model
 from rlhf_cli.stages.eval import evaluation_inputs
 
-MAX_TOKENIZED_ROWS = 5000  # of a larger file so many rows are tokenized, spread over the file
 TOKENIZER_ROWS = 1000  # rows that the tokenizer of model.new is trained on
-Certainty = Literal["exact", "about", "at most"]
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """Rows that a stage uses: their lengths, their unit and their number; and the dropped rows.
-
-    `how` certain the number is: "about" if estimated from a sample, "at most" if no row was tokenized.
-    `evaluated`: rows of data.eval. `answers`: tokens of an average prompt and of the longest chosen answer of pairs.
-    """
-
-    lengths: Lengths
-    unit: str
-    rows: int
-    left_out: int = 0
-    asked: int = 0
-    how: Certainty = "exact"
-    evaluated: int = 0
-    answers: Lengths = field(default_factory=lambda: Lengths(1, 1))
-
-
-def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> DataSize:
-    """Read the data of a stage that starts from a model with config `body`. Raises RLHFError D01-D14, D16, C13."""
-    sources.locate({key: source for key, source in config.sources().items() if sources.is_local(source)})
-    with terminal.muted_warnings():
-        if isinstance(config, SFTConfig) and not config.best_of:
-            return _measure_examples(config, tokenizer, body)
-        if isinstance(config, RewardConfig | DPOConfig):
-            pairs = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
-            mean = _mean_length(row[side] for row in pairs for side in batch_sizes.PAIR_SIDES)
-            longest = max((len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in pairs), default=1)
-            answers = Lengths(round(_mean_length(row["prompt_ids"] for row in pairs)), longest)
-            logits = 1  # of a row
-            if isinstance(config, DPOConfig):
-                sides = [len(row[side]) - len(row["prompt_ids"]) for row in pairs for side in batch_sizes.PAIR_SIDES]
-                logits = min(max(sides, default=1), pairs.longest - 1)
-            size = _data_size(pairs, Lengths(pairs.longest - logits, logits, mean), "pairs")
-            return replace(size, evaluated=_count_evaluated(config), answers=answers)
-        if isinstance(config, SFTConfig):
-            prompts = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
-        else:
-            assert isinstance(config, PPOConfig | EvalConfig)
-            prompts = reading.read_prompts(config, "data.prompts", tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
-    mean = _mean_length(prompt.ids for prompt in prompts)
-    size = _data_size(prompts, Lengths(prompts.longest, response, prompt_mean=mean), "prompts")
-    size = replace(size, evaluated=_count_evaluated(config))
-    return replace(size, rows=min(config.eval.n, size.rows)) if isinstance(config, EvalConfig) else size
-
-
-def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
-    """Return the size of data that is not tokenized: rows have their maximum length. Raises RLHFError D01-D04, D12."""
-    if isinstance(config, EvalConfig):
-        return DataSize(Lengths(prompt, response), "prompts", config.eval.n, how="at most")
-    lengths = Lengths(prompt, response)
-    if isinstance(config, TRLConfig) and not response:
-        longest = stages.settings_of(config).max_length - 1
-        lengths = Lengths(longest, 1) if isinstance(config, RewardConfig) else Lengths(1, longest)
-    source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
-    count = sum(1 for _ in sources.raw_rows(source)) if steps_follow_rows(config) else 0
-    # A conversation gives an example for each of its answers, and a part may be held out.
-    return DataSize(lengths, "rows", count, how="about" if isinstance(config, SFTConfig) else "at most")
-
-
-def steps_follow_rows(config: Config) -> bool:
-    """Return True if more rows make more steps."""
-    if isinstance(config, TRLConfig):
-        return stages.settings_of(config).max_steps is None
-    return isinstance(config, PPOConfig) and config.ppo.total_episodes is None
-
-
-def _measure_examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
-    """Return the longest row as prompt and response: the response is the most tokens of a row that the loss counts."""
-    rows = training_rows.read_split(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
-    if config.sft.packing:
-        lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = training_rows.num_sequences(config, rows) * rows.stride
-        size = _data_size(rows, lengths, "sequences")
-        evaluated = round(_count_evaluated(config) * sequences / max(1, size.rows))
-        return replace(size, rows=sequences, how="about", evaluated=evaluated)
-    most = max((sum(row["completion_mask"]) for row in rows), default=1)
-    counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
-    mean = _mean_length(row["input_ids"] for row in rows)
-    size = _data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows")
-    return replace(size, evaluated=_count_evaluated(config))
-
-
-def _count_evaluated(config: Config) -> int:
-    if (source := config.sources().get("data.eval")) is None:
-        return 0
-    return round(sum(1 for _ in sources.raw_rows(source)) * (source.share.fraction if source.share else 1))
-
-
-def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:
-    kept, dropped, expected = (number * rows.stride for number in (len(rows), rows.num_dropped, rows.num_expected))
-    return DataSize(lengths, unit, kept, dropped, expected, "exact" if rows.stride == 1 else "about")
-
-
-def _mean_length(rows: Iterable[list[int]]) -> float:
-    lengths = list(map(len, rows))
-    return sum(lengths) / max(1, len(lengths))
 
 
 @dataclass(frozen=True)
@@ -156,6 +54,21 @@ class ModelResolver:
         self.writers = {config.folder: config for config in configs}
         self.specs: dict[Path, ModelSpec] = {}
         self.data_sizes: dict[Any, DataSize] = {}
+
+    def stage_inputs(self, config: Config, mode: str | None, target: Target) -> StageInputs:
+        """Return what a stage reads; in a `mode` that is not the config's, all models may share the policy's weights.
+
+        Raises RLHFError as `rlhf check` does, for missing or invalid models and data.
+        """
+        uses = resolve.models_in_memory(config)
+        specs = {use.key: self.start(config, use.key) for use in uses}
+        data = self.data_size(config, next(iter(specs.values())))
+        bodies = {key: spec.body for key, spec in specs.items()}
+        if isinstance(config, EvalConfig):
+            sampled = self._num_sampled(config, data.rows, target)
+            return StageInputs(bodies, data, self._adapters_of_first(config), sampled)
+        adapters = set(bodies) if mode else self._adapters_of_first(config)
+        return StageInputs(bodies, data, adapters)
 
     def start(self, config: Config, key: str) -> ModelSpec:
         """Return the model that a key names, or that sft.yaml trains. Raises RLHFError M01, M04, M07, M08, M10."""
@@ -212,30 +125,25 @@ class ModelResolver:
         if not isinstance(config, PPOConfig) or not config.models.adapters:
             return self
         other = copy(self)
-        other.specs, adapters = dict(self.specs), Adapters(kind=config.models.adapters.kind)
+        other.specs = dict(self.specs)
+        adapters = Adapters(kind=config.models.adapters.kind)
         for folder, writer in self.writers.items():
             if isinstance(writer, RewardConfig) and not writer.model.adapters:
                 model = writer.model.model_copy(update={"adapters": adapters})
                 other.writers = {**other.writers, folder: writer.model_copy(update={"model": model})}
         return other
 
-    def separate_models(self, config: Config) -> set[str]:
-        """Return the keys of reward and value models that are not adapters of the policy's weights, where they may be.
+    def _adapters_of_first(self, config: Config) -> set[str]:
+        """Return the keys of models that are adapters of the first model's weights, where the stage can share them.
 
-        They may be in SFT with best_of, and in PPO if it trains adapters.
+        That is in PPO if it trains adapters, in SFT with best_of, and in an evaluation.
         """
-        if not (config.models.adapters if isinstance(config, PPOConfig) else getattr(config, "best_of", None)):
+        if isinstance(config, PPOConfig) and not config.models.adapters:
             return set()
-        sft, *others = runs.references(config)
-        scorers = [reference for reference in others if resolve.is_scorer_key(reference.key)]
-        return {reference.key for reference in scorers if not self._is_adapter(config, reference, sft)}
-
-    def adapters_of_sft(self, config: EvalConfig) -> set[str]:
-        """Return the keys of models that are adapters of models.sft's weights."""
-        in_memory = {use.key for use in stage_models.models_in_memory(config)}
-        references = {reference.key: reference for reference in runs.references(config)}
-        others = [references[key] for key in in_memory - {"models.sft"}]
-        return {each.key for each in others if self._is_adapter(config, each, references["models.sft"])}
+        in_memory = {use.key for use in resolve.models_in_memory(config)}
+        references = runs.references(config)
+        others = [each for each in references[1:] if each.key in in_memory]
+        return {each.key for each in others if self._is_adapter(config, each, references[0])}
 
     def _is_adapter(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:
         path = Path(reference.path)
@@ -258,19 +166,32 @@ class ModelResolver:
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 
+    def _num_sampled(self, config: EvalConfig, prompts: int, target: Target) -> int:
+        """Return the responses that each process samples in an evaluation."""
+        settings = config.eval
+        policies = 2 + len(config.policies) + (1 if config.models.base else 0)
+        rounds = policies * len(settings.modes) + settings.draws + len(settings.interpolate)
+        trainer = self.trainer(config) if settings.frontier else None
+        if trainer:
+            # Beside PPO's last policy; its best one may be evaluated too.
+            rounds += max(0, trainer.output.snapshots - 1)
+        return -(-prompts // target.processes) * rounds
+
     def data_size(self, config: Config, start: ModelSpec) -> DataSize:
         """Return the size of the stage's data. Raises RLHFError D01-D14, D16, C13, C17."""
         response = self._response_length(config)
         limit = getattr(getattr(config, config.stage), "max_length", None)
         key = config.stage, limit, response  # other settings that save memory do not change the data
         if key not in self.data_sizes:
-            if self.prompt is not None:
-                self.data_sizes[key] = max_data_size(config, self.prompt, response)
-            else:
-                size = measure_data(config, start.body, start.tokenizer, response)
-                lengths = replace(size.lengths, response_mean=self._mean_response(config, response))
-                self.data_sizes[key] = replace(size, lengths=lengths, how=size.how if start.exact else "about")
+            self.data_sizes[key] = self._data_size(config, start, response)
         return self.data_sizes[key]
+
+    def _data_size(self, config: Config, start: ModelSpec, response: int) -> DataSize:
+        if self.prompt is not None:
+            return max_data_size(config, self.prompt, response)
+        size = measure_data(config, start.body, start.tokenizer, response)
+        lengths = replace(size.lengths, response_mean=self._mean_response(config, response))
+        return replace(size, lengths=lengths, how=size.how if start.exact else "about")
 
     def _response_length(self, config: Config) -> int:
         """Return the tokens of the longest response; 0 if the stage generates none."""

@@ -1,0 +1,28 @@
+"""Write configs from the templates of configs/."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import config
+from rlhf_cli.config import json_schema
+from rlhf_cli.config.machinery.yaml_io import align_comments, to_yaml
+from rlhf_cli.runs.layout import configs_folder
+
+
+def write_config(stage: str, file: Path, template: str, values: Mapping[str, Any], run: Path | None = None) -> None:
+    """Write a config from a template of configs/ and load it; its schema is in the folder `run` (None: its own).
+
+    The inner values of a dict of `values` are written as YAML.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    written = {
+        key: {name: to_yaml(each) for name, each in value.items()} if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
+    environment = Environment(loader=FileSystemLoader(configs_folder()), undefined=StrictUndefined, trim_blocks=True)
+    text = align_comments(environment.get_template(template).render(written))
+    schema = (run or file.parent) / json_schema.FOLDER / f"{stage}.json"
+    file.write_text(json_schema.with_modeline(text, file, schema), encoding="utf-8")
+    config.load(stage, file)

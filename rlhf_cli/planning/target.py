@@ -1,0 +1,73 @@
+"""The machine that a plan is for: this one, or GPUs that need not be here (gpus.toml)."""
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.errors import RLHFError, did_you_mean
+from rlhf_cli.models import devices
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hardware available to each of `processes`, of which `per_machine` (None: all) are on a machine."""
+
+    gpu: bool
+    memory: int  # bytes
+    name: str
+    processes: int = 1
+    planned: bool = False  # not here; a planned GPU computes in bfloat16
+
+    peak_flops: float | None = None  # of a planned GPU of the table
+    per_machine: int | None = None
+
+    @classmethod
+    def of(cls, planned: str | None, processes: int, *, sharing: int | None = None) -> "Target":
+        """Return a target of planned GPUs, or this machine, with `sharing` (None: all) processes on a machine.
+
+        `planned` is a name of gpus.toml or a size in GiB. CPU processes share this machine's memory. Raises RLHFError
+        C07 for an unknown GPU.
+        """
+        if planned is not None:
+            return cls._planned(planned, processes, sharing)
+        gpu = devices.device().type == "cuda"
+        parts = 1 if gpu else sharing or processes
+        return cls(gpu, devices.memory_bytes() // parts, devices.device_name(), processes, per_machine=sharing)
+
+    @classmethod
+    def _planned(cls, planned: str, processes: int, sharing: int | None) -> "Target":
+        name, known = planned.lower(), gpu_table()
+        gib = known[name]["gib"] if name in known else as_number(planned)
+        if gib is None or gib <= 0:
+            text = f"--gpu {planned}: not a size in GiB, and not one of {', '.join(known)}"
+            raise RLHFError("C07", text, hint=did_you_mean(name, known) or "for example --gpu h100")
+        return cls(
+            gpu=True,
+            memory=round(gib * 2**30),
+            name=f"a GPU {name} of {gib:g} GiB" if name in known else f"a GPU of {gib:g} GiB",
+            processes=processes,
+            planned=True,
+            peak_flops=known.get(name, {}).get("flops"),
+            per_machine=sharing,
+        )
+
+    def computes_in_bf16(self, requested: bool | None) -> bool:
+        """Return devices.use_bf16; a planned GPU is assumed to support it."""
+        return requested is not False if self.planned else devices.use_bf16(requested)
+
+
+def as_number(text: str) -> float | None:
+    """Return a finite number, or None for any other text."""
+    try:
+        return float(text) if math.isfinite(float(text)) else None
+    except ValueError:
+        return None
+
+
+@cache
+def gpu_table() -> dict[str, dict[str, Any]]:
+    """Return the known GPUs by name: memory in GiB, peak FLOP/s, and the source of both."""
+    return tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))

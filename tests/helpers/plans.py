@@ -1,0 +1,58 @@
+"""`rlhf plan` of three small stages, and the parts of what it prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import foreign_scorer, replace
+from typer.testing import CliRunner, Result
+
+from rlhf_cli.cli import app
+
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+GPU = ("--gpu", "80")
+KNOWN: dict[Any, dict[str, dict[str, Any]]] = {}  # plans by arguments and files
+
+
+def three_stages(folder: Path) -> Path:
+    """Change a folder of small stages to PPO of ten updates, with a reward model of another training."""
+    foreign_scorer(folder)
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 640\n  response_length: 24")
+    return folder
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def plan_json(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return stage -> its plan, at a fixed rate unless one is in the arguments, so that nothing is measured."""
+    result = plan("--json", *(() if "--flops" in arguments else ("--flops", "1e9")), *arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    stages: dict[str, dict[str, Any]] = json.loads(result.stdout)["stages"]
+    return stages
+
+
+def planned(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return plan_json, computed once for the same arguments and files."""
+    files = frozenset((str(path), path.read_bytes()) for path in Path().rglob("*") if path.is_file())
+    if (arguments, files) not in KNOWN:
+        KNOWN[arguments, files] = plan_json(*arguments)
+    return KNOWN[arguments, files]
+
+
+def phase(stage: dict[str, Any], name: str) -> dict[str, Any]:
+    (only,) = (each for each in stage["phases"] if each["name"] == name)
+    return only
+
+
+def size(stage: dict[str, Any], name: str) -> dict[str, int]:
+    """Return the bytes of a phase by kind."""
+    kinds: dict[str, int] = phase(stage, name)["bytes"]
+    return kinds
+
+
+def ppo(*arguments: str) -> dict[str, Any]:
+    return planned("ppo.yaml", *arguments)["ppo"]
