@@ -219,8 +219,14 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 def _next_json(following: NextAction) -> dict[str, Any]:
     steps = []
-    for stage, plan in following.decisions.items():
-        step = {"stage": stage, "why": plan.reason, "runs": plan.runs, "fresh": plan.fresh, "after": plan.after}
+    for stage, decision in following.decisions.items():
+        step = {
+            "stage": stage,
+            "why": decision.reason,
+            "runs": decision.runs,
+            "fresh": decision.fresh,
+            "after": decision.after,
+        }
         steps.append(step)
     problems = [asdict(problem) for problem in following.problems]
     return {"action": following.action, "steps": steps, "problems": problems}

@@ -58,9 +58,9 @@ def _load_run(folder: Path, overrides: Sequence[str], report: CheckReport) -> tu
         loaded = report.attempt(_load_stage, stage, path, routed.get(stage, ()), report)
         stages += loaded or []
 
+    root = Path(os.path.abspath(folder))
     valid = {stage.config.stage for stage in stages if stage.valid}
-    outputs = [Path(os.path.abspath(folder)) / stage for stage in files if stage not in valid]
-    return stages, outputs
+    return stages, [root / stage for stage in files if stage not in valid]
 
 
 def _load_stage(stage: str, path: Path, overrides: Sequence[str], report: CheckReport) -> list[StageCheck]:

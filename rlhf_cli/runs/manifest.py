@@ -1,6 +1,6 @@
 """manifest.json: what a finished stage wrote, from what, and with what results. The last file of a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +77,7 @@ class Manifest(StrictModel):
     model_sha256: str | None = None
     tokenizer_sha256: str | None = None
     template_sha256: str | None = None  # None: the tokenizer has no chat template
-    special_tokens: dict[str, Any] = Field(default_factory=dict)
+    special_tokens: dict[str, int | Sequence[int] | None] = Field(default_factory=dict)
     prompt_form: str | None = None  # of the training data: text, conversation or transcript
     metrics: Annotated[dict[str, Any], AfterValidator(_check_metrics)] = Field(default_factory=dict)
     card: Annotated[dict[str, Any], AfterValidator(_check_card)] = Field(default_factory=dict)

@@ -309,10 +309,16 @@ def _read_stages(root: Path) -> dict[str, Stage]:
 
 def _parent_folders(stage: Stage) -> Iterator[tuple[str, str]]:
     """Yield (stage, folder as written there) of each stage that a stage was made from."""
-    named: list[tuple[str, Any]] = [(entry.stage, entry.path) for entry in stage.manifest.parents.values()]
-    configured = [(name, stage.setting(key)) for key, name in PARENT_KEYS.items()]
-    for name, path in named or configured:
-        if name in STAGES and isinstance(path, str):
+    entries = stage.manifest.parents.values()
+    for entry in entries:
+        if entry.stage in STAGES:
+            yield entry.stage, entry.path
+    if entries:
+        return
+
+    for key, name in PARENT_KEYS.items():
+        path = stage.setting(key)
+        if isinstance(path, str):
             yield name, path
 
 
