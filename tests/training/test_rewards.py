@@ -237,7 +237,7 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     straight = weights(grpo_folder)
     stop_in_update(grpo_folder, 3, "--fresh")
     must_succeed(ppo(grpo_folder), "resumes at step 3 of 4")
-    assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, sample_tables)
+    assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, samples)
     must_succeed(rlhf("verify", grpo_folder))
 
 
