@@ -65,11 +65,11 @@ def report(
 
     The file is self-contained. It covers the stages that exist so far, so a running run can be inspected.
     """
-    from rlhf_cli.commands import report
+    from rlhf_cli.commands.report import show
 
     run_folders = folders or [only_run()]
     with system.translate_resource_errors(out or run_folders[0]):
-        report.run(run_folders, out, step)
+        show.run(run_folders, out, step)
 
 
 STAGE_TEXT = "ppo, sft, dpo or reward. Default: the PPO policy, or SFT if there is none."

@@ -225,7 +225,7 @@ def stage_command(stage: str) -> Callable[..., None]:
         with system.translate_resource_errors(loaded.folder), runs.detect_moved_folder(loaded.folder):
             _runner(stage)(loaded, options)
             if isinstance(loaded, EvalConfig):
-                from rlhf_cli.commands.report import show_evaluation
+                from rlhf_cli.commands.report.show import show_evaluation
 
                 show_evaluation(loaded)
 

@@ -12,7 +12,7 @@ from types import FrameType
 import yaml
 
 from rlhf_cli import runs, terminal
-from rlhf_cli.commands import report
+from rlhf_cli.commands.report import show
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.machinery.loading import accepts_key, check_override, keys, load
@@ -34,7 +34,7 @@ from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.runs.discover import STAGES, configs_in
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.read import read_report
+from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.status import REPORT, StageStatus
 from rlhf_cli.system import die_with_parent, is_nohup
 
@@ -100,7 +100,7 @@ def run(
         if isinstance(config, EvalConfig) and not decision.runs:
             try:
                 if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
-                    report.write_beside(config.folder)
+                    show.write_beside(config.folder)
                 print_report(config.folder)
                 check_requirements(read_report(config.folder), config.eval.require, where=config.where)
             except RLHFError:
@@ -359,12 +359,13 @@ def show_summary(
     if "eval" in configs:
         evaluation = configs["eval"].folder
         if (evaluation / REPORT).is_file():
-            headline, is_suspect = report.brief(evaluation)
+            headline, is_suspect = show.brief(evaluation)
             terminal.out(f"the page says: {headline}")
             if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
         if met and "ppo" in configs:
-            step = " --step selected" if "selected_step" in read_report(evaluation) else ""
+            has_selected = read_report(evaluation).selected_step is not None
+            step = " --step selected" if has_selected else ""
             commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
             commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
     if commands:

@@ -13,18 +13,20 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.machinery.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, shown, translate_read_errors
-from rlhf_cli.evaluation.render import deciding_judge
 from rlhf_cli.evaluation.requirements import check_requirements
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.pipeline import run as pipeline
 from rlhf_cli.pipeline.run import StageDecision
 from rlhf_cli.runs import read
 from rlhf_cli.runs.checkpoints import newest_step
 from rlhf_cli.runs.discover import STAGES, configs_in, find_run_folders, has_output, is_preset
 from rlhf_cli.runs.locks import LockOwner, lock_owner
+from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.stage_folder import recorded_num_processes
 from rlhf_cli.runs.status import StageStatus
 from rlhf_cli.tracking import newest_rows
+from rlhf_cli.trees import at
 
 MAX_DEPTH = 4  # levels of folders to search for runs
 STATES = {"absent": "new", "begun": "stopped", "resume": "stopped"}
@@ -285,7 +287,7 @@ def _next_action(
         return NextAction("run", decisions)
     try:
         if isinstance(evaluation := configs.get("eval"), EvalConfig):
-            check_requirements(read.read_report(evaluation.folder), evaluation.eval.require, where=evaluation.where)
+            check_requirements(read_report(evaluation.folder), evaluation.eval.require, where=evaluation.where)
     except RLHFError as error:
         return NextAction("nothing", decisions, error.problems)
     return NextAction("nothing", decisions)

@@ -28,7 +28,6 @@ from rlhf_cli.files import (
     write_json,
     write_text,
 )
-from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
 from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
 from rlhf_cli.runs.parents import (
@@ -41,6 +40,7 @@ from rlhf_cli.runs.parents import (
     verify_parents,
 )
 from rlhf_cli.runs.status import REPORT, StageStatus, read_identity, require_current, stage_status
+from rlhf_cli.trees import flatten
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",

@@ -27,12 +27,10 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.stages.common import lifecycle, model_loading, scoring, training, trl_trainer
 
 NUM_PROBES = 8
-HEADLINE = (
-    "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
-)  # fmt: skip
 SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
 CARD = {  # by reward.normalize
     "none": SCORES,
@@ -94,8 +92,8 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
     stage.complete(
         {
             **lifecycle.manifest_fields(config, tokenizer, stop_id),
-            "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
-            **({"card": report_card} if report_card else {}),
+            "metrics": report_card.headline() if report_card else {},
+            **({"card": report_card.to_json()} if report_card else {}),
             "probes": reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config)),
             **({"probes_dtype": "bfloat16"} if use_bf16(config) else {}),
             **scale,
@@ -103,7 +101,7 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         }
     )
     if report_card:
-        print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
+        print_card(report_card)
 
 
 def load_tokenizer_and_models(
@@ -245,14 +243,14 @@ def normalize_scores(
 
 def make_report_card(
     config: RewardConfig, scorer: Any, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; both {} without pairs.
+) -> tuple[RewardModelCard | None, dict[str, float]]:
+    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; None and {} without pairs.
 
     Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
-        return {}, {}
+        return None, {}
     probed = reward_model.probe_rows(rows)
     inputs = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
     inputs |= build_probes(tokenizer, [rows[i] for i in probed], load.context_length(scorer.config), config.seed)
@@ -270,14 +268,15 @@ def make_report_card(
     prompts = [tuple(row["prompt_ids"]) for row in rows]
     columns = zip(chosen, rejected, *zip(*lengths, strict=True), prompts, strict=True)
     pairs = [ScoredPair(*column) for column in columns]
-    card = reward_model.evaluate_pairs(pairs, seed=config.seed)
-    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in probed])
-    flags = reward_model.flags(card)
-    for flag in flags:
-        terminal.warn(flag.code, flag.text, where=shown(config.folder), hint=flag.hint)
-    card["flags"] = [{"code": flag.code, "text": flag.text} for flag in flags]
+    adversarial = reward_model.score_probes(scores, [chosen[i] for i in probed])
+    card = reward_model.make_card(pairs, adversarial, seed=config.seed)
+    problems = reward_model.find_problems(card)
+    for problem in problems:
+        terminal.warn(problem.code, problem.text, where=shown(config.folder), hint=problem.hint)
+    card = reward_model.with_flags(card, problems)
+
     loss = _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows])
-    metrics = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
+    metrics = {"loss": loss, "accuracy": card.accuracy, "margin": sum(pair.margin for pair in pairs) / len(pairs)}
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
     return card, metrics | _score_range(pairs, batch_size)
 

@@ -11,7 +11,7 @@ import pytest
 from report_run import report, write_run
 from run_cli import rlhf
 
-from rlhf_cli.commands.report import brief, write_beside
+from rlhf_cli.commands.report.show import brief, write_beside
 from rlhf_cli.errors import shell_word
 from rlhf_cli.pipeline import run as pipeline
 

@@ -13,9 +13,9 @@ LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation
 LAYERS += ("commands", "cli", "__main__")
 SAME_LAYER = {"planning": "stages", "pipeline": "commands"}  # until they are apart
 TORCH_FREE = (
-    "cli commands.explain commands.convert commands.init commands.report pipeline.check pipeline.run "
+    "cli commands.explain commands.convert commands.init commands.report.show pipeline.check pipeline.run "
     "commands.status config config.ppo_options data.sources distributed errors "
-    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
+    "evaluation.print_report evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.discover "
     "statistics system terminal tracking"
 )
 

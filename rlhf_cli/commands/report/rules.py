@@ -12,9 +12,10 @@ from typing import Any, Literal
 from rlhf_cli.commands.report.tables import count, number
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Stage, value_text
 from rlhf_cli.statistics import FEWEST, best_of_n_kl, end_noise, gained, last_quarter
+from rlhf_cli.trees import at
 
 # Advice is text such as "raise ppo.kl_coef, or lower ppo.learning_rate; more text"
 

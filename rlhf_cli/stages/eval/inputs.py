@@ -13,7 +13,7 @@ from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.evaluation.summary import SamplingParams, SnapshotSeries, group_rows
+from rlhf_cli.evaluation.responses import EvalSampling, SnapshotSeries, group_rows
 from rlhf_cli.models import interpolation
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.rewards import builtin
@@ -31,18 +31,18 @@ def ppo_settings(ppo: Parent) -> PPOSettings | None:
 
 def sampling_params(
     config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: StopTokenId
-) -> SamplingParams:
+) -> EvalSampling:
     """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
     temperature, length = config.eval.temperature, config.eval.response_length
     if settings:
         temperature, length = temperature or settings.temperature, length or settings.max_response_length
         if settings.stop_token == "none":
-            return SamplingParams(temperature, length, None)
+            return EvalSampling(temperature, length, None)
         stop_token_id = stop_token_id if settings.stop_token_id is None else settings.stop_token_id
     if temperature is None or length is None:
         text, hint = "does not record how its policy was sampled", "set eval.temperature and eval.response_length"
         raise RLHFError("C17", f"{shown(path)} {text}", where=config.where("models.ppo"), hint=hint)
-    return SamplingParams(temperature, length, stop_token_id)
+    return EvalSampling(temperature, length, stop_token_id)
 
 
 def missing_eos_penalty(settings: PPOSettings | None) -> float:

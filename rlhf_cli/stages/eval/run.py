@@ -14,15 +14,15 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.evaluation.limit import build_limit
-from rlhf_cli.evaluation.summary import (
+from rlhf_cli.evaluation.responses import (
     EvalResponses,
-    SamplingParams,
+    EvalSampling,
     SnapshotSeries,
-    build_report,
     concat_responses,
     sample_rows,
     select_best_of_n,
 )
+from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.models import devices, forward, interpolation, load, lora, row_trial
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
@@ -33,6 +33,7 @@ from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.rewards.signature import RewardFn, TextRows
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.report import FILE_NAME, FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle, model_loading, reading, scoring
 from rlhf_cli.stages.eval.inputs import (
     check_columns_read,
@@ -83,19 +84,21 @@ def _evaluate(config: EvalConfig, stage: lifecycle.StageRun) -> None:
     evaluated, draws = evaluate_policies(config, stage, tokenizer, prompts, sampling, series, functions)
     runs.require_unchanged(parents)
 
-    def write() -> dict[str, Any]:
+    def write() -> Report:
         report = build_report(config, evaluated, columns, sampling, parents, series)
         if config.eval.limit:
-            report["limit"] = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)))
+            limit = build_limit(draws, evaluated, missing_eos_penalty(ppo_settings(ppo)))
+            report = report.with_changes(limit=limit)
         samples = config.folder / "samples.jsonl"
         samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
         jsonl.write_jsonl(samples, sample_rows(evaluated, columns))
-        runs.write_json(config.folder / "report.json", report)
+        runs.write_json(config.folder / FILE_NAME, report.to_json())
         track(config, report, evaluated, columns)  # after report.json: a tracker's failure must not change the report
         return report
 
     report = stage.process_group.run_on_main(write)
-    stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
+    contents = report.to_json()
+    stage.complete({"metrics": {name: contents[name] for name in ("win_rate", "models")}})
 
 
 # Sampling and scoring
@@ -106,7 +109,7 @@ def evaluate_policies(
     stage: lifecycle.StageRun,
     tokenizer: Any,
     prompts: list[data.Prompt],
-    sampling: SamplingParams,
+    sampling: EvalSampling,
     series: SnapshotSeries,
     functions: Mapping[str, RewardFn],
 ) -> tuple[list[EvalResponses], list[EvalResponses]]:
@@ -231,7 +234,7 @@ class PolicyEvaluator:
     config: EvalConfig
     tokenizer: Any
     prompts: list[data.Prompt]
-    sampling: SamplingParams
+    sampling: EvalSampling
     judges: dict[str, JudgeFn | ModelReward]
     process_group: ProcessGroup
 
@@ -311,7 +314,7 @@ def _response_logprobs(model: Any, micro: MicroBatch, temperature: float) -> Ten
 
 def track(
     config: EvalConfig,
-    report: Mapping[str, Any],
+    report: Report,
     evaluated: Sequence[EvalResponses],
     columns: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -319,16 +322,33 @@ def track(
     with Trackers(config) as trackers:
         if not trackers:
             return
-        headline = {name: report[name] for name in ("models", "win_rate", "selected_step") if name in report}
-        series = {"best_of": "n", "interpolated": "share"}
-        tables = {name: {str(each[key]): each for each in report.get(name, [])} for name, key in series.items()}
-        trackers.metrics({"step": 0, **flatten_metrics({**headline, **tables})})
-        sampled = [e for e in evaluated if e.mode == "sampled" and e.model in report["models"]]
+        trackers.metrics({"step": 0, **headline_metrics(report)})
+        sampled = [each for each in evaluated if each.mode == "sampled" and each.model in report.models]
         rows = [row for row in sample_rows(sampled, columns) if row["index"] < MAX_TRACKED_PROMPTS]
         trackers.table(0, "samples", rows)
-        for point in report.get("frontier", []):
-            fields = {key: value for key, value in point.items() if key != "step"}
-            trackers.metrics({"step": point["step"], **flatten_metrics({"frontier": fields})})
+        for point in report.frontier or []:
+            trackers.metrics({"step": point.step, **frontier_metrics(point)})
+
+
+def headline_metrics(report: Report) -> dict[str, float]:
+    """Return the numbers of a report's policies, win rates, best of n and policies between SFT and PPO."""
+    return flatten_metrics(
+        {
+            "models": {name: scores.to_json() for name, scores in report.models.items()},
+            "win_rate": {
+                pair: {judge: rate.to_json() for judge, rate in rates.items()}
+                for pair, rates in report.win_rate.items()
+            },
+            "selected_step": report.selected_step,
+            "best_of": {str(each.n): each.to_json() for each in report.best_of or []},
+            "interpolated": {str(each.share): each.to_json() for each in report.interpolated or []},
+        }
+    )
+
+
+def frontier_metrics(point: FrontierPoint) -> dict[str, float]:
+    """Return the numbers of a point of the frontier."""
+    return flatten_metrics({"frontier": point.to_json(exclude={"step"})})
 
 
 def flatten_metrics(tree: Any, name: str = "") -> dict[str, float]:
