@@ -1,10 +1,8 @@
 """Every sentence that claims an effect appears in at most 6.5 % of 1000 simulated runs without the effect, and in runs
 with the effect: in the report, in the terminal output and in comparisons."""
 
-import ast
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +14,6 @@ import pytest
 import report_worlds as worlds
 from report_run import draws_nothing
 
-import rlhf_cli
 from rlhf_cli import statistics
 from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.evaluation import reward_model
@@ -24,16 +21,6 @@ from rlhf_cli.evaluation.reward_model import PROBE_LABELS
 
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: some have only 32 prompts
-# Modules with statements. Each of their texts is in CLAIMS below, or in the list `silent` of sentences.toml.
-MODULES = (
-    "commands/report/diagnosis", "commands/report/rules", "commands/report/compare", "commands/report/figures",
-    "evaluation/print_report", "evaluation/render", "evaluation/requirements", "evaluation/reward_model",
-)  # fmt: skip
-# Words of a direction or a judgement; texts of the other modules with such a word are listed as well.
-WORDS = re.compile(
-    r"\b(beats?|beaten|loses|lost|worse|better|best|rose|rises|fell|falls|differs? by|more than noise|wrong|"
-    r"over-confident|hardly|alarm|memorizes|gained|healthy|undertrained|exploit(s|ed)?)\b"
-)
 World = tuple[Callable[..., Iterator[str]], dict[str, Any]]
 
 
@@ -100,45 +87,3 @@ def share(one: Claim, world: World, runs: int) -> float:
 def test_a_claim_depends_on_its_effect(one: Claim) -> None:
     assert share(one, one.without, RUNS) <= MOST
     assert share(one, one.having, EFFECTS) >= LEAST
-
-
-def test_every_sentence_is_classified() -> None:
-    """A new or changed text belongs into sentences.toml: a claim with a world that tests it, or silent."""
-    silent = TEXTS["silent"]
-    assert silent == sorted(set(silent)) and not set(silent) & {one.text for one in CLAIMS}
-    counts = Counter((one.text, one.pattern) for one in CLAIMS)
-    assert max(counts.values()) == 1, "a claim is listed twice"
-    root = Path(rlhf_cli.__file__).parent
-    texts = set().union(*(texts_of(root / f"{name}.py") for name in MODULES))
-    fields = [text for rule in RULES for text in (rule.title, rule.words, rule.unit, rule.if_low, rule.if_high)]
-    table = tomllib.loads((root / "commands/report/findings.toml").read_text(encoding="utf-8"))
-    fields += [re.sub(r"{[^}]+}", "{}", row[key]) for row in table.values() for key in row]
-    texts |= set(filter(is_phrase, fields))
-    for folder in ("commands/report", "evaluation"):
-        texts |= {text for path in (root / folder).glob("*.py") for text in texts_of(path) if WORDS.search(text)}
-    known = {one.text for one in CLAIMS} | set(silent)
-    assert sorted(texts - known) == [], "not classified"
-    assert sorted(known - texts) == [], "not in the code"
-
-
-def texts_of(path: Path) -> set[str]:
-    """The texts of two words and more in a module, `{}` for values, without docstrings."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    inside = {
-        id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node
-    }
-    inside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = set()
-    for node in nodes:
-        text = ""
-        if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            text = node.value
-        if is_phrase(text):
-            texts.add(text.replace("\n", " "))
-    return texts
-
-
-def is_phrase(text: str) -> bool:
-    return " " in text and len(re.findall(r"[A-Za-z]{2,}", text)) > 1
