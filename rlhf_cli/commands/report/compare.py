@@ -1,22 +1,22 @@
 """Comparison of several runs on one page: results with mean and spread, curves, and the settings that differ."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_cli.commands.report import diagnosis
 from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
-from rlhf_cli.commands.report.rules import RULES, Rule
+from rlhf_cli.commands.report.rules import RULES, Rule, Series
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
 from rlhf_cli.evaluation.text import pair_label
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.discover import STAGES
 from rlhf_cli.runs.read import Run, between
-from rlhf_cli.runs.report import PolicyScores, Report, WinRate
+from rlhf_cli.runs.report import PolicyScores, Report, WinRate, reward_model_result
 from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
 SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings that differ"), ("stages", "Stages"))
@@ -47,11 +47,16 @@ def of_runs(runs: list[Run]) -> str:
 
 def short_names(folders: list[Path]) -> list[str]:
     """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
-    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+    most = max(len(folder.parts) for folder in folders)
+    for parts in range(1, most + 1):
         names = [Path(*folder.parts[-parts:]).as_posix() for folder in folders]
         if len(set(names)) == len(set(folders)):
             break
-    return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
+    return [_numbered(name, index) if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name} ({index})"
 
 
 def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
@@ -104,31 +109,41 @@ def results(runs: list[Run]) -> Iterator[list[str]]:
 
 
 def _training_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
-    losses = [run.stages["sft"].table("metrics").get("eval_loss") for run in runs]
-    yield row("SFT, held-out loss", [Result(_known(loss)) for loss in losses])
-
-    metrics = [run.stages["reward"].table("metrics") for run in runs]
-    accuracies = [Result(_known(each.get("accuracy")), each.get("accuracy_ci95")) for each in metrics]
-    yield row("reward model, accuracy", accuracies, share=True)
+    yield row("SFT, held-out loss", [_held_out_loss(run) for run in runs])
+    yield row("reward model, accuracy", [_accuracy(run) for run in runs], share=True)
 
 
-def _known(value: Any) -> float | None:
-    return value if is_number(value) else None
+def _held_out_loss(run: Run) -> Result:
+    loss = run.stages["sft"].table("metrics").get("eval_loss")
+    return Result(loss if is_number(loss) else None)
+
+
+def _accuracy(run: Run) -> Result:
+    result = reward_model_result(run.stages["reward"].manifest or {})
+    return Result(result.accuracy, result.accuracy_ci95) if result else Result(None)
 
 
 def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     """Yield a plain and a length-controlled row for each comparison and judge."""
     sections = [report.win_rate if report else {} for report in reports]
-    pairs = {(pair, judge): None for rates in sections for pair in rates if "_vs_" in pair for judge in rates[pair]}
-    for pair, judge in pairs:
-        rates = [each.get(pair, {}).get(judge) for each in sections]
-        plain = [Result(rate.value, rate.ci95) if rate else Result(None) for rate in rates]
-        controlled = [
-            Result(rate.length_controlled, rate.length_controlled_ci95) if rate else Result(None) for rate in rates
-        ]
+    compared: dict[tuple[str, str], None] = {}
+    for section in sections:
+        for pair, rates in section.items():
+            compared |= {(pair, judge): None for judge in rates}
+
+    for pair, judge in compared:
+        found = [section.get(pair, {}).get(judge) for section in sections]
         title = f"{pair_label(pair)}, {judge}"
-        yield row(title, plain, share=True)
-        yield row(f"{title}, length-controlled", controlled, share=True)
+        yield row(title, [_plain(rate) for rate in found], share=True)
+        yield row(f"{title}, length-controlled", [_controlled(rate) for rate in found], share=True)
+
+
+def _plain(rate: WinRate | None) -> Result:
+    return Result(rate.value, rate.ci95) if rate else Result(None)
+
+
+def _controlled(rate: WinRate | None) -> Result:
+    return Result(rate.length_controlled, rate.length_controlled_ci95) if rate else Result(None)
 
 
 def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
@@ -136,10 +151,11 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
-    judges = dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges)
+    judges: dict[str, None] = {}
+    for scores in ppo:
+        judges |= dict.fromkeys(scores.judges if scores else ())
     for judge in judges:
-        means = [scores.judges.get(judge) if scores else None for scores in ppo]
-        yield row(f"PPO, mean of {judge}, held-out prompts", [Result(mean.mean if mean else None) for mean in means])
+        yield row(f"PPO, mean of {judge}, held-out prompts", _of_each(ppo, partial(_mean_by, judge)))
 
     yield row("PPO, KL from SFT in nats", _of_each(ppo, lambda scores: scores.kl))
     yield row("PPO, tokens per answer", _of_each(ppo, lambda scores: scores.response_length_mean))
@@ -150,6 +166,11 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
 
 def _of_each(policies: Sequence[PolicyScores | None], value_of: Callable[[PolicyScores], float | None]) -> list[Result]:
     return [Result(value_of(scores) if scores else None) for scores in policies]
+
+
+def _mean_by(judge: str, scores: PolicyScores) -> float | None:
+    mean = scores.judges.get(judge)
+    return mean.mean if mean else None
 
 
 def _final_score(run: Run) -> Result:
@@ -219,17 +240,21 @@ def _judge_model(run: Run, judge: str) -> str:
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
     """Yield the curves of each metric that is not constant."""
     for rule in RULES:
-        series = {name: run.stages["ppo"].series(rule.key) for name, run in zip(names, runs, strict=True)}
-        lines = {name: points for name, points in series.items() if points}
-        values = {value for points in lines.values() for _, value in points}
+        lines: dict[str, Series] = {}
+        values = set[float]()
+        for name, run in zip(names, runs, strict=True):
+            if points := run.stages["ppo"].series(rule.key):
+                lines[name] = points
+                values |= {value for _, value in points}
         if len(values) > 1:
             yield _curve(rule, lines)
 
 
-def _curve(rule: Rule, lines: dict[str, list[tuple[int, float]]]) -> Figure:
-    ends = []
-    for name, points in lines.items():
-        last = last_quarter([value for _, value in points])
-        ends.append(f"{name} {number(fmean(last))}")
+def _curve(rule: Rule, lines: Mapping[str, Series]) -> Figure:
+    ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
     draw = partial(draw_curves, lines, unit=rule.unit)
-    return figure(f"ppo-{rule.key}", rule.title, f"At the end: {'; '.join(ends)}.", draw, key=rule.key)
+    return figure(f"ppo-{rule.key}", rule.title, f"At the end: {ends}.", draw, key=rule.key)
+
+
+def _end(points: Series) -> float:
+    return fmean(last_quarter([value for _, value in points]))

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli.commands.report import charts
 from rlhf_cli.commands.report.charts import Figure, WinRateRow, figure
 from rlhf_cli.commands.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.commands.report.rules import ILL, Reading, by_cause, readings, with_values
+from rlhf_cli.commands.report.rules import ILL, Reading, Series, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
 from rlhf_cli.evaluation import text
 from rlhf_cli.evaluation.sample_pairs import response_pairs
@@ -32,7 +32,6 @@ TRAINING = {
         ("rewards/margins", "Margin", "nats"),
     ),
 }
-Series = list[tuple[int, float]]
 
 
 # Training
