@@ -49,7 +49,9 @@ def _with_distances(
         for point in points:
             gap, interval = statistics.paired_difference(scores[point.step], scores[best.step], sft.prompts)
             judges[point.step][judge] = point.judges[judge].with_changes(
-                from_best=gap, from_best_ci95=as_list(interval), within_noise=point.step in tied
+                from_best=gap,
+                from_best_ci95=as_list(interval),
+                within_noise=point.step in tied,
             )
     return [point.with_changes(judges=judges[point.step]) for point in points]
 

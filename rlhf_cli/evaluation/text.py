@@ -139,21 +139,30 @@ class RateRow(NamedTuple):
 def win_rate_rows(report: Report) -> list[RateRow]:
     """Return every win rate, sampled ones first."""
     near_greedy = report.greedy.win_rate if report.greedy else {}
-    compared: list[tuple[str, WinRates]] = [
-        *((pair_label(pair), rates) for pair, rates in report.win_rate.items()),
-        *((f"{pair_label(pair)}, near-greedy", rates) for pair, rates in near_greedy.items()),
-        *((f"PPO over SFT's best of {each.n}", each.ppo_win_rate or {}) for each in report.best_of or []),
-    ]
-    return [RateRow(label, judge, rate) for label, rates in compared for judge, rate in rates.items()]
+    rows = []
+    for pair, rates in report.win_rate.items():
+        rows += _rate_rows(pair_label(pair), rates)
+    for pair, rates in near_greedy.items():
+        rows += _rate_rows(f"{pair_label(pair)}, near-greedy", rates)
+    for each in report.best_of or []:
+        rows += _rate_rows(f"PPO over SFT's best of {each.n}", each.ppo_win_rate or {})
+    return rows
+
+
+def _rate_rows(pair: str, rates: WinRates) -> list[RateRow]:
+    return [RateRow(pair, judge, rate) for judge, rate in rates.items()]
 
 
 def win_rate_table(report: Report) -> Table:
     """Return a row for each win rate."""
     rows = []
-    for label, judge, rate in win_rate_rows(report):
-        ties, n = ("-" if count is None else str(count) for count in (rate.ties, rate.n))
-        rows.append([label, judge, rate_text(rate), _length_controlled(rate), ties, n])
+    for pair, judge, rate in win_rate_rows(report):
+        rows.append([pair, judge, rate_text(rate), _length_controlled(rate), _count(rate.ties), _count(rate.n)])
     return ["win rate", "judge", "value", "length-controlled", "ties", "n"], rows
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else str(count)
 
 
 def _length_controlled(rate: WinRate) -> str:

@@ -152,13 +152,24 @@ class Card:
 
     def _run(self) -> Run:
         """Return the run with the evaluation of the chosen step; without one if it was not evaluated."""
-        chosen, root = self.chosen, self.chosen.model.path.resolve().parent
+        chosen = self.chosen
+        root = chosen.model.path.resolve().parent
         stages = {name: Stage(name, root / name) for name in STAGES}
         stages |= {stage.name: stage for stage in reversed(self.stages)}
         if chosen.report:
             stages["eval"] = read_stage("eval", root / "eval")
-        firings = [row for row in read_log(chosen.model.path / "watchdog.jsonl") if row["step"] <= (chosen.step or 0)]
-        run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
+
+        alarms = read_log(chosen.model.path / "watchdog.jsonl")
+        run = Run(
+            name=root.name,
+            folder=root,
+            stages=stages,
+            report=chosen.report,
+            answers=(),
+            samples=(),
+            firings=tuple(row for row in alarms if row["step"] <= (chosen.step or 0)),
+            notes=(),
+        )
         if chosen.last:
             return run
         with suppress(RLHFError):
@@ -242,16 +253,19 @@ class Card:
     def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
         """Yield (name, kind, models, weight) of PPO's rewards."""
         parents = self.stage.table("parents").items()
-        for name, source in (self.stage.setting("rewards") or {}).items():
+        rewards = self.stage.setting("rewards") or {}
+        for name, source in rewards.items():
+            kind = next(kind for kind in KINDS if source.get(kind))
             models = [self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}.")]
-            yield name, next(kind for kind in KINDS if source.get(kind)), models, source["weight"]
+            yield name, kind, models, source["weight"]
 
     def data_rows(self) -> Iterator[list[str]]:
         evaluations = [self.evaluation] if self.is_evaluated else []
         for stage in self.stages + evaluations:
+            label = self.label(sha256_of(stage), stage.name)
             for _, key, _, rows, sha256 in tables.data_rows([stage]):
                 name = code(self.data_name(stage, key))
-                yield [self.label(sha256_of(stage), stage.name), code(key), name, rows, short(sha256)]
+                yield [label, code(key), name, rows, short(sha256)]
 
     def setting_rows(self) -> Iterator[list[str]]:
         """Yield the main settings of each stage, and those that differ from their defaults; no local paths."""
@@ -334,16 +348,23 @@ class Card:
 
     def warnings(self) -> Iterator[str]:
         """Yield the findings and warnings of the run, the most severe of each stage first."""
-        stages = [stage for stage in self.stages if stage.name != "reward"] + self.reward_stages
-        names = [stage.name for stage in stages] + (["eval"] if self.stage.name == "ppo" else [])
-        for name in dict.fromkeys(names):
+        shown = [stage.name for stage in self.stages if stage.name != "reward"]
+        shown += [stage.name for stage in self.reward_stages]
+        if self.stage.name == "ppo":
+            shown.append("eval")
+        for name in dict.fromkeys(shown):
             for finding in diagnosis.findings(self.run, name):
                 if finding.grade in ILL:
                     yield f"Found in the run, {name}: {text(finding.text)}."
-        lines = (self.report.warnings if self.report else None) or []
-        codes = {each for line in lines for each in WARNING.findall(line)}
-        for each in sorted(codes & CODES.keys() - {*REWARD_FLAGS}):
+
+        for each in self._warning_codes():
             yield f"Warning of the evaluation, {each}: {CODES[each].title}. {CODES[each].meaning}"
+
+    def _warning_codes(self) -> list[str]:
+        """Return the codes of the evaluation's warnings, without those that are shown with the reward model."""
+        lines = (self.report.warnings if self.report else None) or []
+        codes = set(WARNING.findall("\n".join(lines)))
+        return sorted(codes & CODES.keys() - {*REWARD_FLAGS})
 
     # Code and metadata
 
@@ -365,16 +386,22 @@ class Card:
     def prompt(self) -> Prompt:
         """Return the prompt of the example in the format of training: messages for a chat template, else text."""
         prompt = EXAMPLE if self.example is None else self.example
-        is_plain_text = isinstance(prompt, str) and not is_transcript(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.prompts == "template":
             return [{key: visible(turn[key]) for key in ("role", "content")} for turn in messages]
-        return visible(render_transcript(messages if self.prompts == "transcript" and is_plain_text else prompt))
+        is_question = isinstance(prompt, str) and not is_transcript(prompt)
+        return visible(render_transcript(messages if self.prompts == "transcript" and is_question else prompt))
 
     def datasets(self) -> list[str]:
-        keys = [(stage, key) for stage in self.stages for key in stage.table("data")]
-        paths = [stage.setting(key) for stage, key in keys if key not in ("data.eval", "data.eval_prompts")]
-        return sorted({name for path in paths if isinstance(path, str) and (name := hub_dataset(path))})
+        """Return the datasets of the hub that the stages were trained on."""
+        names = set()
+        for stage in self.stages:
+            for key in stage.table("data"):
+                path = stage.setting(key)
+                name = hub_dataset(path) if isinstance(path, str) else None
+                if name and key not in ("data.eval", "data.eval_prompts"):
+                    names.add(name)
+        return sorted(names)
 
     def results(self) -> Iterator[EvalResult]:
         """Yield the win rates of sampled responses, or a reward model's accuracy, with the interval in the name."""
@@ -478,8 +505,8 @@ def _may_be_shown(stage: Stage, key: str, value: str) -> bool:
 
 
 def _interval_and_n(interval: Sequence[float] | None, n: int | None) -> str:
-    low, high = interval or (0.0, 1.0)
-    return f"95 % interval {low:.3f} to {high:.3f}, n {n}"
+    bounds = f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
+    return f"{bounds}n {n}"
 
 
 def _lineage(stage: Stage) -> Iterator[Stage]:

@@ -161,7 +161,8 @@ def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
 def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], axis: Any) -> None:
     """Shade the visible part of a healthy range."""
     low, high = visible_range
-    bottom, top = ([min(max(value, low), high) for value in bound] for bound in band)
+    bottom = [min(max(value, low), high) for value in band[0]]
+    top = [min(max(value, low), high) for value in band[1]]
     if len(steps) == 1:
         steps = [steps[0] - 0.5, steps[0] + 0.5]
         bottom, top = bottom * 2, top * 2

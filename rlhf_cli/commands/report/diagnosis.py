@@ -75,7 +75,9 @@ def _of_the_folder(stage: Stage) -> Iterator[Finding]:
 def _sft(run: Run) -> Iterator[Finding]:
     losses = list(_losses(run.stages["sft"]))
     yield from losses
-    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in losses))
+    is_overfit = any(finding.grade == "look" and key_changes(finding.advice) for finding in losses)
+    yield from _ended(run, overfit=is_overfit)
+
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
@@ -94,9 +96,15 @@ def _losses(stage: Stage) -> Iterator[Finding]:
         if gain > -chance:
             key = "loss_rose" if gain > chance else "loss_flat"
             yield _finding(key, first=number(loss[0]), last=number(loss[-1]), stage=stage.name)
+
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
-        lowest, last = number(min(held_out)), number(held_out[-1])
-        yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
+        yield _finding(
+            "held_out_loss_rose",
+            lowest=number(min(held_out)),
+            last=number(held_out[-1]),
+            duration=_duration_key(stage),
+        )
+
     if stage.name == "sft" and loss and held_out:
         yield _memorized(stage, loss[-1], held_out)
 
@@ -226,19 +234,21 @@ def _ppo(run: Run) -> Iterator[Finding]:
 def _ppo_log(run: Run) -> Iterator[Finding]:
     """Yield the findings on PPO without the evaluation."""
     stage = run.stages["ppo"]
-    stopped, updates = (stage.manifest or {}).get("stopped"), len(stage.metrics)
+    stopped = (stage.manifest or {}).get("stopped")
     since = f" of update {run.firings[0]['step']} and later" if run.firings else ""
-    signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
     if stopped:
         yield _finding("stopped", reason=stopped, since=since)
-    elif signals:
+    elif run.firings:
+        signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
         yield _finding("alarms", times=count(len(run.firings), "time"), signals=", ".join(signals), since=since)
+
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
             judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course
             yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
-    if 0 < updates < FEWEST:
-        yield _finding("few_updates", updates=count(updates, "update"), fewest=FEWEST)
+
+    if 0 < len(stage.metrics) < FEWEST:
+        yield _finding("few_updates", updates=count(len(stage.metrics), "update"), fewest=FEWEST)
 
 
 def _evaluation(run: Run) -> Iterator[Finding]:
@@ -326,10 +336,11 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
     later ones depend on them, and the evaluation after the training stages.
     """
     _, cause = reward_hacking(run)
-    return sorted(
-        found,
-        key=lambda badge: (badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"),
-    )
+
+    def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
+        return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
+
+    return sorted(found, key=priority)
 
 
 # The result

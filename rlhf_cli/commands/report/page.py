@@ -174,7 +174,9 @@ def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield each watchdog signal's first alarm as a sentence, and the number of later ones."""
     by_signal: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        by_signal.setdefault((str(row.get("signal")), str(row.get("source"))), []).append(row)
+        signal = str(row.get("signal")), str(row.get("source"))
+        by_signal.setdefault(signal, []).append(row)
+
     for first, *later in by_signal.values():
         try:
             message = SIGNAL_MESSAGES[first["signal"]].format(**first)
