@@ -9,9 +9,10 @@ P prompts, N samples of SFT for each prompt, M values of 1 / beta.
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation.responses import EvalResponses
@@ -26,10 +27,12 @@ POINTS, STEPS = 16, 4  # points in the report after SFT's, and values of 1 / bet
 END = POINTS * STEPS  # index of the last point
 MOST_WEIGHTS = 4_000_000  # in memory at a time
 SATURATED, SHARPEST = 0.999, 50.0  # share of the highest KL; 1 / beta times the deviation of the scores
-Policies = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> score and KL of each prompt
+Array = NDArray[np.float64]
+Rows = Array | Sequence[float]  # a value of each prompt
+Policies = Mapping[str, tuple[Rows, Rows]]  # name -> score and KL of each prompt
 
 
-def tilt(scores: Any, inverse_betas: Any) -> Any:
+def tilt(scores: Array, inverse_betas: Array | float) -> Array:
     """Return KL, score and effective sample size, (3, P, ...), of SFT tilted by exp(score / beta), for scores (P, N).
 
     With w = softmax(s / beta) over the samples: sum w log(N w), at most log N; sum w s; and 1 / sum w^2 (Kish 1965,
@@ -45,19 +48,19 @@ def tilt(scores: Any, inverse_betas: Any) -> Any:
     return np.stack([kl, (weights * columns).sum(axis=1), 1 / (weights**2).sum(axis=1)])
 
 
-def thinned(scores: Any, inverse_betas: Any, parts: int) -> Any:
+def thinned(scores: Array, inverse_betas: Array, parts: int) -> Array:
     """Return the mean of `tilt` over as many parts of the samples, (3, P, M); some prompts at a time."""
     prompts, samples = scores.shape
     chunk = max(1, MOST_WEIGHTS // (samples * len(inverse_betas)))
     chunks = [scores[start : start + chunk] for start in range(0, prompts, chunk)]
-    total = 0.0
+    total = np.zeros((3, prompts, len(inverse_betas)))
     for part in range(parts):
         tilted = np.concatenate([tilt(each[:, part::parts], inverse_betas) for each in chunks], axis=1)
         total += len(range(part, samples, parts)) / samples * tilted
     return total
 
 
-def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+def limit_curve(scores: Array, clusters: Clusters) -> tuple[Array, Array, Array]:
     """Return values of 1 / beta (M,) from 0 in equal steps, KL, score and size, (3, P, M), by each, and a rest (M,).
 
     The rest is by how much the mean score at a KL may be too low.
@@ -65,7 +68,7 @@ def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
     KL and score are without the first order of their bias. The last one is where the curve ends: the highest with a
     mean effective sample size of `min_effective`, or nearly with the highest KL, if the curve holds there.
     """
-    spread = scores.std(axis=1).mean()
+    spread = float(scores.std(axis=1).mean())
     low = 0.0
     high = SHARPEST / spread if spread > 0 else 0.0
     most = SATURATED * tilt(scores, high)[0].mean()
@@ -76,15 +79,19 @@ def limit_curve(scores: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
             low = middle
         else:
             high = middle
-    inverse_betas = low / END * np.arange(END + 1)
+    inverse_betas = _equal_steps(low)
     table, rest, holds = _corrected(scores, inverse_betas, clusters)
     if not holds.all():
-        inverse_betas = inverse_betas[np.argmin(holds) - 1] / END * np.arange(END + 1)
+        inverse_betas = _equal_steps(inverse_betas[np.argmin(holds) - 1])
         table, rest, _ = _corrected(scores, inverse_betas, clusters)
     return inverse_betas, table, rest
 
 
-def _corrected(scores: Any, inverse_betas: Any, clusters: Clusters) -> tuple[Any, Any, Any]:
+def _equal_steps(end: float) -> Array:
+    return end / END * np.arange(END + 1, dtype=np.float64)
+
+
+def _corrected(scores: Array, inverse_betas: Array, clusters: Clusters) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Return KL and score, both corrected, and size by each 1 / beta, (3, P, M), the rest, and what holds, (M,).
 
     The bias is one half as large with twice the samples, to first order, so it is the difference to the mean over both
@@ -108,7 +115,7 @@ def min_effective(samples: int) -> float:
     return min(MIN_EFFECTIVE, samples / 2)
 
 
-def expected_best_of_n(scores: Any, n: int) -> Any:
+def expected_best_of_n(scores: Array, n: int) -> Array:
     """Return the expected maximum of n of the N scores of each prompt, (P,): unbiased for the best of n.
 
     The i-th lowest is the maximum of comb(i - 1, n - 1) of the comb(N, n) subsets.
@@ -117,7 +124,9 @@ def expected_best_of_n(scores: Any, n: int) -> Any:
     return np.sort(scores, axis=1) @ [math.comb(i, n - 1) / math.comb(size, n) for i in range(size)]
 
 
-def needed_kl(kl: Any, paths: Any, own: Any, clusters: Clusters, rest: Any = 0.0) -> tuple[float, tuple[float, float]]:
+def needed_kl(
+    kl: Array, paths: Array, own: Rows, clusters: Clusters, rest: Array | float = 0.0
+) -> tuple[float, tuple[float, float]]:
     """Return the KL at which a path has the mean of `own`, and its 95 % interval; 0 at its start, inf beyond its end.
 
     `paths`: the score of each prompt at each KL, (P, M), whose mean may be too low by `rest` (M,); `own`: that of the
@@ -130,7 +139,7 @@ def needed_kl(kl: Any, paths: Any, own: Any, clusters: Clusters, rest: Any = 0.0
     return _crossing(root, gaps.mean(axis=0)), (_crossing(root, high + rest), _crossing(root, low))
 
 
-def _crossing(root: Any, gaps: Any) -> float:
+def _crossing(root: Array, gaps: Array) -> float:
     """Return the KL (its `root` is given) from which on gaps (M,) are at least 0."""
     gaps = np.maximum.accumulate(gaps)
     if gaps[-1] < 0:
@@ -142,13 +151,14 @@ def _crossing(root: Any, gaps: Any) -> float:
     return float(np.interp(0.0, gaps[part], root[part]) ** 2)
 
 
-def _scores_at(kl: Any, table: Any, inverse_betas: Any) -> Any:
+def _scores_at(kl: Array | float, table: Array, inverse_betas: Array) -> Array:
     """Return what each prompt adds to the highest score at a mean KL (M,), (P, M).
 
     By the envelope theorem it is score - beta (KL of the prompt - mean KL): what one prompt does not use, others can.
     """
     betas = np.divide(1.0, inverse_betas, out=np.zeros_like(inverse_betas), where=inverse_betas > 0)
-    return table[1] - betas * (table[0] - kl)
+    scores: Array = table[1] - betas * (table[0] - kl)
+    return scores
 
 
 # report.json
@@ -161,7 +171,7 @@ def build_limit(draws: Sequence[EvalResponses], evaluated: Sequence[EvalResponse
     """
     scores = np.array([penalized_scores(draw, penalty) for draw in draws]).T
     selections = {2**k for k in range(1, len(draws).bit_length())}
-    policies = {}
+    policies: dict[str, tuple[Rows, Rows]] = {}
     steps = {}
     for each in evaluated:
         if each.kl is not None and each.model != "sft":
@@ -184,7 +194,7 @@ def penalized_scores(responses: EvalResponses, penalty: float) -> list[float]:
 
 
 def make_limit(
-    scores: Any, policies: Policies, selections: Sequence[int], groups: Sequence[Hashable] | None = None
+    scores: Array, policies: Policies, selections: Sequence[int], groups: Sequence[Hashable] | None = None
 ) -> KLLimit:
     """Return the limit for SFT's scores (P, N), best of each n, and what policies pay.
 
@@ -207,7 +217,7 @@ def make_limit(
     )
 
 
-def _best_of_point(n: int, scores: Any, clusters: Clusters) -> LimitPoint:
+def _best_of_point(n: int, scores: Array, clusters: Clusters) -> LimitPoint:
     score, interval = _mean(scores, clusters)
     return LimitPoint(n=n, kl=statistics.best_of_n_kl(n), score=score, score_ci95=interval)
 
@@ -215,14 +225,14 @@ def _best_of_point(n: int, scores: Any, clusters: Clusters) -> LimitPoint:
 class Curve(NamedTuple):
     """The limit, at which the KL that a policy needs for its score is looked up."""
 
-    kl: Any  # (M,), rising
-    paths: Any  # the highest score of each prompt at each KL, (P, M)
-    rest: Any  # (M,), by how much the mean of `paths` may be too low
-    mixtures: tuple[Any, Any]  # KL and scores of mixtures of SFT's best of n, which bound it where it has ended
+    kl: Array  # (M,), rising
+    paths: Array  # the highest score of each prompt at each KL, (P, M)
+    rest: Array  # (M,), by how much the mean of `paths` may be too low
+    mixtures: tuple[Array, Array]  # KL and scores of mixtures of SFT's best of n, which bound it where it has ended
     clusters: Clusters
     is_uneven: bool  # prompts differ so much in the deviation of their scores that the curve is too low
 
-    def place(self, own_scores: Sequence[float], own_kl: Sequence[float]) -> LimitPoint:
+    def place(self, own_scores: Rows, own_kl: Rows) -> LimitPoint:
         """Return KL and score of a policy, with its overhead, a bound of it, or the reason for none."""
         kl, kl_interval = _mean(own_kl, self.clusters)
         score, score_interval = _mean(own_scores, self.clusters)
@@ -252,7 +262,7 @@ def _bounded(point: LimitPoint, at_most: float) -> LimitPoint:
     return point.with_changes(needed_kl_at_most=at_most, overhead_at_least=point.kl / at_most)
 
 
-def _curve_points(curve: Curve, inverse_betas: Any, table: Any) -> list[LimitPoint]:
+def _curve_points(curve: Curve, inverse_betas: Array, table: Array) -> list[LimitPoint]:
     """Return SFT's point and POINTS after it; of a curve that has ended at once only SFT's."""
     _, score, size = table.mean(axis=1)
     points = []
@@ -271,7 +281,7 @@ def _curve_points(curve: Curve, inverse_betas: Any, table: Any) -> list[LimitPoi
     return points
 
 
-def _mixtures(chosen: Mapping[int, Any], sft_scores: Any) -> tuple[Any, Any]:
+def _mixtures(chosen: Mapping[int, Array], sft_scores: Array) -> tuple[Array, Array]:
     """Return KL bounds and scores (P, M) of mixtures of SFT's best of two n: at most the KL on a line between them.
 
     `chosen`: the scores (P,) of best of each n.
@@ -282,20 +292,20 @@ def _mixtures(chosen: Mapping[int, Any], sft_scores: Any) -> tuple[Any, Any]:
     return grid, np.stack([np.interp(grid, kl, row) for row in scores])
 
 
-def _is_uneven(scores: Any) -> bool:
+def _is_uneven(scores: Array) -> bool:
     """Return whether the prompts' deviations of the scores (P, N) differ too much; equal scores have none."""
     deviations = scores.std(axis=1)
     positive = deviations[deviations > 0]
     return len(positive) > 0 and float(np.log(positive).std()) > UNEVEN
 
 
-def _mean(rows: Any, clusters: Clusters) -> tuple[float, list[float]]:
+def _mean(rows: Rows, clusters: Clusters) -> tuple[float, list[float]]:
     """Return the mean over prompts (P,) and its interval."""
     first = rows[0]
     gains = np.asarray(rows, dtype=np.float64) - first  # exactly 0 if all rows are equal
     return float(first + gains.mean()), [float(first + end) for end in _interval(gains, clusters)]
 
 
-def _interval(rows: Any, clusters: Clusters) -> list[float]:
+def _interval(rows: Array, clusters: Clusters) -> list[float]:
     """Return the 95 % interval of the mean over prompts (P,)."""
     return [float(end) for end in statistics.mean_intervals(rows, clusters)]

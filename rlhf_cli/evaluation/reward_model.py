@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.errors import Problem
 from rlhf_cli.runs.report import (
@@ -28,6 +28,12 @@ from rlhf_cli.statistics import (
     wilson_difference,
     with_interval,
 )
+
+if TYPE_CHECKING:  # numpy takes long to import
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
@@ -204,15 +210,16 @@ def length_correlation(pairs: Sequence[ScoredPair]) -> tuple[float, tuple[float,
     return value, (low, high)
 
 
-def _centred_ranks(values: Sequence[float]) -> Any:
+def _centred_ranks(values: Sequence[float]) -> "Array":
     """Return the mid-ranks of values as shares of their number, less one half: (n,)."""
     import numpy as np
     from scipy.stats import rankdata
 
-    return (rankdata(values) - (len(values) + 1) / 2) / np.float64(len(values))
+    ranks: Array = rankdata(values)
+    return (ranks - (len(values) + 1) / 2) / np.float64(len(values))
 
 
-def _product_influence(x: Any, y: Any) -> Any:
+def _product_influence(x: "Array", y: "Array") -> "Array":
     """Return the influence of each row on the mean product of two columns of ranks, up to a constant.
 
     A row adds its product, and it raises the ranks of the rows above it.
@@ -220,7 +227,7 @@ def _product_influence(x: Any, y: Any) -> Any:
     return x * y + _mean_above(x, y) + _mean_above(y, x)
 
 
-def _mean_above(ranks: Any, values: Any) -> Any:
+def _mean_above(ranks: "Array", values: "Array") -> "Array":
     """Return the sum of the values of the rows with a higher rank, and half of those with the same, over all rows."""
     import numpy as np
 

@@ -1,9 +1,10 @@
 """The frontier: KL and judge scores of PPO's snapshots, and the selection of one of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_cli import statistics
 from rlhf_cli.config.eval import Select
@@ -110,7 +111,7 @@ class SelectionBias(NamedTuple):
 
     candidates: Mapping[int, EvalResponses]
     sft: EvalResponses
-    weights: Any  # (prompts, candidates), see `statistics.selection_weights`
+    weights: NDArray[np.float64]  # (prompts, candidates), see `statistics.selection_weights`
     chosen: int  # index of the selected candidate
 
     def of_mean(self, judge: str) -> float:

@@ -6,13 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from markupsafe import Markup, escape
 
 from rlhf_cli.commands.report.rules import Band
 from rlhf_cli.commands.report.tables import number, visible
 from rlhf_cli.runs.report import CalibrationBin
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.patches import Polygon
 
 # Placeholder colors, replaced by the page's own, which follow light and dark mode.
 INK, MUTED, GRID, BAND = "#010203", "#010204", "#010205", "#010206"
@@ -27,7 +33,7 @@ SERIES_ID = "series-"  # prefix of the group of a line, a bar or an interval
 CARD = (4.4, 2.3)  # inches; on a phone its letters are as large as those of the page
 MARGIN = 0.15  # above and below the values, as a share of their range
 Points = Sequence[tuple[float, float]]
-Draw = Callable[[Any], None]  # draws on a matplotlib axis
+Draw = Callable[["Axes"], None]  # draws on a matplotlib axis
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,12 @@ def draw_svg(name: str, about: str, size: tuple[float, float], draw: Draw) -> Ma
 
 
 def render(
-    size: tuple[float, float], draw: Draw, *, omitted: Sequence[str], style: Path | None = None, **options: Any
+    size: tuple[float, float],
+    draw: Callable[["Canvas"], None],
+    *,
+    omitted: Sequence[str],
+    style: Path | None = None,
+    **options: Any,
 ) -> str:
     """Return the SVG file of a drawing on a figure, without some metadata; default style: the user's settings."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its search for fonts
@@ -110,7 +121,7 @@ def _with_short_ids(body: str, name: str) -> str:
     return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", ID.sub(rename, body))
 
 
-def mark(artist: Any, name: str) -> None:
+def mark(artist: "Artist", name: str) -> None:
     """Name the SVG group of an artist."""
     artist.set_gid(SERIES_ID + re.sub(r"\W+", "-", visible(name)))
 
@@ -120,7 +131,7 @@ def mark(artist: Any, name: str) -> None:
 
 def draw_curves(
     lines: Mapping[str, Points],
-    axis: Any,
+    axis: "Axes",
     *,
     band: Band | None = None,
     unit: str = "",
@@ -158,7 +169,7 @@ def _range_with_margin(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], axis: Any) -> None:
+def _shade(band: Band, steps: list[float], visible_range: tuple[float, float], axis: "Axes") -> None:
     """Shade the visible part of a healthy range."""
     low, high = visible_range
     bottom = [min(max(value, low), high) for value in band[0]]
@@ -185,7 +196,7 @@ class WinRateRow(NamedTuple):
         return SERIES[1] if high < 0.5 else MUTED
 
 
-def draw_win_rates(rows: Sequence[WinRateRow], axis: Any) -> None:
+def draw_win_rates(rows: Sequence[WinRateRow], axis: "Axes") -> None:
     """Draw a row for each comparison: the win rate, its interval, and the line of one half."""
     axis.axvline(0.5, color=MUTED, linestyle="--", linewidth=1)
     for y, row in enumerate(rows):
@@ -200,24 +211,25 @@ def draw_win_rates(rows: Sequence[WinRateRow], axis: Any) -> None:
     axis.grid(visible=False, axis="y")
 
 
-def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: Any) -> None:
+def draw_histograms(values: Mapping[str, Sequence[float]], x: str, axis: "Axes") -> None:
     """Draw one outline per series, with the same bins."""
     import numpy as np
 
     pooled = [value for series in values.values() for value in series]
     spread = int(max(pooled) - min(pooled))
-    bins = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread)))
+    bins: list[float] = np.histogram_bin_edges(pooled, bins=min(30, max(5, spread))).tolist()
     for index, (label, series) in enumerate(values.items()):
         color = SERIES[index]
-        _, _, (outline,) = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=color)
+        _, _, filled = axis.hist(series, bins, histtype="stepfilled", alpha=0.35, color=color)
         axis.hist(series, bins, histtype="step", color=color, linewidth=1.4)
+        (outline,) = cast("list[Polygon]", filled)
         outline.set_label(label)
         mark(outline, label)
     axis.set(xlabel=x, ylabel="answers")
     axis.legend(loc="best")
 
 
-def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: Any) -> None:
+def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, axis: "Axes") -> None:
     """Draw bars of equal width: below the first edge, between each two, and above the last."""
     bars = axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)
     for index, bar in enumerate(bars):
@@ -227,7 +239,7 @@ def draw_bars(counts: Sequence[float], edges: Sequence[float], x: str, y: str, a
     axis.grid(visible=False, axis="x")
 
 
-def draw_calibration(bins: Sequence[CalibrationBin], axis: Any) -> None:
+def draw_calibration(bins: Sequence[CalibrationBin], axis: "Axes") -> None:
     """Draw accuracy over confidence, and the diagonal of perfect calibration."""
     most = max(each.n for each in bins)
     confidence = [each.confidence for each in bins]

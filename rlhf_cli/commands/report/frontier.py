@@ -3,13 +3,17 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_cli.commands.report.charts import INK, SERIES, mark, render
 from rlhf_cli.commands.report.tables import visible
 from rlhf_cli.evaluation.text import other_policies, ppo_points
 from rlhf_cli.files import write_text
 from rlhf_cli.runs.report import InterpolatedPolicy, LimitPoint, PolicyScores, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 
 class Colors(NamedTuple):
@@ -117,7 +121,7 @@ def _of_limit(point: LimitPoint) -> Point:
 # Drawings
 
 
-def draw_panel(judge: str, report: Report, colors: Colors, axis: Any, *, legend: bool = False) -> None:
+def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, legend: bool = False) -> None:
     """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, SFT's best of n, and others.
 
     As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
@@ -141,7 +145,7 @@ def draw_panel(judge: str, report: Report, colors: Colors, axis: Any, *, legend:
         axis.legend(*_legend(axis), loc="best")
 
 
-def _draw_points(axis: Any, points: Sequence[Point], style: str, *, color: str, label: str) -> None:
+def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: str, label: str) -> None:
     """Draw means with intervals over KL, each with its label."""
     below = [abs(point.interval[0] - point.mean) for point in points]
     above = [abs(point.interval[1] - point.mean) for point in points]
@@ -168,7 +172,7 @@ def _draw_points(axis: Any, points: Sequence[Point], style: str, *, color: str, 
             )
 
 
-def _draw_limit(axis: Any, points: Sequence[Point], color: str) -> None:
+def _draw_limit(axis: "Axes", points: Sequence[Point], color: str) -> None:
     lows, highs = zip(*(point.interval for point in points), strict=True)
     kls, means = _columns(points)
     axis.fill_between(kls, lows, highs, color=color, alpha=0.25, linewidth=0)
@@ -176,7 +180,7 @@ def _draw_limit(axis: Any, points: Sequence[Point], color: str) -> None:
     mark(line, "limit")
 
 
-def _draw_ring(axis: Any, ppo: Sequence[Point], selected_step: int | None, color: str) -> None:
+def _draw_ring(axis: "Axes", ppo: Sequence[Point], selected_step: int | None, color: str) -> None:
     """Draw a ring around the selected policy."""
     for point in ppo[1:]:
         if point.step is not None and point.step == selected_step:
@@ -189,7 +193,7 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [point.kl for point in points], [point.mean for point in points]
 
 
-def _scale_by_square_root(axis: Any, end: float) -> None:
+def _scale_by_square_root(axis: "Axes", end: float) -> None:
     import numpy as np
 
     def root(values: Any) -> Any:
@@ -213,7 +217,7 @@ def ticks(end: float) -> list[float]:
     return shown
 
 
-def _legend(axis: Any) -> list[list[Any]]:
+def _legend(axis: "Axes") -> list[list[Any]]:
     """Return the handles and labels of a frontier's legend, PPO first."""
     handles, labels = axis.get_legend_handles_labels()
     return [handles[::-1], labels[::-1]]
@@ -223,7 +227,7 @@ def draw_file(report: Report, path: Path) -> None:
     """Write the frontier as an SVG file with a panel for each judge."""
     judges = list(report.models["sft"].judges)
 
-    def draw(canvas: Any) -> None:
+    def draw(canvas: "Canvas") -> None:
         axes = canvas.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):
             draw_panel(judge, report, IN_FILE, axis)
