@@ -233,7 +233,7 @@ class Curve(NamedTuple):
     is_uneven: bool  # prompts differ so much in the deviation of their scores that the curve is too low
 
     def place(self, own_scores: Rows, own_kl: Rows) -> LimitPoint:
-        """Return KL and score of a policy, with its overhead, a bound of it, or the reason for none."""
+        """Return KL and score of a policy, and its overhead or a bound of it."""
         kl, kl_interval = _mean(own_kl, self.clusters)
         score, score_interval = _mean(own_scores, self.clusters)
         point = LimitPoint(kl=kl, kl_ci95=kl_interval, score=score, score_ci95=score_interval)

@@ -14,7 +14,7 @@ from rlhf_cli.runs.report import FrontierPoint, JudgeMean, SelectedPolicy, WinRa
 
 
 class Selection(NamedTuple):
-    """The selected step, None if no policy is within the bound on the KL, and how it was selected."""
+    """The selected step, None if no policy is within the bound, and how it was selected."""
 
     step: int | None
     selected: SelectedPolicy

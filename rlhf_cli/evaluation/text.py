@@ -298,11 +298,13 @@ def groups_table(by: PromptGroups) -> Table:
 
 
 def _group_row(group: PromptGroup, judge: str) -> list[str]:
-    policies = [*group.models.values(), *(group.best_of or [])]
+    policies: list[PolicyScores] = [*group.models.values(), *(group.best_of or [])]
     means = [mean_text(each.judges[judge]) for each in policies]
-    gain = group.win_rate[PPO_OVER_SFT][judge]
-    assert gain.difference is not None
-    return [group.value, str(group.n), *means, with_interval(gain.difference, gain.difference_ci95)]
+
+    rate = group.win_rate[PPO_OVER_SFT][judge]
+    assert rate.difference is not None
+    gain = with_interval(rate.difference, rate.difference_ci95)
+    return [group.value, str(group.n), *means, gain]
 
 
 def groups_title(by: PromptGroups) -> str:
@@ -389,7 +391,7 @@ def summary_sentence(report: Report) -> str | None:
 
 
 def _result(report: Report, judge: str, rate: WinRate) -> str:
-    """Return the win rate by the deciding judge, and whether the length of the answers may explain it."""
+    """Return the win rate by the deciding judge, and whether answer lengths may explain it."""
     result = significance(rate)
     n = report.n if rate.n is None else rate.n
     text = f"{RESULTS[result]} {with_interval(rate.value, rate.ci95)} on {n} {HELD_OUT}, judged by {judge}"

@@ -152,11 +152,11 @@ class PromptGroups(StrictModel):
 
 
 class LimitPoint(StrictModel):
-    """A point of the limit, a best of n, or a policy, which has an overhead, a bound of it, or the reason for none."""
+    """KL and score of a policy, which has an overhead, a bound of it, or the reason for none."""
 
-    beta: float | None = None
-    n: int | None = None
-    step: int | None = None
+    beta: float | None = None  # of a point of the limit
+    n: int | None = None  # of best of n
+    step: int | None = None  # of a snapshot of PPO
     kl: float
     kl_ci95: Interval = None
     score: float
@@ -186,7 +186,7 @@ class KLLimit(StrictModel):
 
 
 class MarginHistogram(StrictModel):
-    """Numbers of pairs by the margin between chosen and rejected, below the first edge to above the last."""
+    """Numbers of pairs by their margin, from below the first edge to above the last."""
 
     edges: list[float]
     counts: list[int]

@@ -491,9 +491,12 @@ def _shown_settings(stage: Stage) -> dict[str, tuple[str, str]]:
     settings = {}
     for key, value in flatten(stage.config or {}).items():
         if key in main and value is not None:
-            settings[key] = (value_text(value), value_text(value))
+            shown = value_text(value)
+            settings[key] = (shown, shown)
     for each in from_defaults(stage):
-        settings[each.key] = (each.value, (each.default or "").removeprefix("-"))
+        default = (each.default or "").removeprefix("-")
+        settings[each.key] = (each.value, default)
+
     return {key: values for key, values in settings.items() if _may_be_shown(stage, key, values[0])}
 
 

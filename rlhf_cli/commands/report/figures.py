@@ -60,7 +60,7 @@ def _training_lines(stage: Stage, key: str) -> dict[str, Series]:
 
 
 def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> str:
-    """Return first and last value of each series, and the final loss of a run of an older version."""
+    """Return first and last value of each series, and a final loss that the curve lacks."""
     sentences = []
     for name, points in lines.items():
         ends = dict.fromkeys((points[0], points[-1]))  # of one point: one

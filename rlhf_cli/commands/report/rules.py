@@ -237,7 +237,7 @@ def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> tuple[Verdict, str, 
 
 
 def _distance(kl: Sequence[float]) -> tuple[str, str]:
-    """Return how far the policy is from SFT, and the advice for a score that does not rise."""
+    """Return how far the policy is from SFT, and the advice that follows."""
     if len(kl) < FEWEST:
         return "", IF_NEAR
     now = fmean(last_quarter(kl))
