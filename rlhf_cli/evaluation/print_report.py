@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import shown
-from rlhf_cli.evaluation import sample_pairs, text
+from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import print_card
 from rlhf_cli.evaluation.sample_pairs import Sample
 from rlhf_cli.jsonl import read_jsonl
@@ -25,35 +25,35 @@ def print_report(eval_folder: Path) -> None:
         _print_samples([row for _, row in read_jsonl(samples)])
     _print_reward_model(report)
     _print_warnings(report.warnings or [])
-    for sentence in text.worth_sentences(report):
+    for sentence in report_text.worth_sentences(report):
         terminal.out(sentence)
 
     terminal.out(f"report: {shown(eval_folder / FILE_NAME)}")
     page = eval_folder / REPORT
     if page.is_file():
         terminal.out(f"page: {shown(page)} (open it in a browser)")
-    if summary := text.summary_sentence(report):
+    if summary := report_text.summary_sentence(report):
         terminal.out(f"result: {summary}")
 
 
 def _print_policies(report: Report) -> None:
     """Print the means and win rates of the policies, also by groups of prompts."""
-    title = f"{report.n} {text.HELD_OUT}, 95 % intervals in brackets; the reward is {text.UNPENALISED}"
-    terminal.table(*text.policies_table(report), title=title)
-    columns, rates = text.win_rate_table(report)
+    title = f"{report.n} {report_text.HELD_OUT}, 95 % intervals in brackets; the reward is {report_text.UNPENALISED}"
+    terminal.table(*report_text.policies_table(report), title=title)
+    columns, rates = report_text.win_rate_table(report)
     if rates:
         terminal.out()
         terminal.table(columns, rates)
     if report.by:
         terminal.out()
-        terminal.table(*text.groups_table(report.by), title=text.groups_title(report.by))
+        terminal.table(*report_text.groups_table(report.by), title=report_text.groups_title(report.by))
 
 
 def _print_frontier(report: Report) -> None:
     """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
     if report.no_frontier:
         terminal.out(f"no frontier: {report.no_frontier}")
-    if not text.has_frontier(report):
+    if not report_text.has_frontier(report):
         return
 
     title = "Policies by their KL from SFT"
@@ -62,16 +62,16 @@ def _print_frontier(report: Report) -> None:
         best_of_n = ", and SFT's best of n" if report.best_of else ""
         title = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
     terminal.out()
-    terminal.table(*text.frontier_table(report), title=title)
-    for line in text.selection_lines(report):
+    terminal.table(*report_text.frontier_table(report), title=title)
+    for line in report_text.selection_lines(report):
         terminal.out(line)
 
 
 def _print_limit(report: Report) -> None:
     if report.limit:
         terminal.out()
-        terminal.table(*text.limit_table(report), title=f"KL overhead: {text.limit_score(report)}")
-        for line in text.limit_lines(report):
+        terminal.table(*report_text.limit_table(report), title=f"KL overhead: {report_text.limit_score(report)}")
+        for line in report_text.limit_lines(report):
             terminal.out(line)
 
 

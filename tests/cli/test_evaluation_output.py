@@ -10,9 +10,9 @@ from report_run import report, win, with_policies
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation.print_report import print_report
+from rlhf_cli.evaluation.report_text import summary_sentence
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.evaluation.sample_pairs import ResponsePair, deciding_judge, quartile_examples
-from rlhf_cli.evaluation.text import summary_sentence
 from rlhf_cli.runs.report import Report
 
 REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}

@@ -14,9 +14,9 @@ from rlhf_cli import statistics
 from rlhf_cli.commands.report import compare, diagnosis, figures
 from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
 from rlhf_cli.evaluation import limit, reward_model, selection
+from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
-from rlhf_cli.evaluation.text import overhead_sentence
 from rlhf_cli.runs.discover import STAGES
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import Report

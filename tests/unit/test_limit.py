@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_cli.evaluation import limit
+from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
-from rlhf_cli.evaluation.text import overhead_sentence
 from rlhf_cli.statistics import Clusters, best_of_n_kl
 
 TOKENS = (0.5, 0.25, 0.25)  # probabilities; a response has two tokens

@@ -25,8 +25,7 @@ from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.data.texts import is_transcript, render_transcript
 from rlhf_cli.data.tokens import Conversation, header_of_answers
 from rlhf_cli.errors import CODES, RLHFError
-from rlhf_cli.evaluation import reward_card
-from rlhf_cli.evaluation import text as report_text
+from rlhf_cli.evaluation import report_text, reward_card
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.discover import POLICY_STAGES, STAGES

@@ -12,7 +12,7 @@ from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
 from rlhf_cli.commands.report.rules import RULES, Rule, Series
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
-from rlhf_cli.evaluation.text import pair_label
+from rlhf_cli.evaluation.report_text import pair_label
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.discover import STAGES
 from rlhf_cli.runs.read import Run, between

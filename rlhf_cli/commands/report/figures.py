@@ -9,7 +9,7 @@ from rlhf_cli.commands.report.charts import Figure, WinRateRow, figure
 from rlhf_cli.commands.report.frontier import ON_PAGE, draw_panel
 from rlhf_cli.commands.report.rules import ILL, Reading, Series, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation import text
+from rlhf_cli.evaluation import report_text
 from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Run, Stage
@@ -138,7 +138,7 @@ def report_card(card: RewardModelCard) -> list[Figure]:
 
 def frontiers(report: Report) -> list[Figure]:
     """Return a panel for each judge, if there is more to draw than SFT and PPO."""
-    if not text.has_frontier(report):
+    if not report_text.has_frontier(report):
         return []
     found = []
     for index, judge in enumerate(report.models["sft"].judges):
@@ -151,18 +151,18 @@ def frontiers(report: Report) -> list[Figure]:
 def _frontier_sentences(report: Report, judge: str) -> Iterator[str]:
     """Yield what a judge's panel shows."""
     points = report.frontier or []
-    others = text.other_points(report)
+    others = report_text.other_points(report)
     if points:
         yield _course(judge, points)
     else:
-        others = text.ppo_points(report) + others
+        others = report_text.ppo_points(report) + others
     if others:
         yield "; ".join(_place(each, judge) for each in others)
     if judge == "reward" and report.limit and report.limit.missing_eos_penalty:
-        yield f"the picture shows the {text.limit_score(report)}"
+        yield f"the picture shows the {report_text.limit_score(report)}"
 
 
-def _place(policy: text.Compared, judge: str) -> str:
+def _place(policy: report_text.Compared, judge: str) -> str:
     assert policy.scores.kl is not None, "it was sampled"
     return f"{policy.name}: {number(policy.scores.judges[judge].mean)} at {number(policy.scores.kl)} nats"
 
@@ -183,7 +183,8 @@ def _course(judge: str, points: Sequence[FrontierPoint]) -> str:
 def wins(report: Report) -> Figure | None:
     """Return the chart of all win rates, sampled ones first."""
     rows = [
-        WinRateRow(f"{each.pair}, {each.judge}", each.rate.value, each.rate.ci95) for each in text.win_rate_rows(report)
+        WinRateRow(f"{each.pair}, {each.judge}", each.rate.value, each.rate.ci95)
+        for each in report_text.win_rate_rows(report)
     ]
     if not rows:
         return None

@@ -11,7 +11,7 @@ from rlhf_cli import __version__
 from rlhf_cli.commands.report import diagnosis, figures, tables
 from rlhf_cli.commands.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES
-from rlhf_cli.evaluation import sample_pairs, text
+from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
 from rlhf_cli.jsonl import is_number
@@ -212,15 +212,15 @@ def _results(report: Report) -> dict[str, Any]:
     frontiers = figures.frontiers(report)
     return {
         "frontiers": frontiers,
-        "frontier": text.frontier_table(report) if frontiers else (),
-        "selection": list(text.selection_lines(report)),
+        "frontier": report_text.frontier_table(report) if frontiers else (),
+        "selection": list(report_text.selection_lines(report)),
         "no_frontier": report.no_frontier or "The evaluation has no frontier.",
-        "limit": text.limit_table(report) if report.limit else (),
-        "limit_score": text.limit_score(report),
-        "limit_lines": list(text.limit_lines(report)),
+        "limit": report_text.limit_table(report) if report.limit else (),
+        "limit_score": report_text.limit_score(report),
+        "limit_lines": list(report_text.limit_lines(report)),
         "wins": figures.wins(report),
-        "win_rates": text.win_rate_table(report),
-        "policies": text.policies_table(report),
-        "groups": text.groups_table(report.by) if report.by else (),
-        "groups_title": text.groups_title(report.by) if report.by else "",
+        "win_rates": report_text.win_rate_table(report),
+        "policies": report_text.policies_table(report),
+        "groups": report_text.groups_table(report.by) if report.by else (),
+        "groups_title": report_text.groups_title(report.by) if report.by else "",
     }

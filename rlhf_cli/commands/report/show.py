@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
-from rlhf_cli.evaluation import text
+from rlhf_cli.evaluation import report_text
 from rlhf_cli.evaluation.print_report import print_report
 from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.files import open_regular, write_text
@@ -64,7 +64,7 @@ def show_evaluation(config: EvalConfig) -> None:
     if not distributed.is_main_process():
         return
     report = read_report(config.folder)
-    if text.has_frontier(report):
+    if report_text.has_frontier(report):
         from rlhf_cli.commands.report.frontier import draw_file
 
         draw_file(report, config.folder / "frontier.svg")
