@@ -19,7 +19,7 @@ import numpy as np
 from scipy.special import expit, ndtr
 from scipy.stats import rankdata
 
-from rlhf_cli.evaluation import comparison, limit, reward_model, selection
+from rlhf_cli.evaluation import comparison, limit, reward_model, reward_probes, selection
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.runs.report import Adversarial, RewardModelCard
@@ -229,8 +229,8 @@ def probed(rng: Rng, *, prompts: int) -> Covered:
     """Probes of rows of which three have the same prompt."""
     rows = [{"prompt_ids": [prompt]} for prompt in range(prompts) for _ in range(3)]
     beats = np.repeat(rng.random(prompts) < 0.2, 3) * 1.0
-    chosen = beats[reward_model.probe_rows(rows)]
-    found = reward_model.score_probes({"empty": chosen.tolist()}, [0.5] * len(chosen))
+    chosen = beats[reward_probes.probe_rows(rows)]
+    found = reward_probes.score_probes({"empty": chosen.tolist()}, [0.5] * len(chosen))
     yield "probe", includes(found.probes["empty"].ci95, 0.2)
 
 

@@ -1,13 +1,13 @@
 """Means of a policy's scores, and win rates of one policy over another, with 95 % intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypedDict
 
 from rlhf_cli import statistics
 from rlhf_cli.evaluation.responses import EvalResponses
-from rlhf_cli.evaluation.reward_model import agreement
 from rlhf_cli.runs.report import JudgeMean, PolicyScores, SampledResults, WinRate, WinRates
 
+Scores = Sequence[float]  # one per prompt
 # Compared if both were evaluated; each policy of `policies` is also compared with SFT and PPO.
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
@@ -120,6 +120,22 @@ def _one_sided(extra_lengths: Sequence[int]) -> str:
     shorter = sum(extra < 0 for extra in extra_lengths)
     word = "longer" if longer > shorter else "shorter"
     return f"the answers are {word} on {max(longer, shorter) / len(extra_lengths):.0%} of the prompts"
+
+
+def agreement(
+    judge: tuple[Scores, Scores], reward: tuple[Scores, Scores], groups: Sequence[Hashable]
+) -> tuple[float, tuple[float, float]] | None:
+    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % interval.
+
+    Each has its scores of the two answers. Prompts on which one scores both the same do not count; None without
+    others. `groups`: rows of the same value are of one prompt.
+    """
+    rows = zip(*judge, *reward, groups, strict=True)
+    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
+    if not agreed:
+        return None
+    points, decided = zip(*agreed, strict=True)
+    return sum(points) / len(points), statistics.share_interval([float(point) for point in points], decided)
 
 
 def as_list(interval: Sequence[float] | None) -> list[float] | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlhf_cli.evaluation.reward_model import disagreement
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.runs.report import (
     PPO_OVER_SFT,
@@ -28,6 +27,7 @@ HELD_OUT = "held-out prompts"
 UNPENALISED = "before the KL penalty"
 OWN_REWARD = "the reward that PPO was trained on, which proves little"
 HALF = 0.5
+LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
 Significance = Literal["better", "undecided", "worse"]
 AGAINST = {"better": ": PPO is better", "undecided": ", not distinguishable", "worse": ": PPO is worse"}
 RESULTS = {
@@ -185,6 +185,17 @@ def worth_sentences(report: Report) -> Iterator[str]:
             ours, theirs = (f"{report.models[model].kl:z.2f} nats" for model in ("ppo", name))
             value = f"{with_interval(rate.value, rate.ci95)} at {ours} against {theirs}"
             yield f"PPO over {name} by judge {judge}: {value}{AGAINST[significance(rate)]}"
+
+
+def disagreement(reward: str, judge: str, rate: WinRate) -> Iterator[str]:
+    """Yield a sentence if all of the interval of a judge's agreement with `reward` is below LOW."""
+    share, interval = rate.agrees_with_reward, rate.agrees_with_reward_ci95
+    if share is not None and interval and interval[1] < LOW:
+        yield (
+            f"{reward.capitalize()} and judge {judge} prefer the same of PPO's and SFT's answers on "
+            f"{with_interval(share, interval)} of the prompts that both decide, fewer than two of three: more training "
+            "on this reward may not please this judge"
+        )
 
 
 def other_policies(report: Report) -> list[str]:

@@ -8,13 +8,13 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.evaluation.reward_model import (
     MAX_LENGTH_CORRELATION,
-    PROBE_LABELS,
     describe_confidence,
     ece_limit,
     is_length_biased,
     is_probe_flagged,
     probe_limit,
 )
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.parents import FOREIGN, Parent
 from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, reward_model_result
 from rlhf_cli.statistics import with_interval

@@ -1,23 +1,21 @@
-"""Report card of a reward model: accuracy, calibration, length bias, probes, flags, agreement with judges. No torch."""
+"""Report card of a reward model: accuracy, calibration, length bias, and flags. No torch."""
 
 import math
-import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.report import (
     Adversarial,
     CalibrationBin,
     CardFlag,
     LongerAnswer,
     MarginHistogram,
-    ProbeResult,
     RewardModelCard,
-    WinRate,
 )
 from rlhf_cli.statistics import (
     Clusters,
@@ -26,7 +24,6 @@ from rlhf_cli.statistics import (
     share_interval,
     wilson,
     wilson_difference,
-    with_interval,
 )
 
 if TYPE_CHECKING:  # numpy takes long to import
@@ -38,12 +35,6 @@ if TYPE_CHECKING:  # numpy takes long to import
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
 NUM_RESAMPLES = 1000
-MAX_PROBED = 128  # prompts: a share is known to within 0.09, for 640 additional scores
-OVER_LONG_REPEATS = 3  # of the good answer in the over-long probe
-POLITE_ANSWER = (
-    "Great question! Thank you so much for asking. I am very happy to help you. You are most welcome, and I hope that "
-    "you have a wonderful day! Please let me know if there is anything else that I can do for you. Thank you again!"
-)
 # Chen et al. 2024, arXiv 2402.07319: 0.45 (Pearson) for a reward model whose policies grew long. 0.3 is a tenth of the
 # variance of the ranks. The demo's reward model has 0.15.
 MAX_LENGTH_CORRELATION = 0.3
@@ -51,14 +42,6 @@ MAX_ECE = 0.1  # pairs with confidence 0.8 are right in 70 % or 90 % of the case
 MIN_PROBE_LIMIT = 0.1  # else 1 - accuracy: a probe without content should lose more often than a rejected answer
 # Limits that do not depend on the accuracy. over_long: indifference. swapped_prompt: half of a model without a prompt.
 FIXED_LIMITS = {"over_long": 0.5, "swapped_prompt": 0.25}
-PROBE_LABELS = {
-    "empty": "an empty answer",
-    "repeated_token": "one token repeated",
-    "politeness": "politeness without content",
-    "over_long": "the good answer three times",
-    "swapped_prompt": "the good answer to another prompt",
-}
-Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
 
 
 @dataclass(frozen=True)
@@ -254,75 +237,6 @@ def longer_answer_preference(pairs: Sequence[ScoredPair]) -> LongerAnswer | None
     return LongerAnswer(n=n, preferred=sum(wins) / n, ci95=list(interval), chosen=sum(chosen_is_longer) / n)
 
 
-# Adversarial probes: answers that should not score above the chosen one
-
-
-def probe_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the indices of the probed rows: the first of each prompt, at most MAX_PROBED, evenly spaced."""
-    firsts: dict[tuple[int, ...], int] = {}
-    for index, row in enumerate(rows):
-        firsts.setdefault(tuple(row["prompt_ids"]), index)
-    indices = list(firsts.values())
-    n = min(MAX_PROBED, len(indices))
-    return [indices[i * len(indices) // n] for i in range(n)]
-
-
-def build_probes(
-    rows: Sequence[Row], polite: Sequence[list[int]], *, context: int | None, seed: int
-) -> dict[str, list[list[int]]]:
-    """Return probe name -> prompt and answer tokens per row; answers end in the row's end token and fit `context`.
-
-    `polite` are the tokens of POLITE_ANSWER for each row. `swapped_prompt` is absent if all prompts are the same.
-    """
-    prompts = [list(row["prompt_ids"]) for row in rows]
-    answers = [list(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in rows]
-    rng = random.Random(seed)
-    probes = {
-        "empty": [answer[-1:] for answer in answers],
-        "repeated_token": [_repeated_token(answer, rng) for answer in answers],
-        "politeness": [[*ids, *answer[-1:]] for ids, answer in zip(polite, answers, strict=True)],
-        "over_long": [answer[:-1] * OVER_LONG_REPEATS + answer[-1:] for answer in answers],
-    }
-    if any(prompt != prompts[0] for prompt in prompts):
-        probes["swapped_prompt"] = _answers_to_other_prompts(prompts, answers)
-    return {
-        name: [prompt + _truncate(answer, context, len(prompt)) for prompt, answer in zip(prompts, probed, strict=True)]
-        for name, probed in probes.items()
-    }
-
-
-def _repeated_token(answer: list[int], rng: random.Random) -> list[int]:
-    token = rng.choice(answer[:-1] or answer)
-    return [token] * (len(answer) - 1) + answer[-1:]
-
-
-def _answers_to_other_prompts(prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
-    """Return the good answer of the next row with a different prompt, starting half the rows further."""
-    n = len(prompts)
-    following = [k % n for k in range(n // 2, n // 2 + 2 * n)]
-    return [next(answers[k] for k in following[i:] if prompts[k] != prompt) for i, prompt in enumerate(prompts)]
-
-
-def _truncate(answer: list[int], context: int | None, prompt_length: int) -> list[int]:
-    limit = len(answer) if context is None else max(1, context - prompt_length)
-    return answer if len(answer) <= limit else [*answer[: limit - 1], answer[-1]]
-
-
-def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float]) -> Adversarial:
-    """Return the results of probes, of their scores by name and the chosen answers' scores.
-
-    `beats`: share of rows in which the probe scores above the chosen answer; `margin`: mean score difference.
-    """
-    n = len(chosen)
-    probes = {}
-    for name, probe_scores in scores.items():
-        pairs = list(zip(probe_scores, chosen, strict=True))
-        wins = sum(probe > good for probe, good in pairs)
-        margin = sum(probe - good for probe, good in pairs) / n
-        probes[name] = ProbeResult(beats=wins / n, ci95=list(wilson(wins, n)), margin=margin)
-    return Adversarial(n=n, probes=probes)
-
-
 # Flags: limits that a card exceeds by more than chance
 
 
@@ -403,36 +317,3 @@ def describe_confidence(card: RewardModelCard) -> str:
 def mean_confidence(card: RewardModelCard) -> float:
     """Return the mean confidence over the pairs."""
     return float(sum(each.n * each.confidence for each in card.calibration) / card.n)
-
-
-# Agreement with a judge
-
-Scores = Sequence[float]  # one per prompt
-LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
-
-
-def agreement(
-    judge: tuple[Scores, Scores], reward: tuple[Scores, Scores], groups: Sequence[Hashable]
-) -> tuple[float, tuple[float, float]] | None:
-    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % interval.
-
-    Each has its scores of the two answers. Prompts on which one scores both the same do not count; None without
-    others. `groups`: rows of the same value are of one prompt.
-    """
-    rows = zip(*judge, *reward, groups, strict=True)
-    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
-    if not agreed:
-        return None
-    points, decided = zip(*agreed, strict=True)
-    return sum(points) / len(points), share_interval([float(point) for point in points], decided)
-
-
-def disagreement(reward: str, judge: str, rate: WinRate) -> Iterator[str]:
-    """Yield a sentence if all of the interval of a judge's agreement with `reward` is below LOW."""
-    share, interval = rate.agrees_with_reward, rate.agrees_with_reward_ci95
-    if share is not None and interval and interval[1] < LOW:
-        yield (
-            f"{reward.capitalize()} and judge {judge} prefer the same of PPO's and SFT's answers on "
-            f"{with_interval(share, interval)} of the prompts that both decide, fewer than two of three: more training "
-            "on this reward may not please this judge"
-        )

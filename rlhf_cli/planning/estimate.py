@@ -13,7 +13,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import BestOf, SFTConfig
 from rlhf_cli.config.stages import TRLConfig
-from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
+from rlhf_cli.evaluation.reward_probes import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import forward
 from rlhf_cli.planning import phase_memory, stage_models
 from rlhf_cli.planning.memory import Lengths

@@ -18,9 +18,10 @@ from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation import reward_model, reward_probes
 from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
+from rlhf_cli.evaluation.reward_model import ScoredPair
+from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
 from rlhf_cli.models import build, devices, load, lora, row_trial, save
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
@@ -251,7 +252,7 @@ def make_report_card(
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return None, {}
-    probed = reward_model.probe_rows(rows)
+    probed = reward_probes.probe_rows(rows)
     inputs = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
     inputs |= build_probes(tokenizer, [rows[i] for i in probed], load.context_length(scorer.config), config.seed)
     scores = {}
@@ -268,7 +269,7 @@ def make_report_card(
     prompts = [tuple(row["prompt_ids"]) for row in rows]
     columns = zip(chosen, rejected, *zip(*lengths, strict=True), prompts, strict=True)
     pairs = [ScoredPair(*column) for column in columns]
-    adversarial = reward_model.score_probes(scores, [chosen[i] for i in probed])
+    adversarial = reward_probes.score_probes(scores, [chosen[i] for i in probed])
     card = reward_model.make_card(pairs, adversarial, seed=config.seed)
     problems = reward_model.find_problems(card)
     for problem in problems:
@@ -292,7 +293,7 @@ def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int)
         texts.append(beginning + POLITE_ANSWER)
     encoded = data.encode_many(tokenizer, [None] * len(texts), texts)
     polite = [ids[:-1] for _, ids in encoded]
-    return reward_model.build_probes(rows, polite, context=context, seed=seed)
+    return reward_probes.build_probes(rows, polite, context=context, seed=seed)
 
 
 def _score_range(pairs: Sequence[ScoredPair], batch_size: int) -> dict[str, float]:

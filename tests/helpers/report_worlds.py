@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_cli import statistics
 from rlhf_cli.commands.report import compare, diagnosis, figures
 from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
-from rlhf_cli.evaluation import limit, reward_model, selection
+from rlhf_cli.evaluation import limit, reward_model, reward_probes, selection
 from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
@@ -138,7 +138,7 @@ def rewarded(
     limits = dict.fromkeys(("empty", "repeated_token", "politeness"), max(0.1, 1 - accuracy))
     limits |= {"over_long": 0.5, "swapped_prompt": 0.25}
     wins = {name: (rng.random(m) < min(1.0, limit + probe)).astype(float).tolist() for name, limit in limits.items()}
-    card = reward_model.make_card(pairs, reward_model.score_probes(wins, [0.5] * m))
+    card = reward_model.make_card(pairs, reward_probes.score_probes(wins, [0.5] * m))
     card = reward_model.with_flags(card, reward_model.find_problems(card))
     manifest = {"metrics": card.headline(), "card": card.to_json()}
     yield from page(run(Stage("reward", Path("reward"), "finished", manifest=manifest)))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from rlhf_cli import jsonl, runs, statistics
 from rlhf_cli.commands.report import frontier
 from rlhf_cli.evaluation.comparison import win_rates
+from rlhf_cli.evaluation.report_text import disagreement
 from rlhf_cli.evaluation.responses import EvalResponses
-from rlhf_cli.evaluation.reward_model import disagreement
 from rlhf_cli.models import tokenizers
 from rlhf_cli.runs.report import Report
 

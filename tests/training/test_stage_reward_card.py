@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.evaluation.reward_model import PROBE_LABELS
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.models import tokenizers
 from rlhf_cli.runs.report import HEADLINE
 from rlhf_cli.stages import reward as reward_stage

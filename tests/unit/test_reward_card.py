@@ -12,9 +12,10 @@ from reward_card import card
 from scipy.stats import binom, spearmanr
 
 from rlhf_cli.config.ppo_options import RewardRequirements
-from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation import reward_model, reward_probes
 from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair, calibration_bins, length_correlation
+from rlhf_cli.evaluation.reward_model import ScoredPair, calibration_bins, length_correlation
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.report import Adversarial, LongerAnswer, ProbeResult, RewardModelCard
 from rlhf_cli.statistics import share_interval, wilson
 
@@ -134,7 +135,7 @@ def rows(*prompts: int) -> list[dict[str, Any]]:
 
 
 def probes(rows: list, polite: list | None = None, *, context: int | None = None, seed: int = 0) -> dict:
-    return reward_model.build_probes(rows, polite or [[]] * len(rows), context=context, seed=seed)
+    return reward_probes.build_probes(rows, polite or [[]] * len(rows), context=context, seed=seed)
 
 
 def test_each_probe_by_its_tokens() -> None:
@@ -159,15 +160,15 @@ def test_each_probe_by_its_tokens() -> None:
 
 
 def test_at_most_128_rows_are_probed_evenly() -> None:
-    assert reward_model.probe_rows(rows(1, 2, 3)) == [0, 1, 2]
-    assert reward_model.probe_rows(rows(7, 7, 8, 7, 9, 8)) == [0, 2, 4], "one of each prompt"
-    indices = reward_model.probe_rows(rows(*range(1000)))
-    assert len(indices) == len(set(indices)) == reward_model.MAX_PROBED == 128
+    assert reward_probes.probe_rows(rows(1, 2, 3)) == [0, 1, 2]
+    assert reward_probes.probe_rows(rows(7, 7, 8, 7, 9, 8)) == [0, 2, 4], "one of each prompt"
+    indices = reward_probes.probe_rows(rows(*range(1000)))
+    assert len(indices) == len(set(indices)) == reward_probes.MAX_PROBED == 128
     assert indices[0] == 0 and 990 < indices[-1] < 1000
 
 
 def test_a_probe_wins_only_above_the_chosen_answer() -> None:
-    scored = reward_model.score_probes({"empty": [2.0, 1.0, 0.0, 5.0]}, [1.0, 1.0, 1.0, 1.0])
+    scored = reward_probes.score_probes({"empty": [2.0, 1.0, 0.0, 5.0]}, [1.0, 1.0, 1.0, 1.0])
     empty = ProbeResult(beats=0.5, ci95=list(wilson(2, 4)), margin=1.0)
     assert scored == Adversarial(n=4, probes={"empty": empty})
 
@@ -242,7 +243,7 @@ def test_the_documentation_has_the_limits_of_the_code() -> None:
         f"R12 above {reward_model.MAX_ECE},",
         f"half way there, {reward_model.FIXED_LIMITS['swapped_prompt']}.",
         f"at least {reward_model.MIN_PROBE_LIMIT}.",
-        f"up to {reward_model.MAX_PROBED} prompts",
+        f"up to {reward_probes.MAX_PROBED} prompts",
     ):
         assert text in page, text
-    assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_model.OVER_LONG_REPEATS == 3
+    assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_probes.OVER_LONG_REPEATS == 3
