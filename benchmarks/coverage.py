@@ -19,9 +19,10 @@ import numpy as np
 from scipy.special import expit, ndtr
 from scipy.stats import rankdata
 
-from rlhf_cli.evaluation import limit, reward_model, summary
+from rlhf_cli.evaluation import comparison, limit, reward_model, reward_probes, selection
+from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
-from rlhf_cli.evaluation.summary import EvalResponses
+from rlhf_cli.runs.report import Adversarial, RewardModelCard
 
 Rng = np.random.Generator
 Covered = Iterator[tuple[str, bool | None]]  # interval and whether it covers; None: it was not printed
@@ -113,14 +114,14 @@ def policies(rng: Rng, *, prompts: int, rows: int, kind: str) -> Covered:
     other = evaluated({"reward": theirs, "judge": table["theirs"], "length": zeros + 0.5}, zeros, zeros)
     scores = {"reward": ours, "judge": table["ours"], "length": table["result"]}
     policy = evaluated(scores, table["longer"], table["kl"])
-    means, rates = summary._policy_means(policy), summary.win_rates(policy, other)
-    yield "mean", includes(means["judges"]["judge"].get("ci95"), true["mean"])
-    yield "win rate", includes(rates["judge"]["ci95"], true["win rate"])
-    yield "difference", includes(rates["judge"].get("difference_ci95"), true["difference"])
+    means, rates = comparison.policy_scores(policy), comparison.win_rates(policy, other)
+    yield "mean", includes(means.judges["judge"].ci95, true["mean"])
+    yield "win rate", includes(rates["judge"].ci95, true["win rate"])
+    yield "difference", includes(rates["judge"].difference_ci95, true["difference"])
     if kind == "continuous":
-        yield "KL", includes(means["kl_ci95"], true["KL"])
-        yield "agreement", includes(rates["judge"].get("agrees_with_reward_ci95"), true["agreement"])
-        yield "length-controlled", includes(rates["length"].get("length_controlled_ci95"), true["length-controlled"])
+        yield "KL", includes(means.kl_ci95, true["KL"])
+        yield "agreement", includes(rates["judge"].agrees_with_reward_ci95, true["agreement"])
+        yield "length-controlled", includes(rates["length"].length_controlled_ci95, true["length-controlled"])
 
 
 def one_sided(rng: Rng, *, prompts: int, shift: float, jump: bool = False) -> Covered:
@@ -129,8 +130,8 @@ def one_sided(rng: Rng, *, prompts: int, shift: float, jump: bool = False) -> Co
     won = rng.random(longer.shape) < expit(0.2 + 1.5 * (np.sign(longer) if jump else longer / 10))
     zeros = np.zeros_like(longer)
     policy, other = evaluated({"judge": won}, longer, zeros), evaluated({"judge": zeros + 0.5}, zeros, zeros)
-    rate = summary.win_rates(policy, other)["judge"]
-    yield "length-controlled", includes(rate.get("length_controlled_ci95"), float(expit(0.2)))
+    rate = comparison.win_rates(policy, other)["judge"]
+    yield "length-controlled", includes(rate.length_controlled_ci95, float(expit(0.2)))
 
 
 # The selected policy
@@ -153,16 +154,16 @@ def selected(rng: Rng, *, prompts: int, rows: int, count: int, worth: str) -> Co
         for step, (noise, mean) in enumerate(zip(apart, means, strict=True))
     }
     sft = evaluated({"judge": sft_scores}, lengths, np.zeros(size))
-    points = [{"step": step, **summary._point(policy, sft)} for step, policy in by_step.items()]
-    found = summary.select_point(points, by_step, sft, SimpleNamespace(judge="judge", kl_max=None))
-    true, own = means[found["selected_step"]], found["selected"]
-    plain = points[found["selected_step"]]["judges"]["judge"]["mean"]
+    points = [selection.frontier_point(step, policy, sft) for step, policy in by_step.items()]
+    found = selection.select_point(points, by_step, sft, SimpleNamespace(judge="judge", kl_max=None))
+    true, own = means[found.step], found.selected
+    plain = points[found.step].judges["judge"].mean
     deviation = np.sqrt(1 + 0.25 + 0.36 + 0.625**2)
-    yield "selected, mean", includes(own["judges"]["judge"]["ci95"], true)
-    yield "selected, win rate", includes(own["win_rate"]["judge"]["ci95"], float(ndtr(true / deviation)))
+    yield "selected, mean", includes(own.judges["judge"].ci95, true)
+    yield "selected, win rate", includes(own.win_rate["judge"].ci95, float(ndtr(true / deviation)))
     best = int(np.argmax(means))
-    yield "within noise has the best", best in {found["selected_step"], *own["within_noise"]}
-    BIASES.append((plain - true, own["optimism"]))
+    yield "within noise has the best", best in {found.step, *own.within_noise}
+    BIASES.append((plain - true, own.optimism))
 
 
 BIASES: list[tuple[float, float]] = []  # true and printed selection bias of each run
@@ -196,17 +197,21 @@ def card_truth(answers: int, unequal: bool) -> dict[str, float]:
     return {
         "accuracy": np.mean([pair.right for pair in pairs]),
         "length correlation": np.corrcoef(scores, lengths)[0, 1],
-        "longer answer": longer["preferred"],
+        "longer answer": longer.preferred,
     }
+
+
+def card_of(pairs: list[ScoredPair]) -> RewardModelCard:
+    return reward_model.make_card(pairs, Adversarial(n=1, probes={}))
 
 
 def card(rng: Rng, *, prompts: int, answers: int, unequal: bool = False) -> Covered:
     """A card of several pairs of each prompt."""
     pairs, true = card_pairs(rng, prompts, answers, unequal), card_truth(answers, unequal)
-    found = reward_model.evaluate_pairs(pairs)
-    yield "accuracy", includes(found["accuracy_ci95"], true["accuracy"])
-    yield "length correlation", includes(found["length_correlation_ci95"], true["length correlation"])
-    yield "longer answer", includes(found["longer_answer"]["ci95"], true["longer answer"])
+    found = card_of(pairs)
+    yield "accuracy", includes(found.accuracy_ci95, true["accuracy"])
+    yield "length correlation", includes(found.length_correlation_ci95, true["length correlation"])
+    yield "longer answer", includes(found.longer_answer.ci95, true["longer answer"])
 
 
 def lopsided(rng: Rng, *, prompts: int) -> Covered:
@@ -217,16 +222,16 @@ def lopsided(rng: Rng, *, prompts: int) -> Covered:
         for prompt in range(prompts)
         for _ in range(counts[prompt])
     ]
-    yield "accuracy", includes(reward_model.evaluate_pairs(pairs)["accuracy_ci95"], 0.95)
+    yield "accuracy", includes(card_of(pairs).accuracy_ci95, 0.95)
 
 
 def probed(rng: Rng, *, prompts: int) -> Covered:
     """Probes of rows of which three have the same prompt."""
     rows = [{"prompt_ids": [prompt]} for prompt in range(prompts) for _ in range(3)]
     beats = np.repeat(rng.random(prompts) < 0.2, 3) * 1.0
-    chosen = beats[reward_model.probe_rows(rows)]
-    found = reward_model.score_probes({"empty": chosen.tolist()}, [0.5] * len(chosen))
-    yield "probe", includes(found["probes"]["empty"]["ci95"], 0.2)
+    chosen = beats[reward_probes.probe_rows(rows)]
+    found = reward_probes.score_probes({"empty": chosen.tolist()}, [0.5] * len(chosen))
+    yield "probe", includes(found.probes["empty"].ci95, 0.2)
 
 
 # The limit
@@ -255,18 +260,18 @@ def limited(rng: Rng, *, prompts: int, samples: int, spread: float, skewed: bool
         gained = level[:, 0] + np.interp(np.sqrt(needed), np.sqrt(kl), score) + rng.normal(size=prompts)
         own[str(needed)] = (gained.tolist(), [2 * needed] * prompts)
     selections = [2**power for power in range(1, samples.bit_length())]
-    section = limit.limit_section(scores, own, selections)
+    section = limit.make_limit(scores, own, selections)
     for number, name in ((8, "limit, middle"), (16, "limit, end")):
-        point = section["points"][number] if len(section["points"]) > number else None
+        point = section.points[number] if len(section.points) > number else None
         if point is not None:
-            yield name, includes(point["score_ci95"], float(np.interp(np.sqrt(point["kl"]), np.sqrt(kl), score)))
-    for name, row in section["policies"].items():
-        if "overhead" in row:
-            low, high = row["needed_kl_ci95"]
+            yield name, includes(point.score_ci95, float(np.interp(np.sqrt(point.kl), np.sqrt(kl), score)))
+    for name, row in section.policies.items():
+        if row.overhead is not None:
+            low, high = row.needed_kl_ci95
             yield "needed KL", includes((low, np.inf if high is None else high), float(name))
-            OVERHEADS.append(row["overhead"])
-        elif "overhead_at_least" in row:
-            yield "overhead at least", row["overhead_at_least"] <= 2
+            OVERHEADS.append(row.overhead)
+        elif row.overhead_at_least is not None:
+            yield "overhead at least", row.overhead_at_least <= 2
 
 
 OVERHEADS: list[float] = []  # printed ones; 2 is true

@@ -1,4 +1,4 @@
-"""Read and write JSON Lines, with file and line in every message; and look into JSON trees."""
+"""Read and write JSON Lines, with file and line in every message."""
 
 import gzip
 import json
@@ -179,24 +179,6 @@ def _refuse_constant(name: str) -> None:
 def to_json(value: object, **style: Any) -> str:
     """Return the value as JSON without terminal control characters; `style` is passed to json."""
     return json.dumps(value, ensure_ascii=False, **style).translate(DEL_AND_C1)
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted path: value} of nested tables; an empty table is a value."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            values |= {f"{key}.{path}": inner for path, inner in flatten(value).items()}
-        else:
-            values[str(key)] = value
-    return values
-
-
-def at(tree: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested tables, or None."""
-    for part in path.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -185,8 +185,8 @@ def win_points(scores: Sequence[float], baseline: Sequence[float]) -> list[float
 
 def paired_difference(
     scores: Sequence[float], baseline: Sequence[float], groups: Sequence[Hashable] | None = None
-) -> dict[str, Any]:
-    """Return the mean of scores - baseline, row by row: {difference, difference_ci95}, the latter if there is one.
+) -> tuple[float, tuple[float, float] | None]:
+    """Return the mean of scores - baseline, row by row, and its 95 % interval if there is one.
 
     Pairing cancels the difficulty of a prompt, so the interval is narrower than those of the means. The difference of
     two shares, of scores 0 and 1, has the interval of their win rate.
@@ -197,8 +197,7 @@ def paired_difference(
         interval: tuple[float, float] | None = 2 * low - 1, 2 * high - 1
     else:
         interval = mean_interval(gains, groups)
-    difference = {"difference": math.fsum(gains) / len(gains)}
-    return difference | ({"difference_ci95": list(interval)} if interval else {})
+    return math.fsum(gains) / len(gains), interval
 
 
 def length_controlled(

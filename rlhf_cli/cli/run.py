@@ -33,7 +33,7 @@ def run(
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
-    from rlhf_cli.commands import report
+    from rlhf_cli.commands.report import show
     from rlhf_cli.config.base import Options
     from rlhf_cli.pipeline.run import Page, run_folder
 
@@ -44,7 +44,7 @@ def run(
             folder,
             overrides_of(set_, assignments),
             options,
-            page=Page(report.write_beside, report.brief),
+            page=Page(show.write_beside, show.brief),
             only=only or (),
             start=start,
             force=force or (),

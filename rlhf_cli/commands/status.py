@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_cli import system, terminal
 from rlhf_cli.errors import shell_path, shown
-from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
+from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline.decide import StageDecision
 from rlhf_cli.pipeline.headline import headline
 from rlhf_cli.pipeline.status import NextAction, find_runs, read_run_and_next

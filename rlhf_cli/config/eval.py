@@ -13,7 +13,7 @@ from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
 from rlhf_cli.files import read_json_object
-from rlhf_cli.jsonl import at
+from rlhf_cli.trees import at
 
 RESERVED_NAMES = re.compile(r"base|sft|ppo|reward|best_of_\d+|ppo_step_.*|interpolated_.*|.*_vs_.*")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # module.function, which is no hub id

@@ -6,47 +6,98 @@ from pathlib import Path
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import shown
-from rlhf_cli.evaluation import render
-from rlhf_cli.evaluation.render import HELD_OUT, UNPENALISED, Row
+from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import print_card
+from rlhf_cli.evaluation.sample_pairs import Sample
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.runs.layout import REPORT
-from rlhf_cli.runs.read import read_report
+from rlhf_cli.runs.report import FILE_NAME, Report, read_report
 
 
 def print_report(eval_folder: Path) -> None:
     """Print an eval folder: policies, win rates, frontier, sample responses, reward model, warnings and a summary."""
     report = read_report(eval_folder)
-    title = f"{report['n']} {HELD_OUT}, 95 % intervals in brackets; the reward is {UNPENALISED}"
-    terminal.table(*render.policies_table(report), title=title)
-    columns, rates = render.win_rate_table(report)
+    _print_policies(report)
+    _print_frontier(report)
+    _print_limit(report)
+    samples = eval_folder / "samples.jsonl"
+    if samples.is_file():
+        _print_samples([row for _, row in read_jsonl(samples)])
+    _print_reward_model(report)
+    _print_warnings(report.warnings or [])
+    for sentence in report_text.worth_sentences(report):
+        terminal.out(sentence)
+
+    terminal.out(f"report: {shown(eval_folder / FILE_NAME)}")
+    page = eval_folder / REPORT
+    if page.is_file():
+        terminal.out(f"page: {shown(page)} (open it in a browser)")
+    if summary := report_text.summary_sentence(report):
+        terminal.out(f"result: {summary}")
+
+
+def _print_policies(report: Report) -> None:
+    """Print the means and win rates of the policies, also by groups of prompts."""
+    title = f"{report.n} {report_text.HELD_OUT}, 95 % intervals in brackets; the reward is {report_text.UNPENALISED}"
+    terminal.table(*report_text.policies_table(report), title=title)
+    columns, rates = report_text.win_rate_table(report)
     if rates:
         terminal.out()
         terminal.table(columns, rates)
-    if report.get("by"):
+    if report.by:
         terminal.out()
-        terminal.table(*render.groups_table(report), title=render.groups_title(report))
-    _print_frontier(report)
-    if report.get("limit"):
+        terminal.table(*report_text.groups_table(report.by), title=report_text.groups_title(report.by))
+
+
+def _print_frontier(report: Report) -> None:
+    """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
+    if report.no_frontier:
+        terminal.out(f"no frontier: {report.no_frontier}")
+    if not report_text.has_frontier(report):
+        return
+
+    title = "Policies by their KL from SFT"
+    if report.frontier:
+        legend = "" if report.selected_step is None else " (*: selected)"
+        best_of_n = ", and SFT's best of n" if report.best_of else ""
+        title = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
+    terminal.out()
+    terminal.table(*report_text.frontier_table(report), title=title)
+    for line in report_text.selection_lines(report):
+        terminal.out(line)
+
+
+def _print_limit(report: Report) -> None:
+    if report.limit:
         terminal.out()
-        terminal.table(*render.limit_table(report), title=f"KL overhead: {render.limit_score(report)}")
-        for line in render.limit_lines(report):
+        terminal.table(*report_text.limit_table(report), title=f"KL overhead: {report_text.limit_score(report)}")
+        for line in report_text.limit_lines(report):
             terminal.out(line)
-    if (eval_folder / "samples.jsonl").is_file():
-        _print_samples([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
-    if "reward_model" in report:
+
+
+def _print_samples(samples: Sequence[Sample]) -> None:
+    """Print both policies' responses to three prompts, at the quartiles of the gain."""
+    rows = []
+    for pair in sample_pairs.quartile_examples(sample_pairs.response_pairs(samples)):
+        rows.append(["prompt", "", str(pair.prompt)])
+        if columns := sample_pairs.columns_text(pair.sft):
+            rows.append(["data", "", columns])
+        for name, row in (("SFT", pair.sft), ("PPO", pair.ppo)):
+            scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
+            rows.append([name, scores, str(row["response"])])
+    if rows:
+        judge = sample_pairs.deciding_judge_of(samples)
         terminal.out()
-        print_card(report["reward_model"])
-    elif "no_reward_card" in report:
-        terminal.out(f"reward model: no report card: {report['no_reward_card']}")
-    _print_warnings(report.get("warnings", []))
-    for sentence in render.worth_sentences(report):
-        terminal.out(sentence)
-    terminal.out(f"report: {shown(eval_folder / 'report.json')}")
-    if (eval_folder / REPORT).is_file():
-        terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
-    if summary := render.summary_sentence(report):
-        terminal.out(f"result: {summary}")
+        title = f"Sample responses at the quartiles of PPO's gain by {judge}"
+        terminal.table(["", "scores", "text"], rows, title=title)
+
+
+def _print_reward_model(report: Report) -> None:
+    if report.reward_model:
+        terminal.out()
+        print_card(report.reward_model)
+    elif report.no_reward_card is not None:
+        terminal.out(f"reward model: no report card: {report.no_reward_card}")
 
 
 def _print_warnings(warnings: Sequence[str]) -> None:
@@ -60,34 +111,3 @@ def _print_warnings(warnings: Sequence[str]) -> None:
     if repeated:
         counts = [f"{code} ({count} times)" if count > 1 else code for code, count in repeated.items()]
         terminal.out(f"in report.json, printed above: {', '.join(counts)}")
-
-
-def _print_frontier(report: Row) -> None:
-    """Print the frontier, SFT's best of n and the selected step; or the reason why there is no frontier."""
-    if reason := report.get("no_frontier"):
-        terminal.out(f"no frontier: {reason}")
-    if render.has_frontier(report):
-        terminal.out()
-        legend = "" if report.get("selected_step") is None else " (*: selected)"
-        best_of_n = ", and SFT's best of n" if report.get("best_of") else ""
-        snapshots = f"Frontier: snapshots of the PPO run{legend}{best_of_n}"
-        title = snapshots if report.get("frontier") else "Policies by their KL from SFT"
-        terminal.table(*render.frontier_table(report), title=title)
-        for line in render.selection_lines(report):
-            terminal.out(line)
-
-
-def _print_samples(samples: Sequence[Row]) -> None:
-    """Print both policies' responses to three prompts, at the quartiles of the gain."""
-    rows = []
-    for pair in render.quartile_examples(render.response_pairs(samples)):
-        rows.append(["prompt", "", str(pair.prompt)])
-        if columns := render.columns_text(pair.sft):
-            rows.append(["data", "", columns])
-        for name, row in (("SFT", pair.sft), ("PPO", pair.ppo)):
-            scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
-            rows.append([name, scores, str(row["response"])])
-    if rows:
-        terminal.out()
-        title = f"Sample responses at the quartiles of PPO's gain by {render.deciding_judge_of(samples)}"
-        terminal.table(["", "scores", "text"], rows, title=title)

@@ -6,35 +6,52 @@ from typing import Any
 
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.jsonl import is_number
+from rlhf_cli.runs.report import FILE_NAME, Report
+from rlhf_cli.trees import at
 
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 
 
-def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
-    """Compare a report with `eval.require`: {dotted key: comparison, such as ">= 0.6"}.
+def check_requirements(report: Report, require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
+    """Compare a report with `eval.require`: {dotted key of report.json: comparison, such as ">= 0.6"}.
 
     `where` gives the location of a config key. Raises R06 with a problem per requirement that fails or has no number in
     the report, and if `eval.select` found no policy within its bound.
     """
     problems = []
-    if "selected" in report and "selected_step" not in report:
-        nearest = min(point["kl"] for point in report["frontier"])
-        text = f"eval.select selects no policy: {report['selected']['rule']}; the lowest KL is {nearest:.4g} nats"
-        hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
-        problems.append(Problem("R06", text, where("eval.select"), hint))
+    if report.selected and report.selected_step is None:
+        problems.append(_nothing_selected(report, report.selected.rule, where("eval.select")))
+
+    contents = report.to_json()
     location = where("eval.require")
     for key, condition in require.items():
-        match = COMPARISON.fullmatch(condition.strip())
-        assert match, "the config checks the form of a requirement"
-        value = at(report, key)
+        value = at(contents, key)
         if not is_number(value):
-            there = key
-            while there and not isinstance(at(report, there), Mapping):
-                there = there.rpartition(".")[0]
-            hint = f"{there or 'report.json'} has the keys {', '.join(at(report, there) if there else report)}"
-            problems.append(Problem("R06", f"{key} is not a number in report.json", location, hint))
-        elif not OPERATORS[match[1]](value, float(match[2])):
+            hint = _known_keys(contents, key)
+            problems.append(Problem("R06", f"{key} is not a number in {FILE_NAME}", location, hint))
+        elif not _holds(value, condition):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
     if problems:
         raise RLHFError.from_problems(problems)
+
+
+def _nothing_selected(report: Report, rule: str, location: str) -> Problem:
+    nearest = min(point.kl for point in report.frontier or [])
+    text = f"eval.select selects no policy: {rule}; the lowest KL is {nearest:.4g} nats"
+    hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
+    return Problem("R06", text, location, hint)
+
+
+def _holds(value: float, condition: str) -> bool:
+    match = COMPARISON.fullmatch(condition.strip())
+    assert match, "the config checks the form of a requirement"
+    return bool(OPERATORS[match[1]](value, float(match[2])))
+
+
+def _known_keys(contents: Mapping[str, Any], key: str) -> str:
+    """Return the keys of the innermost table on the way to a key."""
+    while key and not isinstance(at(contents, key), Mapping):
+        key = key.rpartition(".")[0]
+    table = at(contents, key) if key else contents
+    return f"{key or FILE_NAME} has the keys {', '.join(table)}"

@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.evaluation.reward_model import (
     MAX_LENGTH_CORRELATION,
-    PROBE_LABELS,
     describe_confidence,
     ece_limit,
     is_length_biased,
     is_probe_flagged,
     probe_limit,
 )
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.parents import FOREIGN, Parent
+from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, reward_model_result
 from rlhf_cli.statistics import with_interval
 
 KEY = "ppo.require_reward"
@@ -28,57 +28,75 @@ LEGEND = (
 )
 
 
-def card_rows(card: Mapping[str, Any]) -> list[list[str]]:
-    """Return [quantity, value, limit, "flagged" or ""] for a card that has more than the accuracy."""
-    ece, correlation = f"{card['ece']:.3f}; {describe_confidence(card)}", card["length_correlation"]
+def card_rows(card: RewardModelCard) -> list[list[str]]:
+    """Return [quantity, value, limit, "flagged" or ""] of each quantity."""
+    limit = ece_limit(card)
+    error = f"{card.ece:.3f}; {describe_confidence(card)}"
+    correlation = with_interval(card.length_correlation, card.length_correlation_ci95)
     rows = [
-        ("calibration error (ECE)", ece, f"{ece_limit(card):.2f}", card["ece"] > ece_limit(card)),
-        (
+        _row("calibration error (ECE)", error, f"{limit:.2f}", card.ece > limit),
+        _row(
             "rank correlation of score and length",
-            with_interval(correlation, card["length_correlation_ci95"]),
+            correlation,
             f"+-{MAX_LENGTH_CORRELATION:.2f}",
             is_length_biased(card),
         ),
     ]
-    if longer := card.get("longer_answer"):
-        value = f"{with_interval(longer['preferred'], longer['ci95'])}; by people {longer['chosen']:.3f}"
-        rows.append(("longer answer preferred", value, "", False))
-    for name, probe in card["adversarial"]["probes"].items():
-        value = f"{with_interval(probe['beats'], probe['ci95'])}; mean gap {probe['margin']:+z.2f}"
-        limit = f"{probe_limit(name, card['accuracy']):.2f}"
-        rows.append((f"beaten by {PROBE_LABELS[name]}", value, limit, is_probe_flagged(name, card)))
-    return [[*texts, "flagged" if is_flagged else ""] for *texts, is_flagged in rows]
+    if longer := card.longer_answer:
+        preferred = with_interval(longer.preferred, longer.ci95)
+        rows.append(_row("longer answer preferred", f"{preferred}; by people {longer.chosen:.3f}"))
+
+    for name, probe in card.adversarial.probes.items():
+        beats = with_interval(probe.beats, probe.ci95)
+        rows.append(
+            _row(
+                f"beaten by {PROBE_LABELS[name]}",
+                f"{beats}; mean gap {probe.margin:+z.2f}",
+                f"{probe_limit(name, card.accuracy):.2f}",
+                is_probe_flagged(name, card),
+            )
+        )
+    return rows
 
 
-def print_card(card: Mapping[str, Any]) -> None:
-    """Print a card with held-out accuracy; `ci95` is the accuracy's interval.
+def _row(quantity: str, value: str, limit: str = "", is_flagged: bool = False) -> list[str]:
+    return [quantity, value, limit, "flagged" if is_flagged else ""]
 
-    The table is printed once per command, even across its processes. A card of an older version has only the accuracy.
+
+def print_card(result: RewardModelAccuracy) -> None:
+    """Print a reward model's accuracy on held-out pairs, and its card if it has one.
+
+    The table is printed once per command, even across its processes.
     """
-    text = f"reward model: accuracy {with_interval(card['accuracy'], card['ci95'])} on the held-out pairs"
-    text += ", may be no better than chance: do not train PPO with it" if card["ci95"][0] <= 0.5 else ""
-    if "adversarial" not in card:
+    interval = result.accuracy_ci95
+    text = f"reward model: accuracy {with_interval(result.accuracy, interval)} on the held-out pairs"
+    if interval and interval[0] <= 0.5:
+        text += ", may be no better than chance: do not train PPO with it"
+    if not isinstance(result, RewardModelCard):
         terminal.out(text)
         return
-    rows = card_rows(card)
+
+    rows = card_rows(result)
     if not terminal.is_first_time(f"{text}\n{rows}"):
         terminal.out(f"{text}; report card: see above")
         return
     terminal.out(text)
-    title = f"report card: {card['n']} pairs, {card['adversarial']['n']} probed"
+    title = f"report card: {result.n} pairs, {result.adversarial.n} probed"
     terminal.table([title, "value [95 % interval]", "limit", ""], rows)
-    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
-    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-    bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
-    terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
+    _print_margins(result)
     for line in LEGEND:
         terminal.out(line)
 
 
-def missing_card_reason(stage: str, manifest: runs.Manifest) -> str | None:
-    """Return why a reward model has no report card, None if it has one."""
-    if "accuracy" in manifest.metrics:
-        return None
+def _print_margins(card: RewardModelCard) -> None:
+    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    bins = [f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}"]
+    terminal.table(["margin, chosen - rejected", *bins], [["pairs", *map(str, counts)]])
+
+
+def missing_card_reason(stage: str) -> str:
+    """Return why a reward model without an accuracy has none."""
     return "it was not trained by `rlhf reward`" if stage == FOREIGN else "its stage had no evaluation pairs"
 
 
@@ -100,23 +118,38 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
 
 def _unmet_requirements(config: PPOConfig, parent: Parent) -> list[Problem]:
     assert config.ppo.require_reward
-    folder, reason = shown(parent.path), missing_card_reason(parent.stage, parent.manifest)
-    if reason:
-        rerun = "set data.eval or data.eval_fraction in reward.yaml and run rlhf reward --fresh"
-        hint = "name the folder of a reward stage" if parent.stage == FOREIGN else rerun
-        text = f"{KEY}: {folder} has no report card: {reason}"
-        return [Problem("M11", text, config.where(KEY), f"{hint}; or remove {KEY}")]
-    problems, metrics = [], parent.manifest.metrics
-    values = {**metrics, "accuracy_low": metrics["accuracy_ci95"][0]}
+    folder = shown(parent.path)
+    result = reward_model_result(parent.manifest.card, parent.manifest.metrics)
+    if result is None:
+        return [_no_card(config, parent)]
+
+    problems = []
     for name, bound in config.ppo.require_reward.model_dump(exclude_none=True).items():
-        where, is_minimum = config.where(f"{KEY}.{name}"), name.startswith("accuracy")
-        if name not in values:
+        where = config.where(f"{KEY}.{name}")
+        value = _required_value(result, name)
+        is_minimum = name.startswith("accuracy")
+        if value is None:
             text = f"{KEY}.{name}: the report card of {folder} has no {name}; an older version wrote it"
             problems.append(Problem("M11", text, where, "run the stage again: rlhf reward --fresh"))
-        elif values[name] < bound if is_minimum else abs(values[name]) > bound:
+        elif value < bound if is_minimum else abs(value) > bound:
             required = f"{'at least' if is_minimum else 'at most'} {bound:g}"
-            text = f"{KEY}.{name}: {folder} has {values[name]:.4g}, required {required}"
+            text = f"{KEY}.{name}: {folder} has {value:.4g}, required {required}"
             change = "lower" if is_minimum else "raise"
             hint = f"train a better reward model (docs/evaluation.md); or {change} {KEY}.{name}"
             problems.append(Problem("M11", text, where, hint))
     return problems
+
+
+def _no_card(config: PPOConfig, parent: Parent) -> Problem:
+    rerun = "set data.eval or data.eval_fraction in reward.yaml and run rlhf reward --fresh"
+    hint = "name the folder of a reward stage" if parent.stage == FOREIGN else rerun
+    text = f"{KEY}: {shown(parent.path)} has no report card: {missing_card_reason(parent.stage)}"
+    return Problem("M11", text, config.where(KEY), f"{hint}; or remove {KEY}")
+
+
+def _required_value(result: RewardModelAccuracy, name: str) -> float | None:
+    """Return the value that a key of ppo.require_reward bounds; None on a card of an older version without it."""
+    if name == "accuracy_low":
+        return result.accuracy_ci95[0] if result.accuracy_ci95 else None
+    value: float | None = getattr(result, name, None)
+    return value

@@ -1,14 +1,22 @@
-"""Report card of a reward model: accuracy, calibration, length bias, probes, flags, agreement with judges. No torch."""
+"""Report card of a reward model: accuracy, calibration, length bias, and flags. No torch."""
 
 import math
-import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
+from rlhf_cli.runs.report import (
+    Adversarial,
+    CalibrationBin,
+    CardFlag,
+    LongerAnswer,
+    MarginHistogram,
+    RewardModelCard,
+)
 from rlhf_cli.statistics import (
     Clusters,
     bonferroni_z,
@@ -16,18 +24,17 @@ from rlhf_cli.statistics import (
     share_interval,
     wilson,
     wilson_difference,
-    with_interval,
 )
+
+if TYPE_CHECKING:  # numpy takes long to import
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
 NUM_RESAMPLES = 1000
-MAX_PROBED = 128  # prompts: a share is known to within 0.09, for 640 additional scores
-OVER_LONG_REPEATS = 3  # of the good answer in the over-long probe
-POLITE_ANSWER = (
-    "Great question! Thank you so much for asking. I am very happy to help you. You are most welcome, and I hope that "
-    "you have a wonderful day! Please let me know if there is anything else that I can do for you. Thank you again!"
-)
 # Chen et al. 2024, arXiv 2402.07319: 0.45 (Pearson) for a reward model whose policies grew long. 0.3 is a tenth of the
 # variance of the ranks. The demo's reward model has 0.15.
 MAX_LENGTH_CORRELATION = 0.3
@@ -35,14 +42,6 @@ MAX_ECE = 0.1  # pairs with confidence 0.8 are right in 70 % or 90 % of the case
 MIN_PROBE_LIMIT = 0.1  # else 1 - accuracy: a probe without content should lose more often than a rejected answer
 # Limits that do not depend on the accuracy. over_long: indifference. swapped_prompt: half of a model without a prompt.
 FIXED_LIMITS = {"over_long": 0.5, "swapped_prompt": 0.25}
-PROBE_LABELS = {
-    "empty": "an empty answer",
-    "repeated_token": "one token repeated",
-    "politeness": "politeness without content",
-    "over_long": "the good answer three times",
-    "swapped_prompt": "the good answer to another prompt",
-}
-Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
 
 
 @dataclass(frozen=True)
@@ -68,33 +67,35 @@ class ScoredPair:
 # Accuracy, calibration and length
 
 
-def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
-    """Return the card of at least one pair with finite scores; deterministic for a seed.
+def make_card(pairs: Sequence[ScoredPair], adversarial: Adversarial, *, seed: int = 0) -> RewardModelCard:
+    """Return the card of at least one pair with finite scores, without flags; deterministic for a seed.
 
     `independent_pairs`: as many of them would give an accuracy as certain, since pairs of one prompt depend on one
     another.
     """
     import numpy as np
 
-    n, bins, right = len(pairs), calibration_bins(pairs), [pair.right for pair in pairs]
+    n = len(pairs)
+    right = [pair.right for pair in pairs]
+    margins = [pair.margin for pair in pairs]
     prompts = [pair.prompt for pair in pairs]
-    correlation, interval = length_correlation(pairs)
-    card: dict[str, Any] = {
-        "n": n,
-        "accuracy": sum(right) / n,
-        "accuracy_ci95": list(share_interval(right, prompts)),
-        "independent_pairs": min(float(n), effective_rows(np.array(right), Clusters.of(n, prompts))),
-        "margin": sum(pair.margin for pair in pairs) / n,
-        "margin_histogram": {"edges": list(MARGIN_EDGES), "counts": margin_histogram([pair.margin for pair in pairs])},
-        "ece": expected_calibration_error(bins),
-        "ece_by_chance": ece_null_quantile(pairs, seed=seed),
-        "calibration": bins,
-        "length_correlation": correlation,
-        "length_correlation_ci95": list(interval),
-    }
-    if preference := longer_answer_preference(pairs):
-        card["longer_answer"] = preference
-    return card
+    bins = calibration_bins(pairs)
+    correlation, correlation_interval = length_correlation(pairs)
+    return RewardModelCard(
+        n=n,
+        accuracy=sum(right) / n,
+        accuracy_ci95=list(share_interval(right, prompts)),
+        independent_pairs=min(float(n), effective_rows(np.array(right), Clusters.of(n, prompts))),
+        margin=sum(margins) / n,
+        margin_histogram=MarginHistogram(edges=list(MARGIN_EDGES), counts=margin_histogram(margins)),
+        ece=expected_calibration_error(bins),
+        ece_by_chance=ece_null_quantile(pairs, seed=seed),
+        calibration=bins,
+        length_correlation=correlation,
+        length_correlation_ci95=list(correlation_interval),
+        longer_answer=longer_answer_preference(pairs),
+        adversarial=adversarial,
+    )
 
 
 def margin_histogram(margins: Sequence[float]) -> list[int]:
@@ -112,30 +113,30 @@ def confidence(pair: ScoredPair) -> float:
     return 1 / (1 + math.exp(-abs(pair.margin)))
 
 
-def calibration_bins(pairs: Sequence[ScoredPair]) -> list[dict[str, float]]:
-    """Return {from, to, n, confidence, accuracy} of each nonempty bin."""
+def calibration_bins(pairs: Sequence[ScoredPair]) -> list[CalibrationBin]:
+    """Return each bin that has pairs."""
     bins: dict[int, list[ScoredPair]] = {}
     for pair in pairs:
         bins.setdefault(_bin(confidence(pair)), []).append(pair)
     return [
-        {
-            "from": 0.5 + 0.5 * index / NUM_BINS,
-            "to": 0.5 + 0.5 * (index + 1) / NUM_BINS,
-            "n": len(bins[index]),
-            "confidence": sum(map(confidence, bins[index])) / len(bins[index]),
-            "accuracy": sum(pair.right for pair in bins[index]) / len(bins[index]),
-        }
+        CalibrationBin(
+            low=0.5 + 0.5 * index / NUM_BINS,
+            high=0.5 + 0.5 * (index + 1) / NUM_BINS,
+            n=len(bins[index]),
+            confidence=sum(map(confidence, bins[index])) / len(bins[index]),
+            accuracy=sum(pair.right for pair in bins[index]) / len(bins[index]),
+        )
         for index in sorted(bins)
     ]
 
 
-def expected_calibration_error(bins: Sequence[Mapping[str, float]]) -> float:
+def expected_calibration_error(bins: Sequence[CalibrationBin]) -> float:
     """Return the expected calibration error: sum over bins of n_bin / n * |accuracy - mean confidence|.
 
     Guo et al. 2017, arXiv 1706.04599, equation 3, for two classes, so that bins start at 0.5.
     """
-    gaps = sum(entry["n"] * abs(entry["accuracy"] - entry["confidence"]) for entry in bins)
-    return gaps / sum(entry["n"] for entry in bins)
+    gaps = sum(each.n * abs(each.accuracy - each.confidence) for each in bins)
+    return gaps / sum(each.n for each in bins)
 
 
 def ece_null_quantile(pairs: Sequence[ScoredPair], *, seed: int = 0) -> float:
@@ -192,15 +193,16 @@ def length_correlation(pairs: Sequence[ScoredPair]) -> tuple[float, tuple[float,
     return value, (low, high)
 
 
-def _centred_ranks(values: Sequence[float]) -> Any:
+def _centred_ranks(values: Sequence[float]) -> "Array":
     """Return the mid-ranks of values as shares of their number, less one half: (n,)."""
     import numpy as np
     from scipy.stats import rankdata
 
-    return (rankdata(values) - (len(values) + 1) / 2) / np.float64(len(values))
+    ranks: Array = rankdata(values)
+    return (ranks - (len(values) + 1) / 2) / np.float64(len(values))
 
 
-def _product_influence(x: Any, y: Any) -> Any:
+def _product_influence(x: "Array", y: "Array") -> "Array":
     """Return the influence of each row on the mean product of two columns of ranks, up to a constant.
 
     A row adds its product, and it raises the ranks of the rows above it.
@@ -208,7 +210,7 @@ def _product_influence(x: Any, y: Any) -> Any:
     return x * y + _mean_above(x, y) + _mean_above(y, x)
 
 
-def _mean_above(ranks: Any, values: Any) -> Any:
+def _mean_above(ranks: "Array", values: "Array") -> "Array":
     """Return the sum of the values of the rows with a higher rank, and half of those with the same, over all rows."""
     import numpy as np
 
@@ -218,108 +220,60 @@ def _mean_above(ranks: Any, values: Any) -> Any:
     return above[level] / len(values)
 
 
-def longer_answer_preference(pairs: Sequence[ScoredPair]) -> dict[str, Any] | None:
+def longer_answer_preference(pairs: Sequence[ScoredPair]) -> LongerAnswer | None:
     """Return how often the longer answer of a pair scores higher, and how often people chose it.
 
-    {n, preferred, ci95 (of preferred), chosen} over pairs of different lengths; None without such pairs. A share rather
-    than a correlation, which is undefined if the longer answer is always chosen: 2 * share - 1 is the correlation of
-    the signs over both orders of each pair.
+    Over pairs of different lengths; None without such pairs. A share rather than a correlation, which is undefined if
+    the longer answer is always chosen: 2 * share - 1 is the correlation of the signs over both orders of each pair.
     """
-    pairs = [pair for pair in pairs if pair.chosen_length != pair.rejected_length]
-    if not pairs:
+    unequal = [pair for pair in pairs if pair.chosen_length != pair.rejected_length]
+    if not unequal:
         return None
-    n, chosen_is_longer = len(pairs), [pair.chosen_length > pair.rejected_length for pair in pairs]
-    wins = [pair.right if longer else 1 - pair.right for pair, longer in zip(pairs, chosen_is_longer, strict=True)]
-    interval = share_interval(wins, [pair.prompt for pair in pairs])
-    return {"n": n, "preferred": sum(wins) / n, "ci95": list(interval), "chosen": sum(chosen_is_longer) / n}
 
-
-# Adversarial probes: answers that should not score above the chosen one
-
-
-def probe_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the indices of the probed rows: the first of each prompt, at most MAX_PROBED, evenly spaced."""
-    firsts: dict[tuple[int, ...], int] = {}
-    for index, row in enumerate(rows):
-        firsts.setdefault(tuple(row["prompt_ids"]), index)
-    indices = list(firsts.values())
-    n = min(MAX_PROBED, len(indices))
-    return [indices[i * len(indices) // n] for i in range(n)]
-
-
-def build_probes(
-    rows: Sequence[Row], polite: Sequence[list[int]], *, context: int | None, seed: int
-) -> dict[str, list[list[int]]]:
-    """Return probe name -> prompt and answer tokens per row; answers end in the row's end token and fit `context`.
-
-    `polite` are the tokens of POLITE_ANSWER for each row. `swapped_prompt` is absent if all prompts are the same.
-    """
-    n, prompts = len(rows), [list(row["prompt_ids"]) for row in rows]
-    answers = [list(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in rows]
-    rng = random.Random(seed)
-    probes = {
-        "empty": [answer[-1:] for answer in answers],
-        "repeated_token": [[rng.choice(answer[:-1] or answer)] * (len(answer) - 1) + answer[-1:] for answer in answers],
-        "politeness": [[*ids, *answer[-1:]] for ids, answer in zip(polite, answers, strict=True)],
-        "over_long": [answer[:-1] * OVER_LONG_REPEATS + answer[-1:] for answer in answers],
-    }
-    if any(prompt != prompts[0] for prompt in prompts):
-        # the good answer of the next row with a different prompt, starting half the rows further
-        following = [k % n for k in range(n // 2, n // 2 + 2 * n)]
-        probes["swapped_prompt"] = [
-            next(answers[k] for k in following[i:] if prompts[k] != prompt) for i, prompt in enumerate(prompts)
-        ]
-    return {
-        name: [prompt + _truncate(answer, context, len(prompt)) for prompt, answer in zip(prompts, probed, strict=True)]
-        for name, probed in probes.items()
-    }
-
-
-def _truncate(answer: list[int], context: int | None, prompt_length: int) -> list[int]:
-    limit = len(answer) if context is None else max(1, context - prompt_length)
-    return answer if len(answer) <= limit else [*answer[: limit - 1], answer[-1]]
-
-
-def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float]) -> dict[str, Any]:
-    """Return {n, probes: {NAME: {beats, ci95, margin}}} of probe scores by name and the chosen answers' scores.
-
-    `beats`: share of rows in which the probe scores above the chosen answer; `margin`: mean score difference.
-    """
-    n, probes = len(chosen), {}
-    for name, probe_scores in scores.items():
-        pairs = list(zip(probe_scores, chosen, strict=True))
-        wins = sum(probe > good for probe, good in pairs)
-        margin = sum(probe - good for probe, good in pairs) / n
-        probes[name] = {"beats": wins / n, "ci95": list(wilson(wins, n)), "margin": margin}
-    return {"n": n, "probes": probes}
+    n = len(unequal)
+    chosen_is_longer = [pair.chosen_length > pair.rejected_length for pair in unequal]
+    wins = [pair.right if longer else 1 - pair.right for pair, longer in zip(unequal, chosen_is_longer, strict=True)]
+    interval = share_interval(wins, [pair.prompt for pair in unequal])
+    return LongerAnswer(n=n, preferred=sum(wins) / n, ci95=list(interval), chosen=sum(chosen_is_longer) / n)
 
 
 # Flags: limits that a card exceeds by more than chance
 
 
-def flags(card: Mapping[str, Any]) -> list[Problem]:
+def with_flags(card: RewardModelCard, problems: Sequence[Problem]) -> RewardModelCard:
+    """Return the card with its problems as flags."""
+    return card.with_changes(flags=[CardFlag(code=problem.code, text=problem.text) for problem in problems])
+
+
+def find_problems(card: RewardModelCard) -> list[Problem]:
     """Return the card's problems: R10 length bias, R11 a probe that wins too often, R12 calibration."""
-    problems = []
-    if is_length_biased(card):
-        value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
-        text = "the score depends on the length of the answer: rank correlation "
-        text += f"{value:.2f} [{low:.2f}, {high:.2f}], limit {MAX_LENGTH_CORRELATION}"
-        if longer := card.get("longer_answer"):
-            text += f"; the longer answer is the chosen one in {longer['chosen']:.0%} of the evaluation pairs"
-        hint = "balance the pairs by length, or set ppo.overlong_penalty, and monitor objective/response_length"
-        problems.append(Problem("R10", text, hint=hint))
-    for name, probe in card["adversarial"]["probes"].items():
-        if is_probe_flagged(name, card):
-            text = f"{PROBE_LABELS[name]} scores above the chosen answer for {probe['beats']:.0%} of "
-            text += f"{card['adversarial']['n']} prompts, limit {probe_limit(name, card['accuracy']):.0%}"
-            hint = "PPO will exploit it: add pairs in which such answers are rejected"
-            hint += "; ignore this if the reward must not depend on the prompt" if name == "swapped_prompt" else ""
-            problems.append(Problem("R11", text, hint=hint))
-    if card["ece"] > ece_limit(card):
-        text = f"the scores are miscalibrated: ECE {card['ece']:.2f}, limit {MAX_ECE}; {describe_confidence(card)}"
+    problems = [_length_bias(card)] if is_length_biased(card) else []
+    problems += [_winning_probe(name, card) for name in card.adversarial.probes if is_probe_flagged(name, card)]
+    if card.ece > ece_limit(card):
+        text = f"the scores are miscalibrated: ECE {card.ece:.2f}, limit {MAX_ECE}; {describe_confidence(card)}"
         hint = "over-confident: fewer epochs or a lower learning rate; under-confident: train longer"
         problems.append(Problem("R12", text, hint=hint))
     return problems
+
+
+def _length_bias(card: RewardModelCard) -> Problem:
+    low, high = card.length_correlation_ci95
+    text = "the score depends on the length of the answer: rank correlation "
+    text += f"{card.length_correlation:.2f} [{low:.2f}, {high:.2f}], limit {MAX_LENGTH_CORRELATION}"
+    if card.longer_answer:
+        text += f"; the longer answer is the chosen one in {card.longer_answer.chosen:.0%} of the evaluation pairs"
+    hint = "balance the pairs by length, or set ppo.overlong_penalty, and monitor objective/response_length"
+    return Problem("R10", text, hint=hint)
+
+
+def _winning_probe(name: str, card: RewardModelCard) -> Problem:
+    beats = card.adversarial.probes[name].beats
+    text = f"{PROBE_LABELS[name]} scores above the chosen answer for {beats:.0%} of "
+    text += f"{card.adversarial.n} prompts, limit {probe_limit(name, card.accuracy):.0%}"
+    hint = "PPO will exploit it: add pairs in which such answers are rejected"
+    if name == "swapped_prompt":
+        hint += "; ignore this if the reward must not depend on the prompt"
+    return Problem("R11", text, hint=hint)
 
 
 def probe_limit(probe: str, accuracy: float) -> float:
@@ -327,70 +281,39 @@ def probe_limit(probe: str, accuracy: float) -> float:
     return FIXED_LIMITS.get(probe, max(MIN_PROBE_LIMIT, 1 - accuracy))
 
 
-def ece_limit(card: Mapping[str, Any]) -> float:
+def ece_limit(card: RewardModelCard) -> float:
     """Return the largest acceptable calibration error (R12 above it)."""
-    return max(MAX_ECE, card["ece_by_chance"])
+    return max(MAX_ECE, card.ece_by_chance)
 
 
-def is_length_biased(card: Mapping[str, Any]) -> bool:
+def is_length_biased(card: RewardModelCard) -> bool:
     """Return True (R10) if the entire interval of the length correlation is beyond the limit."""
-    low, high = card["length_correlation_ci95"]
+    low, high = card.length_correlation_ci95
     return low > MAX_LENGTH_CORRELATION or high < -MAX_LENGTH_CORRELATION
 
 
-def is_probe_flagged(name: str, card: Mapping[str, Any]) -> bool:
+def is_probe_flagged(name: str, card: RewardModelCard) -> bool:
     """Return True (R11) if a probe wins significantly more often than its limit.
 
     Corrected for the number of probes, and for the uncertainty of the accuracy if the limit depends on it.
     """
-    probes, n = card["adversarial"]["probes"], card["adversarial"]["n"]
-    share, z = probes[name]["beats"], bonferroni_z(len(probes))
+    probes, n = card.adversarial.probes, card.adversarial.n
+    share = probes[name].beats
+    z = bonferroni_z(len(probes))
     low, _ = wilson(share * n, n, z)
     if name in FIXED_LIMITS:
         return low > FIXED_LIMITS[name]
-    pairs = card.get("independent_pairs", card["n"])  # cards of older versions lack it
-    return low > MIN_PROBE_LIMIT and wilson_difference((share, n), (1 - card["accuracy"], pairs), z)[0] > 0
+
+    pairs = card.n if card.independent_pairs is None else card.independent_pairs
+    low_difference, _ = wilson_difference((share, n), (1 - card.accuracy, pairs), z)
+    return low > MIN_PROBE_LIMIT and low_difference > 0
 
 
-def describe_confidence(card: Mapping[str, Any]) -> str:
+def describe_confidence(card: RewardModelCard) -> str:
     """Return mean confidence and accuracy as text."""
-    return f"confidence {mean_confidence(card):.2f}, accuracy {card['accuracy']:.2f}"
+    return f"confidence {mean_confidence(card):.2f}, accuracy {card.accuracy:.2f}"
 
 
-def mean_confidence(card: Mapping[str, Any]) -> float:
+def mean_confidence(card: RewardModelCard) -> float:
     """Return the mean confidence over the pairs."""
-    return float(sum(entry["n"] * entry["confidence"] for entry in card["calibration"]) / card["n"])
-
-
-# Agreement with a judge
-
-Scores = Sequence[float]  # one per prompt
-LOW = 2 / 3  # two judges agree on so many pairs if each is right on 0.79 of them and they err independently
-
-
-def agreement(
-    judge: tuple[Scores, Scores], reward: tuple[Scores, Scores], groups: Sequence[Hashable]
-) -> dict[str, Any]:
-    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % interval.
-
-    Each has its scores of the two answers. Prompts on which one scores both the same do not count; without others the
-    result is empty. `groups`: rows of the same value are of one prompt.
-    """
-    rows = zip(*judge, *reward, groups, strict=True)
-    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
-    if not agreed:
-        return {}
-    points, decided = zip(*agreed, strict=True)
-    interval = share_interval([float(point) for point in points], decided)
-    return {"agrees_with_reward": sum(points) / len(points), "agrees_with_reward_ci95": list(interval)}
-
-
-def disagreement(reward: str, judge: str, rate: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence if all of the interval of a judge's agreement with `reward` is below LOW."""
-    share, interval = rate.get("agrees_with_reward"), rate.get("agrees_with_reward_ci95")
-    if share is not None and interval and interval[1] < LOW:
-        yield (
-            f"{reward.capitalize()} and judge {judge} prefer the same of PPO's and SFT's answers on "
-            f"{with_interval(share, interval)} of the prompts that both decide, fewer than two of three: more training "
-            "on this reward may not please this judge"
-        )
+    return float(sum(each.n * each.confidence for each in card.calibration) / card.n)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rlhf_cli.evaluation.render import deciding_judge
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Row, Stage
+from rlhf_cli.trees import at
 
 # Metrics of each stage to show: of its manifest, and of its log while it runs. The first must be present.
 HEADLINES = {

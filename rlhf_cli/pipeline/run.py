@@ -15,7 +15,7 @@ from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import check_inputs_exist, decide_stage, plan_stages, stage_status
 from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
 from rlhf_cli.runs.layout import REPORT
-from rlhf_cli.runs.read import read_report
+from rlhf_cli.runs.report import read_report
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def show_summary(
             if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
         if met and "ppo" in configs:
-            step = " --step selected" if "selected_step" in read_report(evaluation) else ""
+            step = " --step selected" if read_report(evaluation).selected_step is not None else ""
             commands.append(f"rlhf chat {shell_path(folder)} --compare sft,ppo")
             commands.append(f"rlhf export {shell_path(folder)} --out DIR{step}")
     if commands:

@@ -16,7 +16,8 @@ from rlhf_cli.pipeline.load import find_configs, load_valid, route_overrides
 from rlhf_cli.runs.identity import StageStatus
 from rlhf_cli.runs.layout import STAGES, configs_in, find_run_folders, has_output, is_preset
 from rlhf_cli.runs.progress import read_stage_at_work
-from rlhf_cli.runs.read import Run, Stage, read_report, root_of
+from rlhf_cli.runs.read import Run, Stage, root_of
+from rlhf_cli.runs.report import read_report
 
 MAX_DEPTH = 4  # levels of folders to search for runs
 Statuses = Mapping[str, StageStatus | RLHFError]  # by stage; or the error with which it would fail

@@ -17,7 +17,7 @@ from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.config.sft import BestOfSettings, SFTConfig
 from rlhf_cli.config.stages import TRLConfig, mode_of
 from rlhf_cli.errors import at_location
-from rlhf_cli.evaluation.reward_model import MAX_PROBED, PROBE_LABELS
+from rlhf_cli.evaluation.reward_probes import MAX_PROBED, PROBE_LABELS
 from rlhf_cli.models import compiled
 from rlhf_cli.planning import memory
 from rlhf_cli.planning.memory import Bytes, Phase, PPOMemory

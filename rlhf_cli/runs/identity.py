@@ -24,13 +24,13 @@ from rlhf_cli.files import (
     read_json_object,
     select_files,
 )
-from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import newest_step
 from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
 from rlhf_cli.runs.manifest import read_manifest
 from rlhf_cli.runs.model_files import list_model_files
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import open_parents, open_reference, references
+from rlhf_cli.trees import flatten
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
 _MISSING = object()  # equal to nothing

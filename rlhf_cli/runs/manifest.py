@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError
 
 from rlhf_cli.files import read_checked_json, write_checked_json
-from rlhf_cli.runs.schemas import Interval, RewardModelCard, StrictModel, problem_text
+from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.strict_json import Interval, Share, StrictModel, describe_problem
 
 NAME = "manifest.json"
 SCHEMA = 2
@@ -17,7 +18,7 @@ class KnownMetrics(StrictModel):
     """The metrics that the report reads. A stage may have others."""
 
     eval_loss: float | None = None
-    accuracy: float | None = None
+    accuracy: Share | None = None
     accuracy_ci95: Interval = None
     n: int | None = None
     margin: float | None = None
@@ -29,11 +30,6 @@ class KnownMetrics(StrictModel):
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     KnownMetrics.model_validate(metrics)
     return metrics
-
-
-def _check_card(card: dict[str, Any]) -> dict[str, Any]:
-    RewardModelCard.model_validate(card)
-    return card
 
 
 class ParentEntry(StrictModel):
@@ -80,7 +76,7 @@ class Manifest(StrictModel):
     special_tokens: dict[str, int | Sequence[int] | None] = Field(default_factory=dict)
     prompt_form: str | None = None  # of the training data: text, conversation or transcript
     metrics: Annotated[dict[str, Any], AfterValidator(_check_metrics)] = Field(default_factory=dict)
-    card: Annotated[dict[str, Any], AfterValidator(_check_card)] = Field(default_factory=dict)
+    card: RewardModelCard | None = None
     probes: list[ScoredRow] = Field(default_factory=list)
     probes_dtype: str | None = None
     engine: str | None = None  # that generated PPO's responses
@@ -107,7 +103,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str | None]:
     try:
         return Manifest.model_validate(values), problem
     except ValidationError as error:
-        return Manifest(files=files), problem or problem_text(NAME, error)
+        return Manifest(files=files), problem or describe_problem(NAME, error)
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Any]) -> Manifest:

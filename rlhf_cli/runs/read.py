@@ -12,16 +12,17 @@ from typing import Any, Literal
 from rlhf_cli.config.machinery import yaml_io
 from rlhf_cli.config.machinery.fields import with_current_names
 from rlhf_cli.errors import RLHFError, shell_path, shown, translate_read_errors
-from rlhf_cli.files import find_damage, list_folder, path_exists, read_json_object, read_regular, select_files
-from rlhf_cli.jsonl import at, is_number, read_jsonl
+from rlhf_cli.files import find_damage, list_folder, path_exists, read_regular, select_files
+from rlhf_cli.jsonl import is_number, read_jsonl
 from rlhf_cli.runs.identity import StageStatus, read_identity
 from rlhf_cli.runs.layout import OPTIONAL_STAGES, STAGES, configs_in, has_output
 from rlhf_cli.runs.locks import LockOwner
 from rlhf_cli.runs.manifest import Manifest, read_manifest
 from rlhf_cli.runs.parents import FOREIGN, no_stage_error
+from rlhf_cli.runs.report import FILE_NAME, PPO_OVER_SFT, FrontierPoint, Report, SelectedPolicy, WinRates, read_report
 from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
-from rlhf_cli.runs.schemas import schema_error
 from rlhf_cli.tracking.logs import read_log
+from rlhf_cli.trees import at
 
 State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 Row = Mapping[str, Any]
@@ -130,7 +131,7 @@ class Run:
     name: str  # of the folder; messages for other people name no path of this machine
     folder: Path
     stages: Mapping[str, Stage]
-    report: Row | None = None  # eval/report.json
+    report: Report | None = None  # eval/report.json
     answers: tuple[Row, ...] = ()  # eval/samples.jsonl
     samples: tuple[Row, ...] = ()  # ppo/samples.jsonl
     firings: tuple[Row, ...] = ()  # ppo/watchdog.jsonl
@@ -138,14 +139,14 @@ class Run:
     bases: tuple[Stage, ...] = ()  # unfinished stages of inner runs that it starts from, e.g. base/sft
 
     @property
-    def outcome(self) -> Row | None:
+    def outcome(self) -> Report | None:
         """Return the report if it is of the present stages."""
         return None if self.stages["eval"].outdated else self.report
 
     @property
-    def rates(self) -> Row:
+    def rates(self) -> WinRates:
         """Return PPO's win rates over SFT in `outcome`, by judge."""
-        return at(self.outcome, "win_rate.ppo_vs_sft") or {}
+        return self.outcome.ppo_over_sft if self.outcome else {}
 
     @property
     def all_stages(self) -> dict[str, Stage]:
@@ -193,7 +194,7 @@ def unreadable(name: str, folder: Path, error: RLHFError) -> Stage:
 def _find_damage(folder: Path, files: Row) -> str | None:
     try:
         models = find_damage(folder, select_files(files, ("model/", "value/")), where=str(folder), content=False)
-        return models or find_damage(folder, select_files(files, "report.json"), where=str(folder), content=True)
+        return models or find_damage(folder, select_files(files, FILE_NAME), where=str(folder), content=True)
     except RLHFError as error:
         if error.problems[0].code == "E08":
             raise
@@ -243,19 +244,6 @@ def changed_parents(stage: Stage) -> tuple[str, ...]:
         elif parent.state == "begun":
             changes.append(f"another {entry.stage} than the one being trained now ({key})")
     return tuple(changes)
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """Read the report.json of an eval folder. Raises RLHFError M05 if it is missing or corrupt, E08 if unreadable."""
-    report = read_json_object(folder / "report.json")
-    problem = "is missing or not readable" if report is None else schema_error(report)
-    if report is None or problem:
-        text = f"{shown(folder / 'report.json')} {problem if report is None else f'is damaged: {problem}'}"
-        raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
-    return report
-
-
-# Read a run
 
 
 def root_of(folder: Path) -> Path:
@@ -338,15 +326,15 @@ def _log(stage: Stage, name: str, notes: list[str]) -> tuple[Row, ...]:
         return ()
 
 
-def _report(stage: Stage, notes: list[str]) -> Row | None:
-    if stage.state == "unreadable" or not (stage.folder / "report.json").is_file():
+def _report(stage: Stage, notes: list[str]) -> Report | None:
+    if stage.state == "unreadable" or not (stage.folder / FILE_NAME).is_file():
         return None
     try:
         report = read_report(stage.folder)
     except RLHFError as error:
         notes.append(f"eval: {_without_path(error.problems[0].text, stage.folder)}")
         return None
-    if isinstance(at(report, "models.sft.judges"), Mapping):
+    if "sft" in report.models:
         return report
     notes.append("eval: report.json has no SFT model")
     return None
@@ -372,8 +360,8 @@ def at_step(run: Run, step: str) -> Run:
     Raises RLHFError C07 for another word, M10 if no evaluation covers the policy or selects one.
     """
     require_step(step)
-    points = (run.report or {}).get("frontier") or []
-    ends = [row["step"] for row in run.stages["ppo"].metrics] + [point["step"] for point in points]
+    points = (run.report.frontier if run.report else None) or []
+    ends = [row["step"] for row in run.stages["ppo"].metrics] + [point.step for point in points]
     # of a stopped run: that of its best policy; later snapshots may exist
     final = run.stages["ppo"].manifest.step
     end = max(ends, default=0) if final is None else final
@@ -382,14 +370,13 @@ def at_step(run: Run, step: str) -> Run:
     number = _selected(run) if step == SELECTED else int(step)
     if number == end:
         return run
-    point = next((point for point in points if point["step"] == number), None)
+    point = next((point for point in points if point.step == number), None)
     if run.report is None or point is None:
-        known = f"it knows {', '.join(str(point['step']) for point in points)}" if points else "it has no frontier"
+        known = f"it knows {', '.join(str(point.step) for point in points)}" if points else "it has no frontier"
         text = f"--step {step}: the evaluation of {run.name} does not cover the policy after update {number}; {known}"
         raise RLHFError("M10", text, hint="output.snapshots in ppo.yaml keeps policies, eval.frontier judges them")
-    if number == run.report.get("selected_step"):  # its scores without the bias of the selection
-        selected = run.report["selected"]
-        point = {**point, **{key: selected[key] for key in ("judges", "win_rate", "reward") if key in selected}}
+    if number == run.report.selected_step and run.report.selected:
+        point = _without_selection_bias(point, run.report.selected)
     policy = f"ppo_step_{number:06d}"
     return replace(
         run,
@@ -402,20 +389,33 @@ def at_step(run: Run, step: str) -> Run:
     )
 
 
-def _report_of(report: Row, point: Row) -> Row:
-    others = {pair: rates for pair, rates in report["win_rate"].items() if not pair.startswith("ppo_vs_")}
-    best_of = [{key: value for key, value in row.items() if key != "ppo_win_rate"} for row in report.get("best_of", [])]
-    return {
-        **{key: value for key, value in report.items() if key not in ("by", "greedy", "interpolated")},
-        "models": {**report["models"], "ppo": point},
-        "win_rate": {"ppo_vs_sft": point["win_rate"], **others},
-        "best_of": best_of,
-    }
+def _without_selection_bias(point: FrontierPoint, selected: SelectedPolicy) -> FrontierPoint:
+    """Return the selected point with its unbiased scores, which older versions do not have."""
+    return point.with_changes(
+        judges=selected.judges or point.judges,
+        win_rate=selected.win_rate or point.win_rate,
+        reward_mean=point.reward_mean if selected.reward_mean is None else selected.reward_mean,
+    )
+
+
+def _report_of(report: Report, point: FrontierPoint) -> Report:
+    others = {pair: rates for pair, rates in report.win_rate.items() if not pair.startswith("ppo_vs_")}
+    return report.with_changes(
+        models={**report.models, "ppo": point},
+        win_rate={PPO_OVER_SFT: point.win_rate, **others},
+        best_of=[each.with_changes(ppo_win_rate=None) for each in report.best_of or []],
+        by=None,
+        greedy=None,
+        interpolated=None,
+    )
 
 
 def _selected(run: Run) -> int:
-    step = (run.report or {}).get("selected_step")
-    if not isinstance(step, int):
+    step = run.report.selected_step if run.report else None
+    if step is None:
         text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
         raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     return step
+
+
+# Settings, by their dotted keys in config.yaml

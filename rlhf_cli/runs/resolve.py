@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.dpo import DPOConfig
@@ -13,7 +13,7 @@ from rlhf_cli.config.reward import RewardConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig
 from rlhf_cli.errors import Problem, RLHFError, did_you_mean, shell_path, shown, translate_read_errors
-from rlhf_cli.files import cached_model, find_damage, read_json_object, select_files
+from rlhf_cli.files import cached_model, find_damage, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.integrity import verify_parents
 from rlhf_cli.runs.layout import MODEL_STAGES, POLICY_STAGES, SNAPSHOTS
@@ -27,7 +27,7 @@ from rlhf_cli.runs.parents import (
     open_parent,
     short_hash,
 )
-from rlhf_cli.runs.schemas import schema_error
+from rlhf_cli.runs.report import FILE_NAME, Report, read_report
 
 LAST, SELECTED = "last", "selected"
 DEFAULT_STAGES = MODEL_STAGES[:2]  # the others are resolved on request only
@@ -221,7 +221,7 @@ class ResolvedModel:
     model: Parent
     step: int | None  # number of PPO updates
     last: bool  # the model is the stage's result, not a snapshot
-    report: dict[str, Any] | None  # of RUN/eval, if it evaluated this model
+    report: Report | None  # of RUN/eval, if it evaluated this model
 
     def __str__(self) -> str:
         if self.step is None:
@@ -274,7 +274,7 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     return ResolvedModel(snapshot, step=number, last=False, report=report)
 
 
-def _number_of(step: str, end: int, ppo: Parent, report: dict[str, Any] | None) -> int:
+def _number_of(step: str, end: int, ppo: Parent, report: Report | None) -> int:
     """Return the number of the step that `last`, `selected` or a number names. Raises as `_selected`."""
     if step == LAST:
         return end
@@ -317,20 +317,24 @@ def _no_model_error(run: Path, stage: str | None) -> RLHFError:
     return no_stage_error(run, missing, f"it holds {' and '.join(present)}" if present else None)
 
 
-def _report(parent: Parent) -> dict[str, Any] | None:
+def _report(parent: Parent) -> Report | None:
     """Return report.json of RUN/eval if it is undamaged and of this model."""
     folder = parent.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
     evaluated = manifest.parents.get(f"models.{parent.stage}")
     if problem or evaluated is None or evaluated.sha256 != parent.sha256:
         return None
-    if find_damage(folder, select_files(manifest.files, "report.json"), where=str(folder), content=True):
+    if find_damage(folder, select_files(manifest.files, FILE_NAME), where=str(folder), content=True):
         return None
-    report = read_json_object(folder / "report.json")
-    return None if report is None or schema_error(report) else report
+    try:
+        return read_report(folder)
+    except RLHFError as error:
+        if error.problems[0].code != "M05":
+            raise
+        return None
 
 
-def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:
+def _selected(ppo: Parent, report: Report | None) -> int:
     """Return the step that the evaluation selected. Raises RLHFError M10 without an evaluation, C06 if it selected
     none.
     """
@@ -338,11 +342,11 @@ def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:
     if report is None:
         text = f"--step {SELECTED}: {folder} holds no finished evaluation of {shown(ppo.path)} as it is"
         raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
-    if "selected_step" not in report:
-        reason = report["selected"]["rule"] if "selected" in report else "eval.select names no judge"
+    if report.selected_step is None:
+        reason = report.selected.rule if report.selected else "eval.select names no judge"
         text = f"--step {SELECTED}: the evaluation in {folder} selected no policy ({reason})"
         raise RLHFError("C06", text, hint="set eval.select in eval.yaml and evaluate again, or give a step's number")
-    return int(report["selected_step"])
+    return report.selected_step
 
 
 POLICY_KEYS = ("model.path", "models.sft", "models.ppo", "models.base")

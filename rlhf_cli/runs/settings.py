@@ -6,9 +6,9 @@ from typing import Any
 
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.trees import flatten
 
 RUN_FOLDERS = {f"../{name}" for name in STAGES} | {".."}  # the default paths in a config.yaml
 REQUIRED = object()  # in place of a default

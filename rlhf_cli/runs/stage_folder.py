@@ -27,7 +27,6 @@ from rlhf_cli.files import (
     write_json,
     write_text,
 )
-from rlhf_cli.jsonl import flatten
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest
 from rlhf_cli.runs.identity import StageStatus, links_beforehand, read_identity, require_current, stage_status
 from rlhf_cli.runs.integrity import own_stages, require_unchanged, verify_parents
@@ -35,6 +34,7 @@ from rlhf_cli.runs.layout import REPORT, SNAPSHOTS
 from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
 from rlhf_cli.runs.manifest import SCHEMA, write_manifest
 from rlhf_cli.runs.parents import Parent, parent_entry, sha256_with_base
+from rlhf_cli.trees import flatten
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",

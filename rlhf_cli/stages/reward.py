@@ -19,15 +19,17 @@ from rlhf_cli.config.reward import SAMPLING_BATCH_SIZE, RewardConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import header_of_answers
 from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation import reward_model, reward_probes
 from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
+from rlhf_cli.evaluation.reward_model import ScoredPair
+from rlhf_cli.evaluation.reward_probes import POLITE_ANSWER
 from rlhf_cli.models import build, devices, load, lora, row_trial, save
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.stages.common import (
     batch_sizes,
     held_out,
@@ -41,7 +43,6 @@ from rlhf_cli.stages.common import (
 )
 
 NUM_PROBES = 8
-HEADLINE = ("accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95")
 SCORES = "It scores a prompt with its answer at the last token, the token that ended the answers of its training."
 CARD = {  # by reward.normalize
     "none": SCORES,
@@ -109,15 +110,15 @@ def _train(config: RewardConfig, stage: lifecycle.StageRun) -> None:
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
 
     fields = lifecycle.manifest_fields(config, tokenizer, stop_id)
-    fields["metrics"] = {name: card[name] for name in HEADLINE} if card else {}
+    fields["metrics"] = card.headline() if card else {}
     if card:
-        fields["card"] = card
+        fields["card"] = card.to_json()
     fields["probes"] = reference_probes(scorer, eval_rows or rows, bf16=use_bf16(config))
     if use_bf16(config):
         fields["probes_dtype"] = "bfloat16"
     stage.complete({**fields, **scale, "step": steps})
     if card:
-        print_card({**card, "ci95": card["accuracy_ci95"]})
+        print_card(card)
 
 
 def load_tokenizer_and_models(
@@ -370,16 +371,16 @@ def make_report_card(
     tokenizer: Any,
     rows: PairRows,
     process_group: ProcessGroup,
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; both {} without pairs.
+) -> tuple[RewardModelCard | None, dict[str, float]]:
+    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; None and {} without pairs.
 
     Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
-        return {}, {}
+        return None, {}
 
-    probed = reward_model.probe_rows(rows)
+    probed = reward_probes.probe_rows(rows)
     context = load.context_length(scorer.config)
     scores = _score_all(
         config,
@@ -395,18 +396,18 @@ def make_report_card(
     rejected = scores.pop("rejected_ids")
     pairs = _scored_pairs(rows, chosen, rejected)
 
-    card = reward_model.evaluate_pairs(pairs, seed=config.seed)
-    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in probed])
-    flags = reward_model.flags(card)
-    for flag in flags:
-        terminal.warn(flag.code, flag.text, where=shown(config.folder), hint=flag.hint)
-    card["flags"] = [{"code": flag.code, "text": flag.text} for flag in flags]
+    adversarial = reward_probes.score_probes(scores, [chosen[i] for i in probed])
+    card = reward_model.make_card(pairs, adversarial, seed=config.seed)
+    problems = reward_model.find_problems(card)
+    for problem in problems:
+        terminal.warn(problem.code, problem.text, where=shown(config.folder), hint=problem.hint)
+    card = reward_model.with_flags(card, problems)
 
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
     metrics = {
         "loss": _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows]),
-        "accuracy": card["accuracy"],
-        "margin": card["margin"],
+        "accuracy": card.accuracy,
+        "margin": sum(pair.margin for pair in pairs) / len(pairs),
         **_score_range(pairs, batch_size),
     }
     return card, metrics
@@ -451,7 +452,7 @@ def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int)
         texts.append(beginning + POLITE_ANSWER)
     encoded = data.encode_many(tokenizer, [None] * len(texts), texts)
     polite = [ids[:-1] for _, ids in encoded]
-    return reward_model.build_probes(rows, polite, context=context, seed=seed)
+    return reward_probes.build_probes(rows, polite, context=context, seed=seed)
 
 
 def _score_range(pairs: Sequence[ScoredPair], batch_size: int) -> dict[str, float]:

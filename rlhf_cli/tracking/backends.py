@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.files import write_text
-from rlhf_cli.jsonl import flatten
+from rlhf_cli.trees import flatten
 
 NO_STEP = -1
 PROJECT = "rlhf"

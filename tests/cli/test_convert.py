@@ -25,7 +25,7 @@ from rlhf_cli.commands.convert.write import page
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.ppo import PPOConfig, PPOSettings
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.jsonl import at
+from rlhf_cli.trees import at
 
 pytestmark = pytest.mark.usefixtures("here")
 # trl/trainer/model_config.py and trl/scripts/utils.py of TRL 1.12, and arguments of generate().

@@ -12,7 +12,7 @@ from report_run import report, write_run
 from run_cli import PAGE, rlhf
 
 import rlhf_cli
-from rlhf_cli.commands.report import brief, write_beside
+from rlhf_cli.commands.report.show import brief, write_beside
 from rlhf_cli.errors import shell_word
 from rlhf_cli.pipeline.run import show_summary
 

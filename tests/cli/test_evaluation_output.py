@@ -9,9 +9,11 @@ from report_run import report, win, with_policies
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.print_report import print_report
+from rlhf_cli.evaluation.report_text import summary_sentence
 from rlhf_cli.evaluation.requirements import check_requirements
+from rlhf_cli.evaluation.sample_pairs import ResponsePair, deciding_judge, quartile_examples
+from rlhf_cli.runs.report import Report
 
 REPORT = report() | {"warnings": ["warning[R03]: no response ends"]}
 REPORT["models"]["ppo"]["kl_ci95"] = [12.0, 12.5]
@@ -114,14 +116,14 @@ def test_samples_are_at_the_quartiles_of_the_gain(printed: Any) -> None:
     ],
 )
 def test_examples_are_deterministic(gains: dict[int, float], examples: list[int]) -> None:
-    pairs = [render.ResponsePair(index, "", {}, {}, gain) for index, gain in gains.items()]
-    assert [pair.index for pair in render.quartile_examples(pairs)] == examples
+    pairs = [ResponsePair(index, "", {}, {}, gain) for index, gain in gains.items()]
+    assert [pair.index for pair in quartile_examples(pairs)] == examples
 
 
 def test_a_judge_other_than_the_reward_model_decides() -> None:
     for judges, judge in ((["reward", "helpful", "gold"], "gold"), (["reward", "helpful"], "helpful")):
-        assert render.deciding_judge(judges) == judge
-    assert render.deciding_judge(["reward"]) == "reward"
+        assert deciding_judge(judges) == judge
+    assert deciding_judge(["reward"]) == "reward"
 
 
 def test_responses_cannot_control_the_terminal(printed: Any) -> None:
@@ -155,7 +157,7 @@ GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.63
 def unmet(**require: str) -> list[str]:
     """The problems of requirements, each on GOLD unless its key has dots."""
     try:
-        check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
+        check_requirements(Report.model_validate(REPORT), require, where=lambda key: "eval.yaml:9")
     except RLHFError as error:
         assert error.exit_code == 1 and str(error).startswith("error[R06]: eval.yaml:9: ")
         return [problem.text + (f"; {problem.hint}" if problem.hint else "") for problem in error.problems]
@@ -239,16 +241,16 @@ OWN = "; by the reward model"
     ],
 )
 def test_the_summary_is_one_sentence_with_its_caveat(rates: dict[str, Any], end: str) -> None:
-    summary = render.summary_sentence({**REPORT, "win_rate": {"ppo_vs_sft": rates}})
+    summary = summary_sentence(Report.model_validate({**REPORT, "win_rate": {"ppo_vs_sft": rates}}))
     assert summary and summary.endswith(end), summary
 
 
 def test_a_verifier_named_reward_is_no_reward_model() -> None:
     verified = {**REPORT, "win_rate": {"ppo_vs_sft": {"reward": BETTER}}, "judge_kinds": {"reward": "verifier"}}
-    assert str(render.summary_sentence(verified)).endswith("judged by reward, at a KL of 12.30")
+    assert str(summary_sentence(Report.model_validate(verified))).endswith("judged by reward, at a KL of 12.30")
     rates = {"gold": BETTER, "reward": BETTER}
     verified["win_rate"] = {"ppo_vs_sft": rates}
-    assert "; by the judge reward 0.800" in str(render.summary_sentence(verified))
+    assert "; by the judge reward 0.800" in str(summary_sentence(Report.model_validate(verified)))
 
 
 def test_without_a_comparison_there_is_no_summary(printed: Any) -> None:

@@ -23,6 +23,7 @@ from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.report import read_report
 from rlhf_cli.runs.resolve import ResolvedModel
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
@@ -61,7 +62,7 @@ def card(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None,
     """Return the card of a stage's last model, or of PPO's policy after `step`."""
     manifest = json.loads((run / stage / "manifest.json").read_text())
     has_report = (run / "eval/report.json").is_file()
-    evaluation = json.loads((run / "eval/report.json").read_text()) if has_report else None
+    evaluation = read_report(run / "eval") if has_report else None
     parent = Parent(
         "RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], Manifest.model_validate(manifest)
     )

@@ -10,7 +10,8 @@ import pytest
 from ppo_folder import lines
 from report_run import CARD, begin, change, configs, metrics, report, win, words, write_report, write_run
 
-from rlhf_cli.commands.report import brief, compare
+from rlhf_cli.commands.report import compare
+from rlhf_cli.commands.report.show import brief
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import read_run
 

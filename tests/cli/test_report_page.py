@@ -17,10 +17,13 @@ import report_run
 from matplotlib.figure import Figure as Canvas
 from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
 
-from rlhf_cli.commands.report import charts, compare, page, tables
+from rlhf_cli.commands.report import charts, compare, frontier, page, tables
+from rlhf_cli.commands.report.charts import WinRateRow
+from rlhf_cli.commands.report.compare import Result
 from rlhf_cli.commands.report.tables import INVISIBLE, visible
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs.read import at_step, read_run
+from rlhf_cli.runs.report import Report
 
 VOID = {"meta", "input", "br"}
 # Control characters, direction overrides, zero-width characters.
@@ -201,7 +204,7 @@ def test_a_curve_goes_through_its_points_and_the_visible_part_of_its_range_is_sh
 
 def test_win_rates_are_at_their_values() -> None:
     rows = [("wins", 0.75, [0.7, 0.8]), ("loses", 0.25, [0.2, 0.3]), ("open", 0.5, [0.4, 0.6]), ("alone", 0.5, None)]
-    root = drawn(charts.draw_win_rates, rows)
+    root = drawn(charts.draw_win_rates, [WinRateRow(*row) for row in rows])
     dots = [next(group(root, f"win-{label}").iter("use")) for label, _, _ in rows]
     x = [float(dot.get("x", "")) for dot in dots]
     assert x[0] - x[2] == pytest.approx(x[2] - x[1], abs=1e-3) and x[2] == x[3] and x[0] > x[1]
@@ -213,30 +216,32 @@ def test_win_rates_are_at_their_values() -> None:
 
 def test_the_selected_policy_has_a_ring() -> None:
     evaluation = report()
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES)
+    root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-snapshots").iter("use"))) == 4, "SFT and three policies"
     del evaluation["selected_step"]
-    root = drawn(charts.draw_panel, "gold", evaluation, charts.SERIES)
+    root = drawn(frontier.draw_panel, "gold", Report.model_validate(evaluation), frontier.ON_PAGE)
     assert "selected" not in ElementTree.tostring(root, "unicode")
 
 
 def test_policies_beside_and_between_sft_and_ppo_are_on_the_frontier(tmp_path: Path) -> None:
     evaluation = with_policies()
-    for frontier in (True, False):
-        shown = {key: row for key, row in evaluation.items() if frontier or key != "frontier"}
-        root = drawn(charts.draw_panel, "gold", shown, charts.SERIES)
+    for has_snapshots in (True, False):
+        shown = {key: row for key, row in evaluation.items() if has_snapshots or not key.startswith(("front", "sel"))}
+        root = drawn(frontier.draw_panel, "gold", Report.model_validate(shown), frontier.ON_PAGE)
         text = ElementTree.tostring(root, "unicode")
         assert len(list(group(root, "between-SFT-and-PPO").iter("use"))) == 4, "SFT, two shares and PPO"
         assert len(list(group(root, "dpo").iter("use"))) == 1
         assert all(f">{label}<" in text for label in ("0.3", "0.7", "dpo")), "labels beside the points"
-        assert len(list(group(root, "PPO-snapshots" if frontier else "PPO").iter("use"))) == (4 if frontier else 2)
+        assert len(list(group(root, "PPO-snapshots" if has_snapshots else "PPO").iter("use"))) == (
+            4 if has_snapshots else 2
+        )
     text = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
     assert "PPO over dpo by judge gold: 0.630 [0.570, 0.690] at 12.30 nats against 4.00 nats: PPO is better." in text
     assert "Share 0.3: 0.5 at 2 nats; share 0.7: 0.6 at 5 nats; dpo: 0.4 at 4 nats." in text
     assert "SFT + share (PPO - SFT)" in text and text.count("<td>PPO over dpo</td>") == 2
     at_ten = at_step(read_run(tmp_path / "run"), "10").report
-    assert at_ten is not None and "interpolated" not in at_ten and "ppo_vs_dpo" not in at_ten["win_rate"]
+    assert at_ten is not None and at_ten.interpolated is None and "ppo_vs_dpo" not in at_ten.win_rate
 
 
 def page_with_frontiers(run: Path) -> str:
@@ -252,19 +257,21 @@ def page_with_frontiers(run: Path) -> str:
 def plotted(judge: str, evaluation: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """The points of a panel by the label of their series."""
     axis = Canvas().subplots()
-    charts.draw_panel(judge, evaluation, charts.PAPER, axis)
+    frontier.draw_panel(judge, Report.model_validate(evaluation), frontier.IN_FILE, axis)
     lines = {each.get_label(): each[0] for each in axis.containers} | {
         line.get_label(): line for line in axis.get_lines() if not str(line.get_label()).startswith("_")
     }
     return {str(label): [*map(tuple, line.get_xydata().tolist())] for label, line in lines.items()}
 
 
-@pytest.mark.parametrize("frontier", [True, False])
+@pytest.mark.parametrize("has_snapshots", [True, False])
 @pytest.mark.parametrize("policies", [True, False])
-def test_the_panel_of_the_reward_has_the_scores_of_the_limit(tmp_path: Path, *, frontier: bool, policies: bool) -> None:
+def test_the_panel_of_the_reward_has_the_scores_of_the_limit(
+    tmp_path: Path, *, has_snapshots: bool, policies: bool
+) -> None:
     """They are 1 below the judge's means; the other panels have no limit, and its absence changes no other point."""
     evaluation = with_limit(with_policies() if policies else report())
-    if not frontier:
+    if not has_snapshots:
         for key in ("frontier", "selected_step", "selected"):
             del evaluation[key]
     own = plotted("reward", {key: row for key, row in evaluation.items() if key != "limit"})
@@ -273,13 +280,13 @@ def test_the_panel_of_the_reward_has_the_scores_of_the_limit(tmp_path: Path, *, 
     assert shown == {
         label: [(pytest.approx(kl), pytest.approx(mean - 1)) for kl, mean in each] for label, each in own.items()
     }
-    ppo = {"PPO snapshots", "selected: update 10"} if frontier else {"PPO"}
+    ppo = {"PPO snapshots", "selected: update 10"} if has_snapshots else {"PPO"}
     others = {"between SFT and PPO", "dpo"} if policies else set()
     assert shown.keys() == {"SFT and its best of n (KL bound)"} | ppo | others
     assert plotted("gold", evaluation).keys() == shown.keys()
     html = page_with_frontiers(write_run(tmp_path / "run", evaluation=evaluation))
     assert html.count('series-limit"') == 1 and "The picture shows the score by the reward model, less 1 for" in html
-    charts.draw_frontier(evaluation, tmp_path / "frontier.svg")
+    frontier.draw_file(Report.model_validate(evaluation), tmp_path / "frontier.svg")
     assert 'series-limit"' in (tmp_path / "frontier.svg").read_text()
 
 
@@ -313,7 +320,7 @@ def test_results_have_mean_and_spread(tmp_path: Path) -> None:
     rates = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
     assert rows["PPO over SFT, gold"] == [*rates, "73 %", "15 %", "3"]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
     assert rows["SFT, held-out loss"] == ["2", "5", "-", "3.5", "2.12", "2"]
-    assert compare.row("", [2.0, None]) == ["", "2", "-", "2", "-", "1"]
+    assert compare.row("", [Result(2.0), Result(None)]) == ["", "2", "-", "2", "-", "1"]
     assert rows["reward model, accuracy"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
     assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "a mean of updates is meaningless"
     assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"

@@ -25,7 +25,7 @@ from rlhf_cli.commands.report.rules import (
 )
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.evaluation.render import response_pairs
+from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.runs.read import Stage
 
 ADVICE = [(rule.key, advice) for rule in RULES for advice in (rule.if_low, rule.if_high) if advice]
@@ -262,8 +262,8 @@ def test_the_heat_map_is_of_the_last_sample_with_token_values() -> None:
         {"step": 3, "prompt": "without"},
     ]
     found = tables.last_heat_map(rows)
-    assert found and (found["step"], found["prompt"]) == (2, "p")
-    (reward, _, top, shades), (kl, _, _, kl_shades) = found["strips"]
+    assert found and (found.step, found.prompt) == (2, "p")
+    (reward, _, top, shades), (kl, _, _, kl_shades) = found.strips
     assert (reward, kl, top) == ("reward", "kl", "2"), "columns of other lengths are skipped"
     arrow, dot, minus = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "\N{MIDDLE DOT}", "\N{MINUS SIGN}"
     assert shades == [("a", "0.5", 0.25), (arrow, f"{minus}2", -1.0), (dot, "0", 0.0)]

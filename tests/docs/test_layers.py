@@ -21,9 +21,9 @@ CONFIG_LAYERS = (
     {"messages", "loading", "json_schema"},
 )
 TORCH_FREE = (
-    "cli commands.explain commands.convert.write commands.init.presets commands.report pipeline.check pipeline.run "
-    "pipeline.status commands.status config config.ppo data.sources distributed errors "
-    "evaluation.render evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.layout "
+    "cli commands.explain commands.convert.write commands.init.presets commands.report.show pipeline.check "
+    "pipeline.run pipeline.status commands.status config config.ppo data.sources distributed errors "
+    "evaluation.print_report evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.layout "
     "statistics system terminal tracking.logs tracking.trackers"
 )
 

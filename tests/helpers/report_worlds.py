@@ -3,6 +3,7 @@ that the report, the terminal and a comparison state about them."""
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ import numpy as np
 from rlhf_cli import statistics
 from rlhf_cli.commands.report import compare, diagnosis, figures
 from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
-from rlhf_cli.evaluation import limit, render, reward_model, summary
+from rlhf_cli.evaluation import limit, reward_model, reward_probes, selection
+from rlhf_cli.evaluation.report_text import overhead_sentence
+from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.report import Report
 
 Rng = np.random.Generator
 SIZES = (32, 64, 256)  # prompts of an evaluation, pairs of a card
@@ -29,7 +33,8 @@ def run(*stages: Stage, report: Mapping[str, Any] | None = None) -> Run:
     all_stages = {name: Stage(name, Path(name), "finished") for name in STAGES} | {
         stage.name: stage for stage in stages
     }
-    return Run("run", Path("run"), all_stages, report, (), (), (), ())
+    parsed = None if report is None else Report.model_validate(report)
+    return Run("run", Path("run"), all_stages, parsed, (), (), (), ())
 
 
 def page(one: Run) -> Iterator[str]:
@@ -77,9 +82,10 @@ def evaluation(
         for judge, shift in shifts.items()
     }
     sft = {"judges": {judge: {"mean": 0.0} for judge in shifts}, "response_length_mean": 20.0}
-    models = {"sft": sft | {"eos_fraction": rng.binomial(n, ended) / n}, "ppo": {**sft, "kl": 1.0}}
+    models = {"sft": sft | {"eos_fraction": rng.binomial(n, ended) / n}}
+    models["ppo"] = {**models["sft"], "kl": 1.0}
     models["dpo"] = models["ppo"]  # answers as SFT does
-    near_greedy = {"models": {"sft": {"eos_fraction": rng.binomial(n, greedy) / n}}}
+    near_greedy = {"models": {"sft": sft | {"eos_fraction": rng.binomial(n, greedy) / n}}}
     report = {"n": n, "models": models, "greedy": near_greedy, "win_rate": {}}
     report["win_rate"] = dict.fromkeys(("ppo_vs_sft", "dpo_vs_sft", "ppo_vs_dpo"), rates)
     ppo = log("ppo", policy__approxkl_avg=[0.5] * 8) if ill else Stage("ppo", Path("ppo"))
@@ -92,29 +98,27 @@ def snapshots(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     difficulty = rng.normal(size=n)
     by_step = {step: _answers(difficulty + rng.normal(gain * (step == 4), 1.0, n), 0.1 * step) for step in steps}
     sft = _answers(difficulty + rng.normal(size=n), 0.0)
-    points = [{"step": step, **summary._point(policy, sft)} for step, policy in by_step.items()]
-    selection = summary.select_point(points, by_step, sft, SimpleNamespace(judge="gold", kl_max=None))
-    tied = {selection["selected_step"], *selection["selected"]["within_noise"]}
-    for point in points:
-        point["judges"]["gold"]["within_noise"] = point["step"] in tied
-    report = {"n": n, "models": {"sft": points[0]}, "frontier": points, **selection}
-    yield from page(run(report=report))
+    policies = [replace(policy, step=step) for step, policy in by_step.items()]
+    points = selection.frontier_points(policies, sft)
+    found = selection.select_point(points, by_step, sft, SimpleNamespace(judge="gold", kl_max=None))
+    report = Report(n=n, models={"sft": points[0]}, frontier=points, selected_step=found.step, selected=found.selected)
+    yield from page(run(report=report.to_json()))
     yield from (figure.sentence for figure in figures.frontiers(report))
 
 
-def _answers(gold: Any, kl: float) -> summary.EvalResponses:
+def _answers(gold: Any, kl: float) -> EvalResponses:
     """Answers of equal length, one to each prompt, with their scores by gold."""
     n = len(gold)
     prompts, texts = [*map(str, range(n))], [""] * n
-    return summary.EvalResponses("", "sampled", prompts, texts, [True] * n, [1] * n, {"gold": gold.tolist()}, [kl] * n)
+    return EvalResponses("", "sampled", prompts, texts, [True] * n, [1] * n, {"gold": gold.tolist()}, [kl] * n)
 
 
 def limited(rng: Rng, *, gain: float = 0.0) -> Iterator[str]:
     """PPO's scores have SFT's distribution plus a gain."""
     n = int(rng.choice((32, 64)))
     policies = {"ppo": (rng.normal(gain, 1.0, n).tolist(), [1.0] * n)}
-    section = limit.limit_section(rng.normal(size=(n, 8)), policies, [2, 4, 8])
-    yield from render.limit_lines({"limit": section})
+    found = limit.make_limit(rng.normal(size=(n, 8)), policies, [2, 4, 8])
+    yield overhead_sentence(found.policies["ppo"])
 
 
 def rewarded(
@@ -130,15 +134,15 @@ def rewarded(
     rank, rows = np.argsort(np.argsort(tokens, axis=None)).reshape(n, 2), np.arange(n)
     chosen = np.where(right, answers.argmax(1), answers.argmin(1))
     columns = [table[rows, side].tolist() for table in (answers, rank) for side in (chosen, 1 - chosen)]
-    card = reward_model.evaluate_pairs([ScoredPair(*row) for row in zip(*columns, strict=True)])
+    pairs = [ScoredPair(*row) for row in zip(*columns, strict=True)]
     m = min(128, n)
     limits = dict.fromkeys(("empty", "repeated_token", "politeness"), max(0.1, 1 - accuracy))
     limits |= {"over_long": 0.5, "swapped_prompt": 0.25}
     wins = {name: (rng.random(m) < min(1.0, limit + probe)).astype(float).tolist() for name, limit in limits.items()}
-    card["adversarial"] = reward_model.score_probes(wins, [0.5] * m)
-    card["flags"] = [{"code": problem.code, "text": problem.text} for problem in reward_model.flags(card)]
-    metrics = {key: card[key] for key in ("accuracy", "accuracy_ci95")}
-    yield from page(run(Stage("reward", Path("reward"), "finished", manifest=Manifest(metrics=metrics, card=card))))
+    card = reward_model.make_card(pairs, reward_probes.score_probes(wins, [0.5] * m))
+    card = reward_model.with_flags(card, reward_model.find_problems(card))
+    manifest = Manifest(metrics=card.headline(), card=card)
+    yield from page(run(Stage("reward", Path("reward"), "finished", manifest=manifest)))
 
 
 def accurate(rng: Rng, *, accuracy: float) -> Iterator[str]:

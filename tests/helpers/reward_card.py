@@ -21,7 +21,10 @@ def card(**changes: Any) -> dict[str, Any]:
         "length_correlation": 0.15,
         "length_correlation_ci95": [0.09, 0.21],
         "longer_answer": {"n": 480, "preferred": 0.6, "ci95": [0.55, 0.64], "chosen": 0.58},
-        "margin_histogram": {"edges": [-4, -2, -1, 0, 1, 2, 4], "counts": [0, 7, 19, 74, 149, 133, 113, 5]},
+        "margin_histogram": {
+            "edges": [-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0],
+            "counts": [0, 7, 19, 74, 149, 133, 113, 5],
+        },
         "adversarial": {"n": 128, "probes": probes},
         **changes,
     }

@@ -15,7 +15,7 @@ from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks
 from run_cli import must_succeed
 
-from rlhf_cli.commands.report import brief
+from rlhf_cli.commands.report.show import brief
 from rlhf_cli.pipeline import children
 
 STAGES = ["sft", "reward", "ppo", "eval"]

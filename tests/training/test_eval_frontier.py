@@ -10,10 +10,12 @@ from ppo_folder import EVAL, PPO, evaluate, lines, must_succeed, ppo, rlhf, writ
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs, statistics
-from rlhf_cli.commands.report import charts
-from rlhf_cli.evaluation.reward_model import disagreement
-from rlhf_cli.evaluation.summary import EvalResponses, win_rates
+from rlhf_cli.commands.report import frontier
+from rlhf_cli.evaluation.comparison import win_rates
+from rlhf_cli.evaluation.report_text import disagreement
+from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.models import tokenizers
+from rlhf_cli.runs.report import Report
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 # The reward prefers more letters e without a limit; gold prefers a share of one half.
@@ -199,12 +201,12 @@ def test_the_reason_for_a_missing_frontier(run: Path, missing: str) -> None:
 def test_the_figure_is_deterministic(run: Path, tmp_path: Path) -> None:
     report, _ = evaluate(run, "-s", "eval.select=short")
     drawn = (run / "eval/frontier.svg").read_bytes()
-    charts.draw_frontier(report, tmp_path / "again.svg")
+    frontier.draw_file(Report.model_validate(report), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == drawn and drawn.rstrip().endswith(b"</svg>")
     assert drawn.count(b"<!-- short -->") == 1 and drawn.count(b"<!-- reward -->") == 1, "one panel per judge"
     assert f"<!-- selected: update {report['selected_step']} -->".encode() in drawn
     for end, ticks in ((0.3, [0, 0.1, 0.2]), (40.0, [0, 0.2, 1, 5, 10, 20, 30, 40]), (0.05, [0])):
-        assert charts.ticks(end) == ticks
+        assert frontier.ticks(end) == ticks
 
 
 def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer() -> None:
@@ -216,11 +218,11 @@ def test_a_judge_agrees_with_the_reward_model_where_both_prefer_the_same_answer(
 
     baseline = responses([0] * 8, [0] * 8)
     rates = win_rates(responses([1, 1, 1, -1, 1, -1, 0, 1], [2, 3, 1, -2, -1, 5, 1, 0]), baseline)
-    assert rates["gold"]["agrees_with_reward"] == 4 / 6 and "agrees_with_reward" not in rates["reward"]
-    assert rates["gold"]["agrees_with_reward_ci95"] == list(statistics.wilson(4, 6))
+    assert rates["gold"].agrees_with_reward == 4 / 6 and rates["reward"].agrees_with_reward is None
+    assert rates["gold"].agrees_with_reward_ci95 == list(statistics.wilson(4, 6))
     name = "the reward model"
     assert not [*disagreement(name, "gold", rates["gold"])] and not [*disagreement(name, "reward", rates["reward"])]
-    low = {**rates["gold"], "agrees_with_reward": 0.52, "agrees_with_reward_ci95": [0.43, 0.66]}
+    low = rates["gold"].with_changes(agrees_with_reward=0.52, agrees_with_reward_ci95=[0.43, 0.66])
     (sentence,) = disagreement(name, "gold", low)
     assert sentence.startswith("The reward model and judge gold prefer")
     assert "judge gold prefer the same of PPO's and SFT's answers on 0.520 [0.430, 0.660] of the prompts" in sentence
@@ -236,7 +238,7 @@ def test_lengths_control_the_win_rate() -> None:
         prompts, ended = [*map(str, range(100))], [True] * 100
         policies.append(EvalResponses("m", "sampled", prompts, ["r"] * 100, ended, lengths, scores, None))
     rate = win_rates(*policies)["long"]
-    assert rate["value"] == 0.9 and abs(rate["length_controlled"] - 0.5) < 0.25
-    low, high = rate["length_controlled_ci95"]
-    assert low < rate["length_controlled"] < high
-    assert rate["difference"] == pytest.approx(sum(longer) / 100 - sum(baseline) / 100)
+    assert rate.value == 0.9 and abs(rate.length_controlled - 0.5) < 0.25
+    low, high = rate.length_controlled_ci95
+    assert low < rate.length_controlled < high
+    assert rate.difference == pytest.approx(sum(longer) / 100 - sum(baseline) / 100)

@@ -15,8 +15,9 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, jsonl
-from rlhf_cli.evaluation.reward_model import PROBE_LABELS
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.models import tokenizers
+from rlhf_cli.runs.report import HEADLINE
 from rlhf_cli.stages import reward as reward_stage
 
 pytestmark = pytest.mark.training
@@ -77,7 +78,7 @@ def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
     assert {"R10", "R11"} <= {flag["code"] for flag in card["flags"]}
     assert card["longer_answer"]["preferred"] > 0.95 and card["longer_answer"]["chosen"] == 1
     # The headline's numbers are the card's, and those of a plain reader of the folder.
-    assert manifest["metrics"].keys() == {*reward_stage.HEADLINE}
+    assert manifest["metrics"].keys() == {*HEADLINE}
     assert all(card[name] == value for name, value in manifest["metrics"].items())
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model").eval()
     tokenizer = tokenizers.load_tokenizer(tmp_path / "reward/model")

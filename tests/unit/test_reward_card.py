@@ -12,9 +12,11 @@ from reward_card import card
 from scipy.stats import binom, spearmanr
 
 from rlhf_cli.config.ppo import RewardRequirements
-from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation import reward_model, reward_probes
 from rlhf_cli.evaluation.reward_card import print_card
-from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair, calibration_bins, length_correlation
+from rlhf_cli.evaluation.reward_model import ScoredPair, calibration_bins, length_correlation
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
+from rlhf_cli.runs.report import Adversarial, LongerAnswer, ProbeResult, RewardModelCard
 from rlhf_cli.statistics import share_interval, wilson
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins of 75 % and 90 %
@@ -24,17 +26,21 @@ def pair(margin: float, chosen_length: int = 7, rejected_length: int = 7) -> Sco
     return ScoredPair(margin / 2, -margin / 2, chosen_length, rejected_length)
 
 
+def make_card(pairs: list[ScoredPair], seed: int = 0) -> RewardModelCard:
+    return reward_model.make_card(pairs, Adversarial(n=1, probes={}), seed=seed)
+
+
 def ece(pairs: list[ScoredPair]) -> float:
     return reward_model.expected_calibration_error(calibration_bins(pairs))
 
 
 def test_accuracy_and_margins_of_five_pairs() -> None:
-    result = reward_model.evaluate_pairs([pair(m) for m in (1.0, 0.1, 3.0, -2.0, 0.0)])
-    assert (result["n"], result["accuracy"], result["margin"]) == (5, 0.7, pytest.approx(2.1 / 5)), "a tie is one half"
+    result = make_card([pair(m) for m in (1.0, 0.1, 3.0, -2.0, 0.0)])
+    assert (result.n, result.accuracy, result.margin) == (5, 0.7, pytest.approx(2.1 / 5)), "a tie is one half"
     rows = 5 * 0.7 * 0.3 / ((3 * 0.3**2 + 0.7**2 + 0.2**2) / 5)  # without ties, of the same variance
-    assert result["accuracy_ci95"] == pytest.approx(wilson(0.7 * rows, rows)) and "longer_answer" not in result
+    assert result.accuracy_ci95 == pytest.approx(wilson(0.7 * rows, rows)) and result.longer_answer is None
     one_prompt = [replace(pair(m), prompt=(5, 6)) for m in (1.0, 0.1, 3.0, -2.0)]
-    assert reward_model.evaluate_pairs(one_prompt)["accuracy_ci95"] == pytest.approx(wilson(0.75, 1))
+    assert make_card(one_prompt).accuracy_ci95 == pytest.approx(wilson(0.75, 1))
     assert reward_model.margin_histogram([-5.0, -4.0, -0.5, 0.0, 0.5, 2.0, 4.0, 9.0]) == [1, 1, 0, 1, 2, 0, 1, 2]
 
 
@@ -45,9 +51,9 @@ def test_calibration_error_of_two_bins_by_hand() -> None:
     off = [pair(THREE_TO_ONE)] * 4 + [pair(NINE_TO_ONE), pair(-NINE_TO_ONE)] * 3
     assert ece(off) == pytest.approx(0.34)
     low, high = calibration_bins(off)
-    assert (low["n"], low["confidence"], low["accuracy"]) == (4, pytest.approx(0.75), 1.0)
-    assert (high["n"], high["confidence"], high["accuracy"]) == (6, pytest.approx(0.9), 0.5)
-    assert high["from"] <= 0.9 <= high["to"] and (high["to"] - high["from"]) == pytest.approx(0.05)
+    assert (low.n, low.confidence, low.accuracy) == (4, pytest.approx(0.75), 1.0)
+    assert (high.n, high.confidence, high.accuracy) == (6, pytest.approx(0.9), 0.5)
+    assert high.low <= 0.9 <= high.high and (high.high - high.low) == pytest.approx(0.05)
     for margin, error in ((-20.0, 1.0), (20.0, 0.0), (0.0, 0.0)):
         assert ece([pair(margin)] * 5) == pytest.approx(error, abs=1e-8)
 
@@ -76,7 +82,7 @@ def test_pairs_of_one_prompt_miss_together() -> None:
     alone = [replace(each, prompt=object()) for each in four]
     assert reward_model.ece_null_quantile(four) == pytest.approx(2 * reward_model.ece_null_quantile(alone))
     for pairs, independent in ((alone, 320), (four, 80)):
-        assert reward_model.evaluate_pairs(pairs)["independent_pairs"] == pytest.approx(independent, rel=0.02)
+        assert make_card(pairs).independent_pairs == pytest.approx(independent, rel=0.02)
 
 
 def noisy(n: int, slope: float, *, alike: bool = False) -> list[ScoredPair]:
@@ -110,12 +116,13 @@ def test_two_answers_to_one_prompt_are_not_independent() -> None:
 def test_the_longer_answer_by_hand() -> None:
     pairs = [pair(1, 9, 5), pair(-1, 9, 5), pair(1, 5, 9), pair(0, 5, 9), pair(5, 7, 7)]
     won = 1 + 0 + 0 + 0.5
-    preference = {"n": 4, "preferred": won / 4, "ci95": list(share_interval([1, 0, 0, 0.5])), "chosen": 0.5}
+    interval = list(share_interval([1, 0, 0, 0.5]))
+    preference = LongerAnswer(n=4, preferred=won / 4, ci95=interval, chosen=0.5)
     assert reward_model.longer_answer_preference(pairs) == preference
 
 
 def test_a_card_is_deterministic_for_a_seed() -> None:
-    first, same, other = (reward_model.evaluate_pairs(noisy(60, 0.1), seed=seed) for seed in (5, 5, 6))
+    first, same, other = (make_card(noisy(60, 0.1), seed=seed) for seed in (5, 5, 6))
     assert first == same != other
 
 
@@ -128,7 +135,7 @@ def rows(*prompts: int) -> list[dict[str, Any]]:
 
 
 def probes(rows: list, polite: list | None = None, *, context: int | None = None, seed: int = 0) -> dict:
-    return reward_model.build_probes(rows, polite or [[]] * len(rows), context=context, seed=seed)
+    return reward_probes.build_probes(rows, polite or [[]] * len(rows), context=context, seed=seed)
 
 
 def test_each_probe_by_its_tokens() -> None:
@@ -153,16 +160,17 @@ def test_each_probe_by_its_tokens() -> None:
 
 
 def test_at_most_128_rows_are_probed_evenly() -> None:
-    assert reward_model.probe_rows(rows(1, 2, 3)) == [0, 1, 2]
-    assert reward_model.probe_rows(rows(7, 7, 8, 7, 9, 8)) == [0, 2, 4], "one of each prompt"
-    indices = reward_model.probe_rows(rows(*range(1000)))
-    assert len(indices) == len(set(indices)) == reward_model.MAX_PROBED == 128
+    assert reward_probes.probe_rows(rows(1, 2, 3)) == [0, 1, 2]
+    assert reward_probes.probe_rows(rows(7, 7, 8, 7, 9, 8)) == [0, 2, 4], "one of each prompt"
+    indices = reward_probes.probe_rows(rows(*range(1000)))
+    assert len(indices) == len(set(indices)) == reward_probes.MAX_PROBED == 128
     assert indices[0] == 0 and 990 < indices[-1] < 1000
 
 
 def test_a_probe_wins_only_above_the_chosen_answer() -> None:
-    scored = reward_model.score_probes({"empty": [2.0, 1.0, 0.0, 5.0]}, [1.0, 1.0, 1.0, 1.0])
-    assert scored == {"n": 4, "probes": {"empty": {"beats": 0.5, "ci95": list(wilson(2, 4)), "margin": 1.0}}}
+    scored = reward_probes.score_probes({"empty": [2.0, 1.0, 0.0, 5.0]}, [1.0, 1.0, 1.0, 1.0])
+    empty = ProbeResult(beats=0.5, ci95=list(wilson(2, 4)), margin=1.0)
+    assert scored == Adversarial(n=4, probes={"empty": empty})
 
 
 # Flags
@@ -193,12 +201,15 @@ def test_a_probe_wins_only_above_the_chosen_answer() -> None:
 def test_a_fault_is_flagged_beyond_its_limit(changes: dict[str, Any], codes: list[str]) -> None:
     """A probe by its Wilson interval for five probes together, 2.576 standard errors to each side; if the limit is
     1 - accuracy, by Newcombe's interval of the difference, with those of 500 pairs."""
-    problems = reward_model.flags(card(**changes))
+    problems = reward_model.find_problems(RewardModelCard.model_validate(card(**changes)))
     assert [problem.code for problem in problems] == codes and all(problem.hint for problem in problems)
 
 
 def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) -> None:
-    print_card(card(beats={"politeness": 0.9}))
+    def show(**changes: Any) -> None:
+        print_card(RewardModelCard.model_validate(card(**changes)))
+
+    show(beats={"politeness": 0.9})
     lines = capsys.readouterr().out.splitlines()
     headline = "reward model: accuracy 0.800 [0.760, 0.830] on the held-out pairs"
     assert lines[0] == headline and max(map(len, lines)) <= 100
@@ -217,8 +228,8 @@ def test_the_table_is_printed_once_per_card(capsys: pytest.CaptureFixture[str]) 
         assert row in table, row
     assert sum("flagged" in row for row in table) == 1
     assert [line.partition(":")[0] for line in lines[-4:-1]] == ["beaten by X", "mean gap", "flagged"]
-    for each in (card(), card(beats={"politeness": 0.9})):
-        print_card(each)
+    show()
+    show(beats={"politeness": 0.9})
     output = capsys.readouterr().out
     assert output.count("beaten by an empty answer") == 1, "another card is another table"
     assert output.splitlines()[-1] == f"{headline}; report card: see above"
@@ -232,7 +243,7 @@ def test_the_documentation_has_the_limits_of_the_code() -> None:
         f"R12 above {reward_model.MAX_ECE},",
         f"half way there, {reward_model.FIXED_LIMITS['swapped_prompt']}.",
         f"at least {reward_model.MIN_PROBE_LIMIT}.",
-        f"up to {reward_model.MAX_PROBED} prompts",
+        f"up to {reward_probes.MAX_PROBED} prompts",
     ):
         assert text in page, text
-    assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_model.OVER_LONG_REPEATS == 3
+    assert reward_model.FIXED_LIMITS["over_long"] == 0.5 and reward_probes.OVER_LONG_REPEATS == 3

@@ -5,7 +5,7 @@ Every number is read from the run's files; unknown facts are omitted. Texts from
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from rlhf_cli import __version__, data
 from rlhf_cli.commands.report import diagnosis, tables
-from rlhf_cli.commands.report.rules import ILL, readings
+from rlhf_cli.commands.report.rules import ILL, Reading, readings
 from rlhf_cli.commands.report.tables import visible
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.machinery.paths import FUNCTION
@@ -25,18 +25,27 @@ from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.data.texts import is_transcript, render_transcript
 from rlhf_cli.data.tokens import Conversation, header_of_answers
 from rlhf_cli.errors import CODES, RLHFError
-from rlhf_cli.evaluation import render, reward_card
-from rlhf_cli.jsonl import at, flatten, is_number
+from rlhf_cli.evaluation import report_text, reward_card
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
 from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, is_hub_id
 from rlhf_cli.runs.read import Run, Stage, at_step, read_stage_with_logs
+from rlhf_cli.runs.report import (
+    InterpolatedPolicy,
+    RewardModelAccuracy,
+    RewardModelCard,
+    SelectedPolicy,
+    reward_model_result,
+)
 from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.runs.settings import from_defaults, value_text
 from rlhf_cli.stages.common import prompt_forms
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.tracking.logs import read_log
+from rlhf_cli.trees import flatten
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TASKS = dict.fromkeys(POLICY_STAGES, "text-generation") | {"reward": "text-classification"}
@@ -61,14 +70,21 @@ Prompt = str | Conversation
 
 def text(value: str) -> str:
     """Return a value on one line, with Markdown and HTML characters escaped."""
-    return re.sub(r"([\\`*_{}\[\]<>~$&#])", r"\\\1", visible(" ".join(str(value).split())))
+    return re.sub(r"([\\`*_{}\[\]<>~$&#])", r"\\\1", _one_line(value))
+
+
+def _one_line(value: str) -> str:
+    return visible(" ".join(str(value).split()))
 
 
 def code(value: str) -> str:
     """Return a value on one line as a code span; empty if the value is."""
-    plain = visible(" ".join(str(value).split()))
-    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
-    return f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}" if plain else ""
+    plain = _one_line(value)
+    if "`" not in plain:
+        return f"`{plain}`" if plain else ""
+    longest = max(len(ticks) for ticks in re.findall("`+", plain))
+    fence = "`" * (longest + 1)
+    return f"{fence} {plain} {fence}"
 
 
 def sha256_of(stage: Stage) -> str:
@@ -98,34 +114,64 @@ class Card:
     share: float | None = None
 
     def __post_init__(self) -> None:
-        points = (self.chosen.report or {}).get("interpolated", ()) if self.chosen.last else ()
-        self.point = next((point for point in points if point["share"] == self.share), None)
+        self.point = self._interpolated_point()
         if self.share is not None:  # the evaluation is of other policies, except for its point
             self.chosen = replace(self.chosen, report=None)
-        chosen, own = self.chosen, read_stage_with_logs(self.chosen.model.stage, self.chosen.model.path)
-        self.updates = max((row["step"] for row in own.metrics), default=0)
-        if not chosen.last:  # without later updates
-            own = replace(own, metrics=tuple(row for row in own.metrics if row["step"] <= (chosen.step or 0)))
-        self.stage, self.stages = own, list(_lineage(own))
+
+        self.stage = read_stage_with_logs(self.chosen.model.stage, self.chosen.model.path)
+        self.updates = max((row["step"] for row in self.stage.metrics), default=0)
+        if not self.chosen.last:
+            self.stage = _without_later_updates(self.stage, self.chosen.step or 0)
+        self.stages = list(_lineage(self.stage))
         self.run = self._run()
-        self.evaluation, self.report = self.run.stages["eval"], self.run.report or {}
-        self.is_evaluated = own.name in self.report.get("models", {})
-        self.prompts = prompt_forms.prompt_format(prompt_forms.training_prompt_form(chosen.model), self.tokenizer)
+        self.evaluation = self.run.stages["eval"]
+        self.report = self.run.report
+
+        form = prompt_forms.training_prompt_form(self.chosen.model)
+        self.prompts = prompt_forms.prompt_format(form, self.tokenizer)
         header = header_of_answers(self.tokenizer) if self.prompts == "template" else ""
         self.answer_header = json.dumps(header) if header else ""  # as Python writes it
-        self.adapter = read_adapter(chosen.model.model)
-        is_selected = chosen.step is not None and chosen.step == self.report.get("selected_step")
-        self.selected = self.report["selected"] if is_selected else None
+        self.adapter = read_adapter(self.chosen.model.model)
+
+    def _interpolated_point(self) -> InterpolatedPolicy | None:
+        """Return the scores of a policy between SFT and PPO, if the evaluation has this share."""
+        report = self.chosen.report
+        if report is None or not self.chosen.last:
+            return None
+        return next((point for point in report.interpolated or [] if point.share == self.share), None)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return True if the evaluation is of this model."""
+        return self.report is not None and self.stage.name in self.report.models
+
+    @property
+    def selected(self) -> SelectedPolicy | None:
+        """Return how the evaluation selected this model, if it did."""
+        if self.report is None or self.chosen.step is None or self.chosen.step != self.report.selected_step:
+            return None
+        return self.report.selected
 
     def _run(self) -> Run:
         """Return the run with the evaluation of the chosen step; without one if it was not evaluated."""
-        chosen, root = self.chosen, self.chosen.model.path.resolve().parent
+        chosen = self.chosen
+        root = chosen.model.path.resolve().parent
         stages = {name: Stage(name, root / name) for name in STAGES}
         stages |= {stage.name: stage for stage in reversed(self.stages)}
         if chosen.report:
             stages["eval"] = read_stage_with_logs("eval", root / "eval")
-        firings = [row for row in read_log(chosen.model.path / "watchdog.jsonl") if row["step"] <= (chosen.step or 0)]
-        run = Run(root.name, root, stages, chosen.report, (), (), tuple(firings), ())
+
+        alarms = read_log(chosen.model.path / "watchdog.jsonl")
+        run = Run(
+            name=root.name,
+            folder=root,
+            stages=stages,
+            report=chosen.report,
+            answers=(),
+            samples=(),
+            firings=tuple(row for row in alarms if row["step"] <= (chosen.step or 0)),
+            notes=(),
+        )
         if chosen.last:
             return run
         with suppress(RLHFError):
@@ -141,10 +187,16 @@ class Card:
         for _ in self.stages:
             parents = stage.manifest.parents
             entry = parents.get("models.sft") or parents.get("model.path")
-            if not entry or entry.stage == FOREIGN:
-                return entry if entry and is_hub_id(entry.path) else None
-            stage = next((each for each in self.stages if sha256_of(each) == entry.sha256), stage)
+            if entry is None:
+                return None
+            if entry.stage == FOREIGN:
+                return entry if is_hub_id(entry.path) else None
+            stage = self._stage_of(entry.sha256) or stage
         return None
+
+    def _stage_of(self, sha256: str) -> Stage | None:
+        """Return the stage that wrote a model."""
+        return next((stage for stage in self.stages if sha256_of(stage) == sha256), None)
 
     @property
     def reward_stages(self) -> list[Stage]:
@@ -158,7 +210,7 @@ class Card:
 
     def label(self, sha256: str, default: str) -> str:
         """Return the name of the stage with this model; for a stage of another run with that run and the hash."""
-        stage = next((stage for stage in self.stages if sha256_of(stage) == sha256), None)
+        stage = self._stage_of(sha256)
         if stage is None or stage.folder.resolve().parent == self.run.folder:
             return default
         return f"{text(stage.folder.resolve().parent.name)}/{stage.name} {sha256[:4]}"
@@ -168,14 +220,18 @@ class Card:
         if entry.stage != FOREIGN:
             return f"{self.label(entry.sha256, entry.stage)} {short(entry.sha256)}"
         name = entry.path if is_hub_id(entry.path) else PurePosixPath(entry.path).name
-        return code(name + (f" at {entry.revision}" if entry.revision else "")) + f" {short(entry.sha256)}"
+        if entry.revision:
+            name += f" at {entry.revision}"
+        return f"{code(name)} {short(entry.sha256)}"
 
     def data_name(self, stage: Stage, key: str) -> str:
         """Return the name of a stage's data: a hub dataset or a file name, never a path."""
         keys = (key, "data.train", "data.prompts")  # the evaluation data may be a part of the training data
         path = next((path for path in map(stage.setting, keys) if path), None)
         name, split = split_name(path) if isinstance(path, str) else ("", None)
-        return (name if hub_dataset(name) else PurePosixPath(name).name) + (f"[{split}]" if split else "")
+        if not hub_dataset(name):
+            name = PurePosixPath(name).name
+        return f"{name}[{split}]" if split else name
 
     @property
     def is_result(self) -> bool:
@@ -186,70 +242,76 @@ class Card:
 
     def stage_rows(self) -> Iterator[list[str]]:
         for stage in self.stages:
-            parents, (_, _, steps, duration, _, device) = stage.manifest.parents.items(), tables.stage_row(stage)
+            _, _, steps, duration, _, device = tables.stage_row(stage)
+            parents = stage.manifest.parents.items()
             started = "; ".join(self.parent(entry) for key, entry in parents if not key.startswith("rewards."))
             seed = "" if stage.manifest.seed is None else str(stage.manifest.seed)
-            model = short(sha256_of(stage)) + ("" if stage is not self.stage or self.is_result else " at its end")
+            model = short(sha256_of(stage))
+            if stage is self.stage and not self.is_result:
+                model += " at its end"
             label = self.label(sha256_of(stage), stage.name)
             yield [label, started or "fresh weights", steps, duration, text(device), seed, model]
 
     def rewards(self) -> Iterator[tuple[str, str, list[str], float]]:
         """Yield (name, kind, models, weight) of PPO's rewards."""
         parents = self.stage.manifest.parents.items()
-        for name, source in (self.stage.setting("rewards") or {}).items():
+        rewards = self.stage.setting("rewards") or {}
+        for name, source in rewards.items():
+            kind = next(kind for kind in KINDS if source.get(kind))
             models = [self.parent(entry) for key, entry in parents if key.startswith(f"rewards.{name}.")]
-            yield name, next(kind for kind in KINDS if source.get(kind)), models, source["weight"]
+            yield name, kind, models, source["weight"]
 
     def data_rows(self) -> Iterator[list[str]]:
-        for stage in [*self.stages, *([self.evaluation] if self.is_evaluated else [])]:
+        evaluations = [self.evaluation] if self.is_evaluated else []
+        for stage in self.stages + evaluations:
+            label = self.label(sha256_of(stage), stage.name)
             for _, key, _, rows, sha256 in tables.data_rows([stage]):
                 name = code(self.data_name(stage, key))
-                yield [self.label(sha256_of(stage), stage.name), code(key), name, rows, short(sha256)]
+                yield [label, code(key), name, rows, short(sha256)]
 
     def setting_rows(self) -> Iterator[list[str]]:
         """Yield the main settings of each stage, and those that differ from their defaults; no local paths."""
         for stage in self.stages:
-            changed = {each.key: (each.value, (each.default or "").removeprefix("-")) for each in from_defaults(stage)}
-            main = {f"{stage.name}.{name}" for name in MAIN_SETTINGS.split()}
-            config = {key: value for key, value in flatten(stage.config or {}).items() if value is not None}
-            at_default = {key: (value_text(value), value_text(value)) for key, value in config.items() if key in main}
-            for key, (value, default) in (at_default | changed).items():
-                config_key = key_at(CONFIGS[stage.name], key.split("."))
-                is_path = "/" in value or (config_key is not None and config_key.path_field is not None)
-                if HIDDEN.isdisjoint(key.split(".")) and not is_path:
-                    yield [self.label(sha256_of(stage), stage.name), code(key), code(value), code(default)]
+            label = self.label(sha256_of(stage), stage.name)
+            for key, (value, default) in _shown_settings(stage).items():
+                yield [label, code(key), code(value), code(default)]
 
     # Evaluation
 
     def judges(self) -> dict[str, str]:
-        judges = {}
-        for name in at(self.report, "models.sft.judges") or ():
-            judge = self.evaluation.setting(f"judges.{name}")
-            parent = self.evaluation.manifest.parents.get("models.reward" if name == "reward" else f"judges.{name}")
-            if isinstance(judge, Mapping):
-                judges[name] = f"the built-in function {code(str(judge.get('builtin')))}: a higher score is better"
-            elif FUNCTION.fullmatch(str(judge)):
-                judges[name] = f"the Python function {code(judge)}: a higher score is better"
-            else:
-                judges[name] = OWN_JUDGE if parent and parent.sha256 in self._reward_hashes else "a reward model"
-        return judges
+        sft = self.report.models.get("sft") if self.report else None
+        return {name: self._judge(name) for name in (sft.judges if sft else ())}
+
+    def _judge(self, name: str) -> str:
+        """Return what a judge is."""
+        judge = self.evaluation.setting(f"judges.{name}")
+        if isinstance(judge, Mapping):
+            return f"the built-in function {code(str(judge.get('builtin')))}: a higher score is better"
+        if FUNCTION.fullmatch(str(judge)):
+            return f"the Python function {code(judge)}: a higher score is better"
+        key = "models.reward" if name == "reward" else f"judges.{name}"
+        parent = self.evaluation.manifest.parents.get(key)
+        return OWN_JUDGE if parent and parent.sha256 in self._reward_hashes else "a reward model"
 
     def outcome(self) -> list[str]:
         """Return the result of the evaluation in sentences, with a caveat if only PPO's own reward model decides it."""
         first, *others = diagnosis.sentences(self.run)
-        rates = self.report.get("win_rate", {}).get("ppo_vs_sft")
-        if rates and self.judges().get(render.deciding_judge(rates)) == OWN_JUDGE:
+        rates = self.report.ppo_over_sft if self.report else {}
+        if rates and self.judges().get(deciding_judge(rates)) == OWN_JUDGE:
             first += " PPO was trained to please that judge: alone this proves nothing."
         return [text(sentence) for sentence in (first, *others)]
 
-    def win_rates(self) -> render.Table:
+    def win_rates(self) -> report_text.Table:
         """Return the table of this model's win rates."""
-        columns, rows = render.win_rate_table(self.report)
-        return columns, [row for row in rows if row[0].startswith(f"{render.model_label(self.stage.name)} over ")]
+        assert self.report, "the model is evaluated"
+        columns, rows = report_text.win_rate_table(self.report)
+        label = report_text.model_label(self.stage.name)
+        return columns, [row for row in rows if row[0].startswith(f"{label} over ")]
 
-    def policy_table(self) -> render.Table:
+    def policy_table(self) -> report_text.Table:
         """Return KL, length and scores of the policies; for an SFT model without those of PPO."""
-        columns, rows = render.policies_table(self.report)
+        assert self.report, "the model is evaluated"
+        columns, rows = report_text.policies_table(self.report)
         return columns, [row for row in rows if self.stage.name == "ppo" or not row[0].startswith("PPO")]
 
     def policy(self, name: str) -> str:
@@ -266,87 +328,114 @@ class Card:
         is_what = f"Its weights are SFT + {self.share:g} (PPO - SFT), between the SFT model and this policy"
         if self.point is None:
             return f"{is_what}. Its KL from the SFT model is unknown."
-        scores = [f"{name} {render.mean_text(each)}" for name, each in self.point["judges"].items()]
-        kl = with_interval(self.point["kl"], self.point.get("kl_ci95"))
+        scores = [f"{name} {report_text.mean_text(each)}" for name, each in self.point.judges.items()]
+        kl = with_interval(self.point.kl, self.point.kl_ci95)
         return (
             f"{is_what}. On held-out prompts its KL from the SFT model is {kl} nats; mean scores: {', '.join(scores)}."
         )
 
     def metric_rows(self) -> list[list[str]]:
         metrics = self.stage.manifest.metrics if self.is_result else {}
-        return [
-            [code(name), str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95"))]
-            for name, value in metrics.items()
-            if isinstance(value, int | float)
-        ]
+        rows = []
+        for name, value in metrics.items():
+            if isinstance(value, int):
+                rows.append([code(name), str(value)])
+            elif isinstance(value, float):
+                rows.append([code(name), with_interval(value, metrics.get(f"{name}_ci95"))])
+        return rows
 
-    def reward_reports(self) -> list[tuple[Stage, dict[str, Any]]]:
-        """Return the reward stages with their evaluation on held-out pairs; without "accuracy" if there were none."""
-        return [(stage, {**stage.manifest.metrics, **stage.manifest.card}) for stage in self.reward_stages]
+    def reward_reports(self) -> list[tuple[Stage, RewardModelAccuracy | None]]:
+        """Return the reward stages with their evaluation on held-out pairs; None if there were none."""
+        return [
+            (stage, reward_model_result(stage.manifest.card, stage.manifest.metrics)) for stage in self.reward_stages
+        ]
 
     def warnings(self) -> Iterator[str]:
         """Yield the findings and warnings of the run, the most severe of each stage first."""
-        stages = [stage for stage in self.stages if stage.name != "reward"] + self.reward_stages
-        names = [stage.name for stage in stages] + (["eval"] if self.stage.name == "ppo" else [])
-        for name in dict.fromkeys(names):
+        shown = [stage.name for stage in self.stages if stage.name != "reward"]
+        shown += [stage.name for stage in self.reward_stages]
+        if self.stage.name == "ppo":
+            shown.append("eval")
+        for name in dict.fromkeys(shown):
             for finding in diagnosis.findings(self.run, name):
                 if finding.grade in ILL:
                     yield f"Found in the run, {name}: {text(finding.text)}."
-        codes = {each for line in self.report.get("warnings", []) for each in WARNING.findall(str(line))}
-        for each in sorted(codes & CODES.keys() - {*REWARD_FLAGS}):
+
+        for each in self._warning_codes():
             yield f"Warning of the evaluation, {each}: {CODES[each].title}. {CODES[each].meaning}"
+
+    def _warning_codes(self) -> list[str]:
+        """Return the codes of the evaluation's warnings, without those that are shown with the reward model."""
+        lines = (self.report.warnings if self.report else None) or []
+        codes = set(WARNING.findall("\n".join(lines)))
+        return sorted(codes & CODES.keys() - {*REWARD_FLAGS})
 
     # Code and metadata
 
     def sampling(self) -> dict[str, Any] | None:
         """Return temperature and maximum tokens of the evaluation, or else of training; None if unknown."""
-        keys = ("temperature", "response_length")
-        temperature, length = (self.report.get(key, self.stage.setting(f"ppo.{key}")) for key in keys)
-        length = length.get("max") if isinstance(length, Mapping) else length
+        temperature = self.report.temperature if self.report else None
+        if temperature is None:
+            temperature = self.stage.setting("ppo.temperature")
+
+        length = self.report.response_length if self.report else None
+        if length is None:
+            length = self.stage.setting("ppo.response_length")
+        if isinstance(length, Mapping):
+            length = length.get("max")
+
         known = is_number(temperature) and isinstance(length, int)
         return {"temperature": temperature, "length": length} if known else None
 
     def prompt(self) -> Prompt:
         """Return the prompt of the example in the format of training: messages for a chat template, else text."""
         prompt = EXAMPLE if self.example is None else self.example
-        is_plain_text = isinstance(prompt, str) and not is_transcript(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.prompts == "template":
             return [{key: visible(turn[key]) for key in ("role", "content")} for turn in messages]
-        return visible(render_transcript(messages if self.prompts == "transcript" and is_plain_text else prompt))
+        is_question = isinstance(prompt, str) and not is_transcript(prompt)
+        return visible(render_transcript(messages if self.prompts == "transcript" and is_question else prompt))
 
     def datasets(self) -> list[str]:
-        keys = [(stage, key) for stage in self.stages for key in stage.manifest.data]
-        paths = [stage.setting(key) for stage, key in keys if key not in ("data.eval", "data.eval_prompts")]
-        return sorted({name for path in paths if isinstance(path, str) and (name := hub_dataset(path))})
+        """Return the datasets of the hub that the stages were trained on."""
+        names = set()
+        for stage in self.stages:
+            for key in stage.manifest.data:
+                path = stage.setting(key)
+                name = hub_dataset(path) if isinstance(path, str) else None
+                if name and key not in ("data.eval", "data.eval_prompts"):
+                    names.add(name)
+        return sorted(names)
 
     def results(self) -> Iterator[EvalResult]:
         """Yield the win rates of sampled responses, or a reward model's accuracy, with the interval in the name."""
         if self.stage.name == "reward":
             ((_, report),) = self.reward_reports()
-            if "accuracy" in report:
-                estimate = {"value": report["accuracy"], "ci95": report["accuracy_ci95"], "n": report["n"]}
-                yield self._result(self.stage, "data.eval", "accuracy", estimate, "Accuracy on held-out pairs")
-        for pair, rates in self.report.get("win_rate", {}).items():
+            if report:
+                name = f"Accuracy on held-out pairs, {_interval_and_n(report.accuracy_ci95, report.n)}"
+                dataset = self.data_name(self.stage, "data.eval")
+                yield self._result(dataset, "accuracy", report.accuracy, name=name)
+        for pair, rates in self.report.win_rate.items() if self.report else ():
             for judge, rate in rates.items() if pair.startswith(f"{self.stage.name}_vs_") else ():
-                name = f"Win rate, {render.pair_label(pair)} by {judge}"
-                yield self._result(self.evaluation, "data.prompts", "win_rate", rate, name)
+                label = report_text.pair_label(pair)
+                name = f"Win rate, {label} by {judge}, {_interval_and_n(rate.ci95, rate.n)}"
+                dataset = self.data_name(self.evaluation, "data.prompts")
+                yield self._result(dataset, "win_rate", rate.value, name=name)
 
-    def _result(self, stage: Stage, key: str, metric: str, estimate: Mapping[str, Any], name: str) -> EvalResult:
-        (low, high), dataset = estimate["ci95"], self.data_name(stage, key)
+    def _result(self, dataset: str, metric: str, value: float, *, name: str) -> EvalResult:
         return EvalResult(
             task_type=TASKS[self.stage.name],
             dataset_type=hub_dataset(dataset) or "local-file",
             dataset_name=visible(dataset),
             metric_type=metric,
-            metric_value=round(estimate["value"], 4),
-            metric_name=visible(f"{name}, 95 % interval {low:.3f} to {high:.3f}, n {estimate['n']}"),
+            metric_value=round(value, 4),
+            metric_name=visible(name),
         )
 
     def metadata(self) -> ModelCardData:
         """Return the metadata for the hub. Unknown fields, such as the license, are omitted."""
-        entry, results = self.hub_base, list(self.results())
-        base = entry.path if entry else None
+        base = self.hub_base.path if self.hub_base else None
+        results = list(self.results())
         return ModelCardData(
             library_name="transformers",
             pipeline_tag=TASKS[self.stage.name],
@@ -359,18 +448,73 @@ class Card:
         )
 
     def __str__(self) -> str:
+        functions: dict[str, Any] = {
+            "text": text,
+            "code": code,
+            "with_interval": with_interval,
+            "is_number": is_number,
+            "model_label": report_text.model_label,
+            "card_rows": reward_card.card_rows,
+            "is_card": lambda report: isinstance(report, RewardModelCard),
+        }
+        facts: dict[str, Any] = {
+            "card": self,
+            "kind": self.stage.name,
+            "version": __version__,
+            "own_judge": OWN_JUDGE,
+            "prompt": repr(self.prompt()),
+            "sampling": self.sampling(),
+            "stop_token": self._stop_token(),
+            "course": self._course(),
+            "interpolation": self._interpolation(),
+            "libraries": LIBRARIES,
+            "versions": tables.versions(self.stages),
+        }
+        card = ModelCard.from_template(self.metadata(), template_path=str(TEMPLATE), **functions, **facts)
+        return f"{card}\n"
+
+    def _stop_token(self) -> str | None:
+        """Return the stop token as code, None if it is the EOS token."""
         stop = data.stop_token_id(self.tokenizer)
         is_eos = stop == self.tokenizer.eos_token_id
-        stop_token = None if is_eos else json.dumps(self.tokenizer.convert_ids_to_tokens(stop))
-        course = [each for each in readings(self.stage) if each.key in COURSE] if self.stage.name == "ppo" else []
-        variables: dict[str, Any] = {
-            "text": text, "code": code, "with_interval": with_interval, "is_number": is_number,
-            "model_label": render.model_label, "card_rows": reward_card.card_rows,
-            "card": self, "kind": self.stage.name, "version": __version__, "own_judge": OWN_JUDGE,
-            "prompt": repr(self.prompt()), "sampling": self.sampling(), "stop_token": stop_token, "course": course,
-            "interpolation": self._interpolation(), "libraries": LIBRARIES, "versions": tables.versions(self.stages),
-        }  # fmt: skip
-        return f"{ModelCard.from_template(self.metadata(), template_path=str(TEMPLATE), **variables)}\n"
+        return None if is_eos else json.dumps(self.tokenizer.convert_ids_to_tokens(stop))
+
+    def _course(self) -> list[Reading]:
+        """Return the main metrics of PPO."""
+        if self.stage.name != "ppo":
+            return []
+        return [reading for reading in readings(self.stage) if reading.key in COURSE]
+
+
+def _without_later_updates(stage: Stage, step: int) -> Stage:
+    return replace(stage, metrics=tuple(row for row in stage.metrics if row["step"] <= step))
+
+
+def _shown_settings(stage: Stage) -> dict[str, tuple[str, str]]:
+    """Return {key: (value, default)} of the main settings, and of those that differ from their defaults."""
+    main = {f"{stage.name}.{name}" for name in MAIN_SETTINGS.split()}
+    settings = {}
+    for key, value in flatten(stage.config or {}).items():
+        if key in main and value is not None:
+            shown = value_text(value)
+            settings[key] = (shown, shown)
+    for each in from_defaults(stage):
+        default = (each.default or "").removeprefix("-")
+        settings[each.key] = (each.value, default)
+
+    return {key: values for key, values in settings.items() if _may_be_shown(stage, key, values[0])}
+
+
+def _may_be_shown(stage: Stage, key: str, value: str) -> bool:
+    parts = key.split(".")
+    config_key = key_at(CONFIGS[stage.name], parts)
+    is_path = "/" in value or (config_key is not None and config_key.path_field is not None)
+    return HIDDEN.isdisjoint(parts) and not is_path
+
+
+def _interval_and_n(interval: Sequence[float] | None, n: int | None) -> str:
+    bounds = f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
+    return f"{bounds}n {n}"
 
 
 def _lineage(stage: Stage) -> Iterator[Stage]:

@@ -1,66 +1,34 @@
 """Comparison of several runs on one page: results with mean and spread, curves, and the settings that differ."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import NamedTuple
 
 from rlhf_cli.commands.report import diagnosis
 from rlhf_cli.commands.report.charts import Figure, draw_curves, figure
 from rlhf_cli.commands.report.page import WORDS, render_template
-from rlhf_cli.commands.report.rules import RULES
+from rlhf_cli.commands.report.rules import RULES, Rule, Series
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated, stage_row, total_seconds
-from rlhf_cli.evaluation.render import pair_label
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.evaluation.report_text import pair_label
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run
+from rlhf_cli.runs.report import PolicyScores, Report, WinRate, reward_model_result
 from rlhf_cli.runs.settings import between
 from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
 SECTIONS = (("numbers", "Results"), ("curves", "PPO"), ("differences", "Settings that differ"), ("stages", "Stages"))
-# Rows that are keys of report.json: title, path, whether it is a share.
-REPORT_ROWS = (
-    ("PPO, KL from SFT in nats", "models.ppo.kl", False),
-    ("PPO, tokens per answer", "models.ppo.response_length_mean", False),
-    ("SFT, tokens per answer", "models.sft.response_length_mean", False),
-    ("PPO, answers that end", "models.ppo.eos_fraction", True),
-    ("SFT, answers that end", "models.sft.eos_fraction", True),
-)
-
-
-def row(
-    title: str, results: list[Any], intervals: list[Any] | None = None, *, share: bool = False, averaged: bool = True
-) -> list[str]:
-    """Return the title, each run's result with its 95 % interval, and mean, standard deviation over runs (n - 1) and n.
-
-    Results that are not numbers are unknown. A `share` is shown in percent; without `averaged`, the mean is omitted.
-    """
-
-    def text(value: Any) -> str:
-        return "-" if not is_number(value) else percent(value) if share else number(value)
-
-    cells = [
-        text(value) + (bounds(interval) if is_number(value) else "")
-        for value, interval in zip(results, intervals or [None] * len(results), strict=True)
-    ]
-    known = [float(value) for value in results if is_number(value)]
-    spread = stdev(known) if len(known) > 1 else None
-    over_runs = [text(fmean(known)), text(spread)] if known and averaged else ["", ""]
-    return [title, *cells, *over_runs, str(len(known))]
 
 
 def of_runs(runs: list[Run]) -> str:
     """Return the page that compares runs; equal files give equal bytes."""
     names = short_names([run.folder for run in runs])
-    badges, differences = [diagnosis.badges(run) for run in runs], between(runs)
-    by_stage = [{badge.stage: badge for badge in each} for each in badges]
-    states = [
-        [name, *(_state(run, each[name]) if name in each else "" for run, each in zip(runs, by_stage, strict=True))]
-        for name in STAGES
-        if any(name in each for each in by_stage)
-    ]
+    badges = [diagnosis.badges(run) for run in runs]
+    differences = between(runs)
+    headlines = [diagnosis.headline(run, found) for run, found in zip(runs, badges, strict=True)]
     return render_template(
         "compare.html.jinja",
         title=f"{len(runs)} runs",
@@ -68,23 +36,35 @@ def of_runs(runs: list[Run]) -> str:
         sections=SECTIONS,
         names=names,
         notes=[f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes],
-        headlines=[(name, diagnosis.headline(run, each)) for name, run, each in zip(names, runs, badges, strict=True)],
+        headlines=list(zip(names, headlines, strict=True)),
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds=all(key == "seed" for _, key, _ in differences),
         results=[cells for cells in results(runs) if cells[-1] != "0"],
         curves=list(_curves(names, runs)),
         differences=[[stage, key, *values] for stage, key, values in differences],
-        stages=states,
+        stages=_state_rows(runs, badges),
     )
 
 
 def short_names(folders: list[Path]) -> list[str]:
     """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
-    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+    most = max(len(folder.parts) for folder in folders)
+    for parts in range(1, most + 1):
         names = [Path(*folder.parts[-parts:]).as_posix() for folder in folders]
         if len(set(names)) == len(set(folders)):
             break
-    return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
+    return [_numbered(name, index) if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name} ({index})"
+
+
+def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
+    """Return a row for each stage that a run has: its state in each run."""
+    states = [{badge.stage: _state(run, badge) for badge in found} for run, found in zip(runs, badges, strict=True)]
+    present = [stage for stage in STAGES if any(stage in each for each in states)]
+    return [[stage, *(each.get(stage, "") for each in states)] for stage in present]
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
@@ -92,29 +72,124 @@ def _state(run: Run, badge: diagnosis.Badge) -> str:
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 
+# Results
+
+
+class Result(NamedTuple):
+    """A result of a run, None if it is unknown, and its 95 % interval."""
+
+    value: float | None
+    interval: Sequence[float] | None = None
+
+
+def row(title: str, found: Sequence[Result], *, share: bool = False, averaged: bool = True) -> list[str]:
+    """Return the title, each run's result with its 95 % interval, and mean, standard deviation over runs (n - 1) and n.
+
+    A `share` is shown in percent; without `averaged`, the mean is omitted.
+    """
+    show = percent if share else number
+    known = [result.value for result in found if result.value is not None]
+    cells = ["-" if each.value is None else show(each.value) + bounds(each.interval) for each in found]
+    mean = spread = ""
+    if known and averaged:
+        mean = show(fmean(known))
+        spread = show(stdev(known)) if len(known) > 1 else "-"
+    return [title, *cells, mean, spread, str(len(known))]
+
+
 def results(runs: list[Run]) -> Iterator[list[str]]:
     """Yield a row for each of the main results. Evaluations that are out of date are ignored."""
-    reports: list[Mapping[str, Any]] = [run.outcome or {} for run in runs]
-    yield row("SFT, held-out loss", [run.stages["sft"].manifest.metrics.get("eval_loss") for run in runs])
-    metrics = [run.stages["reward"].manifest.metrics for run in runs]
-    intervals = [each.get("accuracy_ci95") for each in metrics]
-    yield row("reward model, accuracy", [each.get("accuracy") for each in metrics], intervals, share=True)
-    sections = [report.get("win_rate") or {} for report in reports]
-    pairs = {(pair, judge): None for each in sections for pair in each if "_vs_" in pair for judge in each[pair]}
-    for pair, judge in pairs:
-        rates = [each.get(pair, {}).get(judge, {}) for each in sections]
-        for key, note in (("value", ""), ("length_controlled", ", length-controlled")):
-            ends = [rate.get("ci95" if key == "value" else f"{key}_ci95") for rate in rates]
-            yield row(f"{pair_label(pair)}, {judge}{note}", [rate.get(key) for rate in rates], ends, share=True)
-    judges = [at(report, "models.ppo.judges") or {} for report in reports]
-    for judge in dict.fromkeys(name for each in judges for name in each):
-        yield row(f"PPO, mean of {judge}, held-out prompts", [(each.get(judge) or {}).get("mean") for each in judges])
-    for title, path, share in REPORT_ROWS:
-        yield row(title, [at(report, path) for report in reports], share=share)
-    yield row("selected update", [report.get("selected_step") for report in reports], averaged=False)
-    scores = [[value for _, value in run.stages["ppo"].series("objective/scores")] for run in runs]
-    yield row("PPO, final reward score in training", [fmean(last_quarter(each)) if each else None for each in scores])
-    yield row("PPO, seconds", [total_seconds(run.stages["ppo"]) or None for run in runs])
+    reports = [run.outcome for run in runs]
+    yield from _training_rows(runs)
+    yield from _win_rate_rows(reports)
+    yield from _policy_rows(reports)
+    selected = [Result(report.selected_step if report else None) for report in reports]
+    yield row("selected update", selected, averaged=False)
+    yield row("PPO, final reward score in training", [_final_score(run) for run in runs])
+    yield row("PPO, seconds", [Result(total_seconds(run.stages["ppo"]) or None) for run in runs])
+
+
+def _training_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
+    yield row("SFT, held-out loss", [_held_out_loss(run) for run in runs])
+    yield row("reward model, accuracy", [_accuracy(run) for run in runs], share=True)
+
+
+def _held_out_loss(run: Run) -> Result:
+    loss = run.stages["sft"].manifest.metrics.get("eval_loss")
+    return Result(loss if is_number(loss) else None)
+
+
+def _accuracy(run: Run) -> Result:
+    reward = run.stages["reward"].manifest
+    result = reward_model_result(reward.card, reward.metrics)
+    return Result(result.accuracy, result.accuracy_ci95) if result else Result(None)
+
+
+def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
+    """Yield a plain and a length-controlled row for each comparison and judge."""
+    sections = [report.win_rate if report else {} for report in reports]
+    compared: dict[tuple[str, str], None] = {}
+    for section in sections:
+        for pair, rates in section.items():
+            compared |= {(pair, judge): None for judge in rates}
+
+    for pair, judge in compared:
+        found = [section.get(pair, {}).get(judge) for section in sections]
+        title = f"{pair_label(pair)}, {judge}"
+        yield row(title, [_plain(rate) for rate in found], share=True)
+        yield row(f"{title}, length-controlled", [_controlled(rate) for rate in found], share=True)
+
+
+def _plain(rate: WinRate | None) -> Result:
+    return Result(rate.value, rate.ci95) if rate else Result(None)
+
+
+def _controlled(rate: WinRate | None) -> Result:
+    return Result(rate.length_controlled, rate.length_controlled_ci95) if rate else Result(None)
+
+
+def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
+    """Yield the means of PPO by each judge, and KL, lengths and ends of the answers."""
+    ppo = [report.models.get("ppo") if report else None for report in reports]
+    sft = [report.models.get("sft") if report else None for report in reports]
+
+    judges: dict[str, None] = {}
+    for scores in ppo:
+        judges |= dict.fromkeys(scores.judges if scores else ())
+    for judge in judges:
+        yield row(f"PPO, mean of {judge}, held-out prompts", _of_each(ppo, partial(_mean_by, judge)))
+
+    yield row("PPO, KL from SFT in nats", _of_each(ppo, lambda scores: scores.kl))
+    yield row("PPO, tokens per answer", _of_each(ppo, lambda scores: scores.response_length_mean))
+    yield row("SFT, tokens per answer", _of_each(sft, lambda scores: scores.response_length_mean))
+    yield row("PPO, answers that end", _of_each(ppo, lambda scores: scores.eos_fraction), share=True)
+    yield row("SFT, answers that end", _of_each(sft, lambda scores: scores.eos_fraction), share=True)
+
+
+def _of_each(policies: Sequence[PolicyScores | None], value_of: Callable[[PolicyScores], float | None]) -> list[Result]:
+    return [Result(value_of(scores) if scores else None) for scores in policies]
+
+
+def _mean_by(judge: str, scores: PolicyScores) -> float | None:
+    mean = scores.judges.get(judge)
+    return mean.mean if mean else None
+
+
+def _final_score(run: Run) -> Result:
+    scores = [value for _, value in run.stages["ppo"].series("objective/scores")]
+    return Result(fmean(last_quarter(scores)) if scores else None)
+
+
+# Win rates against one another
+
+
+class RatedRun(NamedTuple):
+    """A run, its name, and its win rate by a judge over n prompts."""
+
+    name: str
+    run: Run
+    rate: WinRate
+    n: int
 
 
 def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
@@ -123,37 +198,65 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
     The interval of their difference is corrected for the number of pairs of runs.
     """
     for judge in dict.fromkeys(name for run in runs for name in run.rates):
-        rates = [(run.rates.get(judge) or {}, name, run) for name, run in zip(names, runs, strict=True)]
-        rates = [each for each in rates if {"ci95", "n"} <= each[0].keys()]
-        if len(rates) < 2:
+        rated_runs = list(_rated_runs(judge, names, runs))
+        if len(rated_runs) < 2:
             continue
-        if len({_judge_model(run, judge) for _, _, run in rates}) > 1:
+        if len({_judge_model(each.run, judge) for each in rated_runs}) > 1:
             yield f"{judge} is a different judge in these runs: its win rates are not comparable."
             continue
-        ordered = sorted(rates, key=lambda each: float(each[0]["value"]))
-        (least, low, _), (most, high, _) = ordered[0], ordered[-1]
-        z = bonferroni_z(math.comb(len(rates), 2))
-        gap, _ = wilson_difference((most["value"], most["n"]), (least["value"], least["n"]), z)
-        result = (
-            "differ by more than chance in the prompts; another seed may move both"
-            if gap > 0
-            else "are not distinguishable: the interval of their difference includes 0"
-        )
-        yield f"By {judge} {high} ({rated(most)}) and {low} ({rated(least)}) {result}."
+        yield _difference(judge, rated_runs)
+
+
+def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterator[RatedRun]:
+    for name, run in zip(names, runs, strict=True):
+        rate = run.rates.get(judge)
+        if rate and rate.ci95 and rate.n is not None:
+            yield RatedRun(name, run, rate, rate.n)
+
+
+def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
+    """Return the highest and lowest win rate, and whether they differ by more than chance."""
+    ordered = sorted(rated_runs, key=lambda each: each.rate.value)
+    low, high = ordered[0], ordered[-1]
+    z = bonferroni_z(math.comb(len(ordered), 2))
+    gap, _ = wilson_difference((high.rate.value, high.n), (low.rate.value, low.n), z)
+    result = (
+        "differ by more than chance in the prompts; another seed may move both"
+        if gap > 0
+        else "are not distinguishable: the interval of their difference includes 0"
+    )
+    return f"By {judge} {high.name} ({rated(high.rate)}) and {low.name} ({rated(low.rate)}) {result}."
 
 
 def _judge_model(run: Run, judge: str) -> str:
     """Return the hash of a judge's model, or else its setting."""
-    key, stage = "models.reward" if judge == "reward" else f"judges.{judge}", run.stages["eval"]
+    key = "models.reward" if judge == "reward" else f"judges.{judge}"
+    stage = run.stages["eval"]
     parent = stage.manifest.parents.get(key)
     return str(parent.sha256 if parent else stage.setting(key))
 
 
+# Curves
+
+
 def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
+    """Yield the curves of each metric that is not constant."""
     for rule in RULES:
-        series = {name: run.stages["ppo"].series(rule.key) for name, run in zip(names, runs, strict=True)}
-        lines = {name: points for name, points in series.items() if points}
-        if len({value for points in lines.values() for _, value in points}) > 1:
-            ends = [f"{name} {number(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()]
-            sentence, draw = f"At the end: {'; '.join(ends)}.", partial(draw_curves, lines, unit=rule.unit)
-            yield figure(f"ppo-{rule.key}", rule.title, sentence, draw, key=rule.key)
+        lines: dict[str, Series] = {}
+        values = set[float]()
+        for name, run in zip(names, runs, strict=True):
+            if points := run.stages["ppo"].series(rule.key):
+                lines[name] = points
+                values |= {value for _, value in points}
+        if len(values) > 1:
+            yield _curve(rule, lines)
+
+
+def _curve(rule: Rule, lines: Mapping[str, Series]) -> Figure:
+    ends = "; ".join(f"{name} {number(_end(points))}" for name, points in lines.items())
+    draw = partial(draw_curves, lines, unit=rule.unit)
+    return figure(f"ppo-{rule.key}", rule.title, f"At the end: {ends}.", draw, key=rule.key)
+
+
+def _end(points: Series) -> float:
+    return fmean(last_quarter([value for _, value in points]))

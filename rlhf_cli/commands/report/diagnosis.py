@@ -1,8 +1,7 @@
 """Diagnosis of a run: findings and advice for each stage, the stage to fix first, and the result in sentences."""
 
-import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,19 +9,21 @@ from typing import Any, Literal
 from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo import WatchdogSettings
-from rlhf_cli.evaluation.render import (
+from rlhf_cli.evaluation.report_text import (
     OWN_REWARD,
-    deciding_judge,
     is_own_reward,
     limit_lines,
+    rate_text,
     reward_name,
     significance,
     summary_sentence,
     worth_sentences,
 )
 from rlhf_cli.evaluation.reward_model import mean_confidence
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.evaluation.sample_pairs import deciding_judge
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.report import Report, RewardModelCard, WinRates, reward_model_result
 from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval
 
 # early: too few updates; stale: out of date; open: absent, or not finished
@@ -56,10 +57,16 @@ def _finding(key: str, **values: Any) -> Finding:
 def findings(run: Run, stage: str) -> list[Finding]:
     """Return the findings on a stage, the most severe first."""
     rules = {"sft": _sft, "reward": _reward, "dpo": _dpo, "ppo": _ppo, "eval": _evaluation}
-    problem, unreadable = run.stages[stage].problem, run.stages[stage].state == "unreadable"
-    damaged = [Finding("bad", problem if unreadable else f"damaged: {problem}")] if problem else []
-    stale = [Finding("stale", f"made from {change}") for change in run.stages[stage].outdated]
-    return sorted([*damaged, *stale, *rules[stage](run)], key=lambda finding: -SEVERITY.index(finding.grade))
+    found = [*_of_the_folder(run.stages[stage]), *rules[stage](run)]
+    return sorted(found, key=lambda finding: -SEVERITY.index(finding.grade))
+
+
+def _of_the_folder(stage: Stage) -> Iterator[Finding]:
+    """Yield what is damaged or out of date."""
+    if stage.problem:
+        yield Finding("bad", stage.problem if stage.state == "unreadable" else f"damaged: {stage.problem}")
+    for change in stage.outdated:
+        yield Finding("stale", f"made from {change}")
 
 
 # SFT and the losses of the reward model and DPO
@@ -68,7 +75,9 @@ def findings(run: Run, stage: str) -> list[Finding]:
 def _sft(run: Run) -> Iterator[Finding]:
     losses = list(_losses(run.stages["sft"]))
     yield from losses
-    yield from _ended(run, overfit=any(finding.grade == "look" and key_changes(finding.advice) for finding in losses))
+    is_overfit = any(finding.grade == "look" and key_changes(finding.advice) for finding in losses)
+    yield from _ended(run, overfit=is_overfit)
+
     repetition = [value for _, value in run.stages["ppo"].series("objective/repetition")]
     # PPO's first update is written by the SFT policy.
     if len(repetition) >= FEWEST and repetition[0] - noise(repetition) > REPEATED:
@@ -80,22 +89,41 @@ def _dpo(run: Run) -> Iterator[Finding]:
 
 
 def _losses(stage: Stage) -> Iterator[Finding]:
-    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
+    loss = [value for _, value in stage.series("loss")]
+    held_out = [value for _, value in stage.series("eval_loss")]
     if len(loss) >= FEWEST:
         gain, chance = gained(loss)
         if gain > -chance:
             key = "loss_rose" if gain > chance else "loss_flat"
             yield _finding(key, first=number(loss[0]), last=number(loss[-1]), stage=stage.name)
+
     if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
-        lowest, last = number(min(held_out)), number(held_out[-1])
-        yield _finding("held_out_loss_rose", lowest=lowest, last=last, duration=_duration_key(stage))
+        yield _finding(
+            "held_out_loss_rose",
+            lowest=number(min(held_out)),
+            last=number(held_out[-1]),
+            duration=_duration_key(stage),
+        )
+
     if stage.name == "sft" and loss and held_out:
-        final = stage.manifest.metrics.get("eval_loss")  # over tokens; the log's is a mean of batch means
-        ours, theirs = loss[-1], final if is_number(final) else held_out[-1]
-        falling = len(held_out) > 1 and held_out[-1] == min(held_out)
-        key = "losses_close" if theirs <= MEMORIZED * ours else "memorized_while_falling" if falling else "memorized"
-        values = {"held_out": number(theirs), "training": number(ours), "limit": number(MEMORIZED)}
-        yield _finding(key, **values, duration=_duration_key(stage))
+        yield _memorized(stage, loss[-1], held_out)
+
+
+def _memorized(stage: Stage, training: float, held_out: Sequence[float]) -> Finding:
+    """Judge the distance of SFT's losses at the end."""
+    final = stage.manifest.metrics.get("eval_loss")  # over tokens; the log's is a mean of batch means
+    theirs = final if is_number(final) else held_out[-1]
+    is_falling = len(held_out) > 1 and held_out[-1] == min(held_out)
+    key = "memorized_while_falling" if is_falling else "memorized"
+    if theirs <= MEMORIZED * training:
+        key = "losses_close"
+    return _finding(
+        key,
+        held_out=number(theirs),
+        training=number(training),
+        limit=number(MEMORIZED),
+        duration=_duration_key(stage),
+    )
 
 
 def _duration_key(stage: Stage) -> str:
@@ -105,21 +133,28 @@ def _duration_key(stage: Stage) -> str:
 
 def _ended(run: Run, *, overfit: bool) -> Iterator[Finding]:
     """Judge how many of SFT's answers end, unless PPO trains without a stop token."""
-    report, ended = run.outcome or {}, at(run.outcome, "models.sft.eos_fraction")
-    if not is_number(ended) or run.stages["ppo"].setting("ppo.stop_token") == "none":
+    report = run.outcome
+    sft = report.models.get("sft") if report else None
+    if report is None or sft is None or run.stages["ppo"].setting("ppo.stop_token") == "none":
         return
-    n, length, greedy = report["n"], report.get("response_length"), at(report, "greedy.models.sft.eos_fraction")
-    interval = wilson(ended * n, n)
-    values = {"n": n, "share": percent(ended) + bounds(interval), "limit": percent(ENDED)}
-    values |= {"at": f" at {length} tokens" if is_number(length) else "", "duration": _duration_key(run.stages["sft"])}
-    if interval[1] >= ENDED:
+
+    low, high = wilson(sft.eos_fraction * report.n, report.n)
+    values = {
+        "n": report.n,
+        "share": percent(sft.eos_fraction) + bounds((low, high)),
+        "limit": percent(ENDED),
+        "at": "" if report.response_length is None else f" at {report.response_length} tokens",
+        "duration": _duration_key(run.stages["sft"]),
+    }
+    if high >= ENDED:
         yield _finding("answers_end", **values)
         return
-    if is_number(greedy) and wilson(greedy * n, n)[0] >= ENDED and not overfit:
-        found = _finding("undertrained", **values, greedy=percent(greedy))
-    else:
-        found = _finding("answers_cut_off", **values)
-    yield replace(found, grade="bad") if interval[1] < CHANCE else found
+
+    found = _finding("answers_cut_off", **values)
+    greedy = report.greedy.models.get("sft") if report.greedy else None
+    if greedy and not overfit and wilson(greedy.eos_fraction * report.n, report.n)[0] >= ENDED:
+        found = _finding("undertrained", **values, greedy=percent(greedy.eos_fraction))
+    yield replace(found, grade="bad") if high < CHANCE else found
 
 
 # Reward model
@@ -132,42 +167,56 @@ def reward_hacking(run: Run) -> tuple[str, str]:
     and win exceed chance.
     """
     rates = run.rates
-    judge = deciding_judge(rates) if rates else "reward"
-    if "reward" not in rates or significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
+    if "reward" not in rates:
         return "", ""
-    unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
-    return judge, "ppo" if unhealthy or not run.stages["reward"].there else "reward"
+    judge = deciding_judge(rates)
+    if significance(rates["reward"]) != "better" or significance(rates[judge]) != "worse":
+        return "", ""
+    is_unhealthy = any(finding.grade in ILL for finding in _ppo_log(run))
+    return judge, "ppo" if is_unhealthy or not run.stages["reward"].there else "reward"
 
 
 def _reward(run: Run) -> Iterator[Finding]:
-    stage, (judge, cause) = run.stages["reward"], reward_hacking(run)
+    stage = run.stages["reward"]
+    judge, cause = reward_hacking(run)
     if cause == "reward":
         yield _finding("exploited", judge=judge)
     yield from _losses(stage)
-    metrics, card = stage.manifest.metrics, stage.manifest.card
-    accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
-    if is_number(accuracy) and interval:
-        key = "chance" if interval[0] <= CHANCE else "trivial" if interval[0] > TRIVIAL else "accurate"
-        yield _finding(key, accuracy=percent(accuracy) + bounds(interval))
-    flags = card.get("flags", [])
-    probes = [str(flag["text"]).partition(" scores above") for flag in flags if flag.get("code") == "R11"]
+
+    result = reward_model_result(stage.manifest.card, stage.manifest.metrics)
+    if result and result.accuracy_ci95:
+        low, _ = result.accuracy_ci95
+        key = "accurate"
+        if low <= CHANCE:
+            key = "chance"
+        elif low > TRIVIAL:
+            key = "trivial"
+        yield _finding(key, accuracy=percent(result.accuracy) + bounds(result.accuracy_ci95))
+    if isinstance(result, RewardModelCard):
+        yield from _flags(stage, result)
+
+
+def _flags(stage: Stage, card: RewardModelCard) -> Iterator[Finding]:
+    """Yield the flags of a report card with advice."""
+    flags = card.flags or []
+    probes = [flag.text.partition(" scores above") for flag in flags if flag.code == "R11"]
     rejected = [f"pairs in which {probe if found else 'such an answer'} is rejected" for probe, found, _ in probes]
     exploit = "it" if len(rejected) == 1 else "each of them"
-    advices = {
+    advice = {
         "R10": "set ppo.overlong_penalty; add pairs in which the shorter answer is the chosen one",
         "R11": f"add {', and '.join(rejected)}: PPO will exploit {exploit}",
+        "R12": _recalibrate(stage, card),
     }
     for flag in flags:
-        code = str(flag.get("code"))
-        advice = _recalibrate(stage, card) if code == "R12" else advices.get(code, "")
-        yield Finding("look", str(flag["text"]), advice, "the report card")
+        yield Finding("look", flag.text, advice.get(flag.code, ""), "the report card")
 
 
-def _recalibrate(stage: Stage, card: Mapping[str, Any]) -> str:
-    low, high = card["accuracy_ci95"]
-    if mean_confidence(card) > high:
+def _recalibrate(stage: Stage, card: RewardModelCard) -> str:
+    confidence = mean_confidence(card)
+    low, high = card.accuracy_ci95 or (0.0, 1.0)
+    if confidence > high:
         return f"lower {_duration_key(stage)} or reward.learning_rate"
-    if mean_confidence(card) < low:
+    if confidence < low:
         return f"raise {_duration_key(stage)}; more pairs help as well"
     return "add more pairs"
 
@@ -185,26 +234,28 @@ def _ppo(run: Run) -> Iterator[Finding]:
 def _ppo_log(run: Run) -> Iterator[Finding]:
     """Yield the findings on PPO without the evaluation."""
     stage = run.stages["ppo"]
-    stopped, updates = stage.manifest.stopped, len(stage.metrics)
+    stopped = stage.manifest.stopped
     since = f" of update {run.firings[0]['step']} and later" if run.firings else ""
-    signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
     if stopped:
         yield _finding("stopped", reason=stopped, since=since)
-    elif signals:
+    elif run.firings:
+        signals = dict.fromkeys(str(row.get("signal")) for row in run.firings)
         yield _finding("alarms", times=count(len(run.firings), "time"), signals=", ".join(signals), since=since)
+
     for reading in by_cause(readings(stage)):
         if reading.verdict == "look" or reading.verdict == "bad":
             judged = reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")  # without its course
             yield Finding(reading.verdict, f"{reading.title}: {judged}", reading.advice, reading.title)
-    if 0 < updates < FEWEST:
-        yield _finding("few_updates", updates=count(updates, "update"), fewest=FEWEST)
+
+    if 0 < len(stage.metrics) < FEWEST:
+        yield _finding("few_updates", updates=count(len(stage.metrics), "update"), fewest=FEWEST)
 
 
 def _evaluation(run: Run) -> Iterator[Finding]:
-    if rates := run.rates:
-        judge = deciding_judge(rates)
-        result: str = significance(rates[judge])
-        if is_own_reward(run.report or {}, judge) and result != "worse":
+    if run.outcome and run.rates:
+        judge = deciding_judge(run.rates)
+        result: str = significance(run.rates[judge])
+        if is_own_reward(run.outcome, judge) and result != "worse":
             yield _finding(f"{result}_by_own_reward", judge=OWN_REWARD)
         else:
             yield _finding(result, judge=judge)
@@ -231,15 +282,25 @@ def badges(run: Run) -> list[Badge]:
 def _badge(stage: Stage, found: list[Finding]) -> Badge:
     if not stage.there:
         return Badge(stage.name, "open", (ABSENT,))
-    grade, reasons = found[0].grade if found else "good", tuple(finding.text for finding in found)
-    # One advice, as it may remove the cause of the others: config keys before files to read.
-    advices = filter(None, reconcile([(finding.name, finding.advice) for finding in found if finding.grade in ILL]))
-    todo = with_values(next(iter(sorted(advices, key=lambda advice: not key_changes(advice))), ""), stage.config)
-    if stage.state == "begun":
-        steps = [row["step"] for row in stage.metrics]
-        progress = "not finished" + (f": {count(max(steps), 'step')} so far" if steps else "")
-        return Badge(stage.name, grade if grade in ILL else "open", (progress, *reasons), todo)
-    return Badge(stage.name, grade, reasons, todo)
+    grade: Grade = found[0].grade if found else "good"
+    reasons = tuple(finding.text for finding in found)
+    todo = with_values(_first_advice(found), stage.config)
+    if stage.state != "begun":
+        return Badge(stage.name, grade, reasons, todo)
+
+    progress = "not finished"
+    if stage.metrics:
+        last = max(row["step"] for row in stage.metrics)
+        progress += f": {count(last, 'step')} so far"
+    return Badge(stage.name, grade if grade in ILL else "open", (progress, *reasons), todo)
+
+
+def _first_advice(found: Sequence[Finding]) -> str:
+    """Return one advice, as it may remove the cause of the others: on config keys before files to read."""
+    ill = [(finding.name, finding.advice) for finding in found if finding.grade in ILL]
+    advices = [advice for advice in reconcile(ill) if advice]
+    on_keys = [advice for advice in advices if key_changes(advice)]
+    return next(iter(on_keys + advices), "")
 
 
 def headline(run: Run, found: list[Badge]) -> str:
@@ -275,10 +336,11 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
     later ones depend on them, and the evaluation after the training stages.
     """
     _, cause = reward_hacking(run)
-    return sorted(
-        found,
-        key=lambda badge: (badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"),
-    )
+
+    def priority(badge: Badge) -> tuple[bool, bool, bool, bool]:
+        return badge.stage != cause, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
+
+    return sorted(found, key=priority)
 
 
 # The result
@@ -286,7 +348,7 @@ def by_priority(run: Run, found: list[Badge]) -> list[Badge]:
 
 def sentences(run: Run) -> Iterator[str]:
     """Yield the result in plain sentences, as far as it exists."""
-    report, rates, ppo = run.outcome, run.rates, run.stages["ppo"]
+    report, ppo = run.outcome, run.stages["ppo"]
     if run.stages["eval"].outdated:
         yield "The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."
         return
@@ -295,30 +357,55 @@ def sentences(run: Run) -> Iterator[str]:
             yield f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."
         yield "There is no evaluation yet, so PPO and SFT are not compared."
         return
-    if rates:
+
+    if run.rates:
         yield f"{summary_sentence(report)}."
-        ours, theirs = (at(report, f"models.{name}.response_length_mean") for name in ("ppo", "sft"))
-        if is_number(ours) and is_number(theirs):
-            rate = rates[deciding_judge(rates)]
-            equal, interval = rate.get("length_controlled"), rate.get("length_controlled_ci95")
-            controlled = f"; length-controlled win rate {with_interval(equal, interval)}" if is_number(equal) else ""
-            yield f"PPO's answers have {number(ours)} tokens on average, SFT's {number(theirs)}{controlled}."
+        yield from _length_sentence(report)
     yield from (f"{sentence}." for sentence in worth_sentences(report))
-    for row in report.get("best_of", [])[-1:]:
-        if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
-            undecided = ", undecided" if significance(rate) == "undecided" else ""
-            baseline = f"SFT's best of {row['n']} by {reward_name(report)}, which needs no training"
-            yield f"PPO's win rate over {baseline}: {with_interval(rate['value'], rate.get('ci95'))}{undecided}."
+    yield from _best_of_sentence(report, run.rates)
     yield from (f"{line}." for line in limit_lines(report))
-    step, chosen, points = report.get("selected_step"), report.get("selected") or {}, report.get("frontier") or []
-    if point := next((each for each in points if each["step"] == step), None):
-        last, kl = max((each["step"], each["kl"]) for each in points)
-        compared = "within noise of it" if last in chosen.get("within_noise", ()) else "worse by more than noise"
-        if kl > (run.stages["eval"].setting("eval.select.kl_max") or math.inf):
-            compared = f"beyond the bound on the KL with {number(kl)} nats"
-        end = "the last one" if step == last else f"the last one, {last}, is {compared}"
-        yield f"Selected policy: update {step} at {number(point['kl'])} nats, by {chosen['rule']}; {end}."
-    elif chosen:
-        yield f"No policy was selected: {chosen.get('rule')}."
-    elif reason := report.get("no_frontier"):
-        yield f"There is no frontier: {reason}."
+    yield from _selection_sentence(report, run.stages["eval"].setting("eval.select.kl_max"))
+
+
+def _length_sentence(report: Report) -> Iterator[str]:
+    """Yield the lengths of both policies' answers, and the win rate at equal lengths."""
+    ppo, sft = report.models.get("ppo"), report.models.get("sft")
+    if ppo is None or sft is None:
+        return
+    rate = report.ppo_over_sft[deciding_judge(report.ppo_over_sft)]
+    controlled = ""
+    if rate.length_controlled is not None:
+        equal = with_interval(rate.length_controlled, rate.length_controlled_ci95)
+        controlled = f"; length-controlled win rate {equal}"
+    ours, theirs = number(ppo.response_length_mean), number(sft.response_length_mean)
+    yield f"PPO's answers have {ours} tokens on average, SFT's {theirs}{controlled}."
+
+
+def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
+    """Yield PPO's win rate over the largest best of n."""
+    if not report.best_of or not rates:
+        return
+    largest = report.best_of[-1]
+    rate = (largest.ppo_win_rate or {}).get(deciding_judge(rates))
+    if rate:
+        baseline = f"SFT's best of {largest.n} by {reward_name(report)}, which needs no training"
+        yield f"PPO's win rate over {baseline}: {rate_text(rate)}."
+
+
+def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:
+    """Yield the selected policy, or why there is none."""
+    selected, point = report.selected, report.selected_point
+    if selected and point:
+        last = max(report.frontier or [], key=lambda each: (each.step, each.kl))
+        if kl_max and last.kl > kl_max:
+            compared = f"beyond the bound on the KL with {number(last.kl)} nats"
+        elif last.step in (selected.within_noise or ()):
+            compared = "within noise of it"
+        else:
+            compared = "worse by more than noise"
+        end = "the last one" if point.step == last.step else f"the last one, {last.step}, is {compared}"
+        yield f"Selected policy: update {point.step} at {number(point.kl)} nats, by {selected.rule}; {end}."
+    elif selected:
+        yield f"No policy was selected: {selected.rule}."
+    elif report.no_frontier:
+        yield f"There is no frontier: {report.no_frontier}."

@@ -1,45 +1,77 @@
 """The figures of a run: which data each one shows, and the sentence below it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rlhf_cli.commands.report import charts
-from rlhf_cli.commands.report.charts import INK, SERIES, Figure, figure
-from rlhf_cli.commands.report.rules import ILL, by_cause, readings, with_values
+from rlhf_cli.commands.report.charts import Figure, WinRateRow, figure
+from rlhf_cli.commands.report.frontier import ON_PAGE, draw_panel
+from rlhf_cli.commands.report.rules import ILL, Reading, Series, by_cause, readings, with_values
 from rlhf_cli.commands.report.tables import number, percent
-from rlhf_cli.evaluation import render
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.evaluation import report_text
+from rlhf_cli.evaluation.sample_pairs import response_pairs
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.report import FrontierPoint, Report, RewardModelCard
 
 # Metrics of SFT, reward model and DPO: key, title, unit. The held-out series is drawn with it.
 TRAINING = {
-    "sft": (("loss", "Loss", "nats per token"), ("mean_token_accuracy", "Token accuracy", "share")),
-    "reward": (("loss", "Loss", ""), ("accuracy", "Pair accuracy", "share"), ("margin", "Margin", "score")),
-    "dpo": (
-        ("loss", "Loss", ""), ("rewards/accuracies", "Pair accuracy", "share"), ("rewards/margins", "Margin", "nats"),
+    "sft": (
+        ("loss", "Loss", "nats per token"),
+        ("mean_token_accuracy", "Token accuracy", "share"),
     ),
-}  # fmt: skip
+    "reward": (
+        ("loss", "Loss", ""),
+        ("accuracy", "Pair accuracy", "share"),
+        ("margin", "Margin", "score"),
+    ),
+    "dpo": (
+        ("loss", "Loss", ""),
+        ("rewards/accuracies", "Pair accuracy", "share"),
+        ("rewards/margins", "Margin", "nats"),
+    ),
+}
 
-COLORS = (SERIES[0], SERIES[1], INK, SERIES[2], SERIES[3], SERIES[5])  # of a frontier, as charts.PAPER
+
+# Training
 
 
 def training(stage: Stage) -> list[Figure]:
     """Return the curves of a stage that TRL trains."""
     found = []
     for key, title, unit in TRAINING[stage.name]:
-        series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
-        lines = {name: points for name, points in series.items() if points}
+        lines = _training_lines(stage, key)
         if lines:
-            ends = {name: dict.fromkeys((points[0], points[-1])) for name, points in lines.items()}  # of one point: one
-            texts = {name: " to ".join(number(value) for _, value in points) for name, points in ends.items()}
-            sentence = " ".join(f"{name.capitalize()}: {text}." for name, text in texts.items())
-            final = stage.manifest.metrics.get("eval_loss") if key == "loss" else None
-            if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # a run of an older version
-                sentence += f" At the end, over all held-out tokens: {number(final)}; the curve averages batches."
             draw = partial(charts.draw_curves, lines, unit=unit, x="step")
+            sentence = _training_sentence(stage, key, lines)
             found.append(figure(f"{stage.name}-{key}", title, sentence, draw, key=key))
     return found
+
+
+def _training_lines(stage: Stage, key: str) -> dict[str, Series]:
+    """Return the series of a metric that the log has."""
+    lines = {}
+    if points := stage.series(key):
+        lines["training"] = points
+    if points := stage.series(f"eval_{key}"):
+        lines["held-out"] = points
+    return lines
+
+
+def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> str:
+    """Return first and last value of each series, and a final loss that the curve lacks."""
+    sentences = []
+    for name, points in lines.items():
+        ends = dict.fromkeys((points[0], points[-1]))  # of one point: one
+        values = " to ".join(number(value) for _, value in ends)
+        sentences.append(f"{name.capitalize()}: {values}.")
+
+    final = stage.manifest.metrics.get("eval_loss") if key == "loss" else None
+    held_out = lines.get("held-out")
+    if is_number(final) and (held_out is None or final != held_out[-1][1]):
+        sentences.append(f"At the end, over all held-out tokens: {number(final)}; the curve averages batches.")
+    return " ".join(sentences)
 
 
 def ppo(run: Run) -> list[Figure]:
@@ -48,79 +80,128 @@ def ppo(run: Run) -> list[Figure]:
     Each drawing marks the first alarm of every watchdog signal.
     """
     stage = run.stages["ppo"]
-    alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
+    alarms = _first_alarms(run.firings)
     found = readings(stage)
     ill = [reading for reading in by_cause(found) if reading.verdict in ILL]
-    cards = []
-    for reading in [*ill, *(each for each in found if each not in ill)]:
-        title, sentence, key, markup = reading.title, reading.sentence, reading.key, None
-        if len({value for _, value in reading.points}) > 1:
-            lines = {title: reading.points}
-            if key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
-                lines = {"score": reading.points, "minus the KL penalty": penalized}
-            draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
-            markup = figure(f"ppo-{key}", title, sentence, draw).markup
-        cards.append(Figure(title, sentence, markup, reading.verdict, with_values(reading.advice, stage.config), key))
+    others = [reading for reading in found if reading not in ill]
+    cards = [_metric_card(reading, stage, alarms) for reading in ill + others]
     return sorted(cards, key=lambda card: card.markup is None and card.verdict not in ILL)
 
 
-def report_card(card: Mapping[str, Any]) -> list[Figure]:
+def _first_alarms(firings: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the steps of the first alarm of every signal."""
+    first: dict[str, int] = {}
+    for row in firings:
+        first.setdefault(str(row.get("signal")), row["step"])
+    return sorted(first.values())
+
+
+def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figure:
+    """Return the card of a metric, without a drawing if it is constant."""
+    markup = None
+    if len({value for _, value in reading.points}) > 1:
+        lines = {reading.title: reading.points}
+        if reading.key == "objective/scores" and (penalized := stage.series("objective/rlhf_reward")):
+            lines = {"score": reading.points, "minus the KL penalty": penalized}
+        draw = partial(charts.draw_curves, lines, band=reading.band, unit=reading.rule.unit, alarms=alarms)
+        markup = figure(f"ppo-{reading.key}", reading.title, reading.sentence, draw).markup
+    return Figure(
+        title=reading.title,
+        sentence=reading.sentence,
+        markup=markup,
+        verdict=reading.verdict,
+        advice=with_values(reading.advice, stage.config),
+        key=reading.key,
+    )
+
+
+# Evaluation
+
+
+def report_card(card: RewardModelCard) -> list[Figure]:
     """Return calibration and margins of a reward model's report card."""
-    ece = f"Expected calibration error {number(card['ece'])}: the mean distance from the dashed line. "
+    ece = f"Expected calibration error {number(card.ece)}: the mean distance from the dashed line. "
     ece += "Larger dots have more pairs."
-    edges, counts = card["margin_histogram"]["edges"], card["margin_histogram"]["counts"]
+
+    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    below_zero = sum(counts[: 1 + edges.index(0.0)])
     margins = "The margin is the score of the chosen answer minus that of the rejected one. "
-    margins += f"{sum(counts[: 1 + edges.index(0.0)])} of {card['n']} are below 0: the rejected answer scores higher."
-    draw = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
+    margins += f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
+
+    draw_calibration = partial(charts.draw_calibration, card.calibration)
+    draw_margins = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
     return [
-        figure("card-calibration", "Calibration", ece, partial(charts.draw_calibration, card["calibration"])),
-        figure("card-margins", "Margins", margins, draw),
+        figure("card-calibration", "Calibration", ece, draw_calibration),
+        figure("card-margins", "Margins", margins, draw_margins),
     ]
 
 
-def frontiers(report: Mapping[str, Any]) -> list[Figure]:
+def frontiers(report: Report) -> list[Figure]:
     """Return a panel for each judge, if there is more to draw than SFT and PPO."""
-    found, points = [], (report.get("frontier") or []) if report else []
-    for index, judge in enumerate(at(report, "models.sft.judges") if report and render.has_frontier(report) else ()):
-        parts = [_course(judge, points)] if points else []
-        others = render.other_points(report) if points else [*render.ppo_points(report), *render.other_points(report)]
-        means = [(name, number(row["judges"][judge]["mean"]), number(row["kl"])) for name, row in others]
-        parts += ["; ".join(f"{name}: {mean} at {kl} nats" for name, mean, kl in means)] if means else []
-        if judge == "reward" and at(report, "limit.missing_eos_penalty"):
-            parts.append(f"the picture shows the {render.limit_score(report)}")
-        draw = partial(charts.draw_panel, judge, report, COLORS, legend=True)
-        sentence = " ".join(f"{part[:1].upper()}{part[1:]}." for part in parts)
-        found.append(figure(f"frontier-{index}", f"By {judge}", sentence, draw, (4.8, 3.2)))
+    if not report_text.has_frontier(report):
+        return []
+    found = []
+    for index, judge in enumerate(report.models["sft"].judges):
+        parts = [f"{part[:1].upper()}{part[1:]}." for part in _frontier_sentences(report, judge)]
+        draw = partial(draw_panel, judge, report, ON_PAGE, legend=True)
+        found.append(figure(f"frontier-{index}", f"By {judge}", " ".join(parts), draw, size=(4.8, 3.2)))
     return found
 
 
-def _course(judge: str, points: Sequence[Mapping[str, Any]]) -> str:
+def _frontier_sentences(report: Report, judge: str) -> Iterator[str]:
+    """Yield what a judge's panel shows."""
+    points = report.frontier or []
+    others = report_text.other_points(report)
+    if points:
+        yield _course(judge, points)
+    else:
+        others = report_text.ppo_points(report) + others
+    if others:
+        yield "; ".join(_place(each, judge) for each in others)
+    if judge == "reward" and report.limit and report.limit.missing_eos_penalty:
+        yield f"the picture shows the {report_text.limit_score(report)}"
+
+
+def _place(policy: report_text.Compared, judge: str) -> str:
+    assert policy.scores.kl is not None, "it was sampled"
+    return f"{policy.name}: {number(policy.scores.judges[judge].mean)} at {number(policy.scores.kl)} nats"
+
+
+def _course(judge: str, points: Sequence[FrontierPoint]) -> str:
     """Return the highest and the last score of PPO's snapshots as text."""
-    best, end = max(points, key=lambda point: point["judges"][judge]["mean"]), points[-1]
-    sentence = f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} "
-    sentence += f"nats; at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
-    tied = end["judges"][judge].get("within_noise")  # evaluations of older versions lack it
+    best = max(points, key=lambda point: point.judges[judge].mean)
+    end = points[-1]
+    sentence = f"Highest at update {best.step}: {number(best.judges[judge].mean)} at {number(best.kl)} "
+    sentence += f"nats; at the end {number(end.judges[judge].mean)} at {number(end.kl)} nats"
+
+    tied = end.judges[judge].within_noise  # evaluations of older versions lack it
     if end is not best and tied is not None:
         sentence += ", within noise of it" if tied else ", worse by more than noise"
     return sentence
 
 
-def wins(report: Mapping[str, Any]) -> Figure | None:
+def wins(report: Report) -> Figure | None:
     """Return the chart of all win rates, sampled ones first."""
-    rows = [(f"{pair}, {judge}", rate["value"], rate.get("ci95")) for pair, judge, rate in render.win_rate_rows(report)]
+    rows = [
+        WinRateRow(f"{each.pair}, {each.judge}", each.rate.value, each.rate.ci95)
+        for each in report_text.win_rate_rows(report)
+    ]
     if not rows:
         return None
-    about = "; ".join(f"{label}: {percent(value)}" for label, value, _ in rows)
-    draw = partial(charts.draw_win_rates, rows)
-    return figure("win-rates", "Win rates", "", draw, (4.8, 0.7 + 0.25 * len(rows)), about=about)
+    about = "; ".join(f"{row.label}: {percent(row.value)}" for row in rows)
+    height = 0.7 + 0.25 * len(rows)
+    return figure("win-rates", "Win rates", "", partial(charts.draw_win_rates, rows), size=(4.8, height), about=about)
 
 
 def lengths(answers: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Return the histogram of the lengths of both policies' answers."""
-    pairs = render.response_pairs(answers)
+    pairs = response_pairs(answers)
     if not pairs:
         return None
-    tokens = {"SFT": [pair.sft["length"] for pair in pairs], "PPO": [pair.ppo["length"] for pair in pairs]}
+    tokens = {
+        "SFT": [pair.sft["length"] for pair in pairs],
+        "PPO": [pair.ppo["length"] for pair in pairs],
+    }
     means = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in tokens.items())
     draw = partial(charts.draw_histograms, tokens, "tokens per answer")
     return figure("lengths", "Answer lengths", f"Mean tokens per answer: {means}.", draw)

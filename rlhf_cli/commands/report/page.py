@@ -11,70 +11,111 @@ from rlhf_cli import __version__
 from rlhf_cli.commands.report import diagnosis, figures, tables
 from rlhf_cli.commands.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
-from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
-from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.read import Run
+from rlhf_cli.runs.report import Report, RewardModelCard, reward_model_result
 from rlhf_cli.runs.settings import from_defaults
 
 GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
 WORDS = {
-    "good": "good", "early": "too early to tell", "stale": "out of date", "look": "worth a look", "bad": "bad",
+    "good": "good",
+    "early": "too early to tell",
+    "stale": "out of date",
+    "look": "worth a look",
+    "bad": "bad",
     "open": "incomplete",
-}  # fmt: skip
+}
 SECTIONS = (
-    ("glance", "Summary"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("dpo", "DPO"),
-    ("ppo", "PPO"), ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Answer lengths"),
-    ("samples", "Samples"), ("tokens", "Token by token"), ("again", "Reproduce"),
-)  # fmt: skip
+    ("glance", "Summary"),
+    ("ran", "What ran"),
+    ("sft", "SFT"),
+    ("reward", "Reward model"),
+    ("dpo", "DPO"),
+    ("ppo", "PPO"),
+    ("frontier", "Reward against KL"),
+    ("wins", "Win rates"),
+    ("lengths", "Answer lengths"),
+    ("samples", "Samples"),
+    ("tokens", "Token by token"),
+    ("again", "Reproduce"),
+)
 
 
 def of_run(run: Run) -> str:
     """Return the self-contained page of a run; equal files give equal bytes."""
-    heat_map, badges = tables.last_heat_map(run.samples), diagnosis.badges(run)
-    stages, ppo = list(run.stages.values()), run.stages["ppo"]
-    shown = [each for each in SECTIONS if each[0] not in OPTIONAL_STAGES or each[0] in run.stages]
-    missing = [stage.name for stage in stages if not stage.there]
-    reasons = [reason for badge in badges for reason in badge.reasons]
-    warnings = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
+    badges = diagnosis.badges(run)
+    heat_map = tables.last_heat_map(run.samples)
+    shown = [(anchor, title) for anchor, title in SECTIONS if anchor not in OPTIONAL_STAGES or anchor in run.stages]
     return render_template(
         "page.html.jinja",
         title=f"Run {run.name}",
-        subtitle=f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
-        + (f"; {tables.ABSENT}: {', '.join(missing)}" if missing else ""),
+        subtitle=_subtitle(run),
         sections=[section for section in shown if heat_map or section[0] != "tokens"],
-        warnings=[text for text in warnings if not any(reason in text for reason in reasons)],
+        warnings=_warnings(run, badges),
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
         headline=diagnosis.headline(run, badges),
         todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.todo],
         sentences=diagnosis.sentences(run),
-        stages=[tables.stage_row(stage) for stage in stages],
-        phases=tables.phases(ppo),
-        speed=tables.speed(ppo),
-        differences=[
+        training=[
+            (stage, title, figures.training(run.stages[stage])) for stage, title in shown if stage in figures.TRAINING
+        ],
+        heat_map=heat_map,
+        **_what_ran(run),
+        **_ppo(run),
+        **_report_card(run),
+        **_evaluation(run),
+    )
+
+
+def _subtitle(run: Run) -> str:
+    stages = run.stages.values()
+    present = f"Stages: {', '.join(stage.name for stage in stages if stage.there)}"
+    missing = [stage.name for stage in stages if not stage.there]
+    return f"{present}; {tables.ABSENT}: {', '.join(missing)}" if missing else present
+
+
+def _warnings(run: Run, badges: Sequence[diagnosis.Badge]) -> list[str]:
+    """Return what is damaged, and the warnings of the evaluation that no badge repeats."""
+    reasons = [reason for badge in badges for reason in badge.reasons]
+    found = list(run.notes)
+    if run.outcome:
+        found += run.outcome.warnings or []
+    return [warning for warning in found if not any(reason in warning for reason in reasons)]
+
+
+def _what_ran(run: Run) -> dict[str, Any]:
+    """Return the values of the sections What ran and Reproduce."""
+    stages = list(run.stages.values())
+    ppo = run.stages["ppo"]
+    return {
+        "stages": [tables.stage_row(stage) for stage in stages],
+        "phases": tables.phases(ppo),
+        "speed": tables.speed(ppo),
+        "differences": [
             [each.stage, each.key, each.value, "required" if each.default is None else each.default]
             for stage in stages
             for each in from_defaults(stage)
         ],
-        data=tables.data_rows(stages),
-        models=tables.model_rows(run),
-        versions=tables.versions(stages),
-        folder=run.folder.name,
-        commands=tables.commands(run),
-        hashes=tables.hashes(run),
-        training=[
-            (stage, title, figures.training(run.stages[stage])) for stage, title in shown if stage in figures.TRAINING
-        ],
-        ppo=figures.ppo(run),
-        temperature=ppo.setting("ppo.temperature"),
-        firings=list(_alarms(run.firings)),
-        heat_map=heat_map,
-        **_report_card(run),
-        **_evaluation(run),
-    )
+        "data": tables.data_rows(stages),
+        "models": tables.model_rows(run),
+        "versions": tables.versions(stages),
+        "folder": run.folder.name,
+        "commands": tables.commands(run),
+        "hashes": tables.hashes(run),
+    }
+
+
+def _ppo(run: Run) -> dict[str, Any]:
+    return {
+        "ppo": figures.ppo(run),
+        "temperature": run.stages["ppo"].setting("ppo.temperature"),
+        "firings": list(_alarms(run.firings)),
+    }
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -105,33 +146,39 @@ def render_template(template: str, **values: Any) -> str:
 
 def _report_card(run: Run) -> dict[str, Any]:
     """Return the card of the reward stage, or else that of the evaluation."""
-    reward: Stage = run.stages["reward"]
-    metrics = reward.manifest.metrics
-    card: Mapping[str, Any] = at(run.report, "reward_model") or {}
-    if "accuracy" in metrics:
-        card = {**metrics, **reward.manifest.card}
-    accuracy = ""
-    if "accuracy" in card:
-        interval = bounds(card.get("accuracy_ci95") or card.get("ci95"))
-        accuracy = f"Accuracy {percent(card['accuracy'])}{interval} on the held-out pairs; chance is 50 %."
-    complete = "accuracy" in card and "adversarial" in card
-    return {
-        "card": card if complete else {},
-        "card_accuracy": accuracy,
-        "card_rows": card_rows(card) if complete else [],
-        "card_figures": figures.report_card(card) if complete else [],
-        "confidence": mean_confidence(card) if complete else 0.0,
-        "ece_limit": ece_limit(card) if complete else MAX_ECE,
+    reward = run.stages["reward"].manifest
+    result = reward_model_result(reward.card, reward.metrics)
+    if result is None and run.report:
+        result = run.report.reward_model
+
+    values: dict[str, Any] = {
+        "card": None,
+        "card_accuracy": "",
         "limits": {**FIXED_LIMITS, "ece": MAX_ECE, "probe": MIN_PROBE_LIMIT},
-        "no_card": accuracy or str(at(run.report, "no_reward_card") or "There is no report card yet."),
+        "no_card": (run.report.no_reward_card if run.report else None) or "There is no report card yet.",
     }
+    if result:
+        interval = bounds(result.accuracy_ci95)
+        accuracy = f"Accuracy {percent(result.accuracy)}{interval} on the held-out pairs; chance is 50 %."
+        values |= {"card_accuracy": accuracy, "no_card": accuracy}
+    if isinstance(result, RewardModelCard):
+        values |= {
+            "card": result,
+            "card_rows": card_rows(result),
+            "card_figures": figures.report_card(result),
+            "confidence": mean_confidence(result),
+            "ece_limit": ece_limit(result),
+        }
+    return values
 
 
 def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield each watchdog signal's first alarm as a sentence, and the number of later ones."""
     by_signal: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        by_signal.setdefault((str(row.get("signal")), str(row.get("source"))), []).append(row)
+        signal = str(row.get("signal")), str(row.get("source"))
+        by_signal.setdefault(signal, []).append(row)
+
     for first, *later in by_signal.values():
         try:
             message = SIGNAL_MESSAGES[first["signal"]].format(**first)
@@ -142,27 +189,40 @@ def _alarms(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _evaluation(run: Run) -> dict[str, Any]:
-    report, pairs = run.report or {}, render.response_pairs(run.answers)
-    missing = "The evaluation has no frontier." if report else "The evaluation is not finished."
-    samples, frontiers = tables.sample_groups(pairs), figures.frontiers(report)
-    return {
-        "report": report,
-        "frontiers": frontiers,
-        "frontier": render.frontier_table(report) if frontiers else (),
-        "selection": list(render.selection_lines(report)),
-        "no_frontier": report.get("no_frontier") or missing,
-        "limit": render.limit_table(report) if report.get("limit") else (),
-        "limit_score": render.limit_score(report) if report.get("limit") else "",
-        "limit_lines": list(render.limit_lines(report)),
-        "wins": figures.wins(report),
-        "win_rates": render.win_rate_table(report),
-        "policies": render.policies_table(report) if report else (),
-        "groups": render.groups_table(report) if report.get("by") else (),
-        "groups_title": render.groups_title(report) if report.get("by") else "",
-        "columns_text": render.columns_text,
+    """Return the values of the sections that show the evaluation and its samples."""
+    pairs = sample_pairs.response_pairs(run.answers)
+    samples = tables.sample_groups(pairs)
+    values = {
+        "report": run.report,
+        "frontiers": [],
+        "selection": [],
+        "no_frontier": "The evaluation is not finished.",
+        "limit": (),
+        "wins": None,
+        "columns_text": sample_pairs.columns_text,
         "lengths": figures.lengths(run.answers),
         "samples": samples,
-        "judge": render.deciding_judge_of(run.answers),
+        "judge": sample_pairs.deciding_judge_of(run.answers),
         "num_pairs": len(pairs),
         "num_shown": sum(len(group) for _, group in samples),
+    }
+    return values | _results(run.report) if run.report else values
+
+
+def _results(report: Report) -> dict[str, Any]:
+    """Return the values of the sections that show a report."""
+    frontiers = figures.frontiers(report)
+    return {
+        "frontiers": frontiers,
+        "frontier": report_text.frontier_table(report) if frontiers else (),
+        "selection": list(report_text.selection_lines(report)),
+        "no_frontier": report.no_frontier or "The evaluation has no frontier.",
+        "limit": report_text.limit_table(report) if report.limit else (),
+        "limit_score": report_text.limit_score(report),
+        "limit_lines": list(report_text.limit_lines(report)),
+        "wins": figures.wins(report),
+        "win_rates": report_text.win_rate_table(report),
+        "policies": report_text.policies_table(report),
+        "groups": report_text.groups_table(report.by) if report.by else (),
+        "groups_title": report_text.groups_title(report.by) if report.by else "",
     }

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from rlhf_cli.commands.report.tables import count, number
 from rlhf_cli.config.ppo import PPOSettings, WatchdogSettings
-from rlhf_cli.jsonl import at, is_number
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.read import Stage
 from rlhf_cli.runs.settings import value_text
 from rlhf_cli.statistics import FEWEST, best_of_n_kl, end_noise, gained, last_quarter
+from rlhf_cli.trees import at
 
 # Advice is text such as "raise ppo.kl_coef, or lower ppo.learning_rate; more text"
 
@@ -23,7 +24,8 @@ KEY = r"\b(?:sft|reward|rewards|ppo|models|eval)\.[\w.]*\w"
 
 def key_changes(advice: str) -> dict[str, str]:
     """Return {key: raise, lower or set} of a recommendation."""
-    found, direction = {}, ""
+    found = {}
+    direction = ""
     for word in re.findall(rf"\b(?:raise|lower|set)\b|{KEY}", advice):
         if "." not in word:
             direction = word
@@ -51,12 +53,13 @@ def reconcile(recommendations: Sequence[tuple[str, str]]) -> list[str]:
     reconciled = []
     for name, advice in recommendations:
         wanted = key_changes(advice)
-        for key, direction in wanted.items():
-            if key in decided and decided[key][1] != direction:
-                first, earlier = decided[key]
-                advice, wanted = f"fix \N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK} first: ", {}
-                advice += f"{earlier} {key}"
-                break
+        against = [key for key, direction in wanted.items() if key in decided and decided[key][1] != direction]
+        if against:
+            key = against[0]
+            first, earlier = decided[key]
+            quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK}"
+            reconciled.append(f"fix {quoted} first: {earlier} {key}")
+            continue
         for key, direction in wanted.items():
             decided.setdefault(key, (name, direction))
         reconciled.append(advice)
@@ -103,8 +106,12 @@ class Rule:
 
     def bounds(self, *sizes: float) -> tuple[float, float]:
         """Return the range of an update, infinite if open, of (first value, limit, response tokens)."""
-        low, high = (BOUNDS[each](*sizes) if isinstance(each, str) else each for each in (self.low, self.high))
-        return low, high
+        return _bound(self.low, sizes), _bound(self.high, sizes)
+
+
+def _bound(bound: float | str, sizes: Sequence[float]) -> float:
+    first, limit, length = sizes
+    return BOUNDS[bound](first, limit, length) if isinstance(bound, str) else bound
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
@@ -120,11 +127,13 @@ IF_FAR = "raise ppo.gradient_accumulation_steps; more episodes per update reduce
 
 def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
     """Return the limit of the rule's watchdog signal in this config, or max_grad_norm; else the default."""
-    path, default = "ppo.max_grad_norm", PPOSettings.model_fields["max_grad_norm"].default
+    path = "ppo.max_grad_norm"
+    default = PPOSettings.model_fields["max_grad_norm"].default
     if rule.watchdog:
-        path, default = f"ppo.watchdog.{rule.watchdog}", WatchdogSettings.model_fields[rule.watchdog].default
+        path = f"ppo.watchdog.{rule.watchdog}"
+        default = WatchdogSettings.model_fields[rule.watchdog].default
     value = at(config, path)
-    return float(value) if is_number(value) else float(default)
+    return float(value if is_number(value) else default)
 
 
 # Readings: the rules applied to a run
@@ -132,6 +141,7 @@ def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float:
 Verdict = Literal["good", "look", "bad", "none"]  # none: not judged
 SEVERITY = ("none", "good", "early", "stale", "look", "bad")  # of verdicts, and of the grades of the diagnosis
 ILL = SEVERITY[-2:]  # those that need attention
+Series = list[tuple[int, float]]  # step and value
 Band = tuple[list[float], list[float]]  # healthy range: the bounds of each update, infinite if open
 NEAR = best_of_n_kl(2)  # nats per response: a policy that is no farther from SFT than its best of two has hardly moved
 
@@ -143,7 +153,7 @@ class Reading:
     key: str
     title: str
     rule: Rule
-    points: list[tuple[int, float]]
+    points: Series
     band: Band | None
     verdict: Verdict
     sentence: str
@@ -152,22 +162,37 @@ class Reading:
 
 def readings(ppo: Stage) -> list[Reading]:
     """Return a reading for each metric of PPO's log that has a rule; their advice has no contradictions."""
-    lengths, found = dict(ppo.series("objective/response_length")), []
+    lengths = dict(ppo.series("objective/response_length"))
+    found = []
     for rule in RULES:
         for key, title in _metrics(rule, ppo):
             points = ppo.series(key)
             if rule.watchdog == "kl":  # its limit is per token
                 points = [(step, value) for step, value in points if step in lengths]
             if points:
-                band = _band(rule, points, lengths, ppo.config)
-                judged = _judge_range(rule, points, band, ppo) if rule.has_range else _judge_trend(rule, points, ppo)
-                verdict, sentence, advice = judged
-                sentence = f"{course(points)} {sentence}".strip()
-                found.append(Reading(key, title, rule, points, band, verdict, sentence, advice))
+                found.append(_reading(rule, key, title, points=points, lengths=lengths, ppo=ppo))
     ordered = by_cause(found)
     advice_of = reconcile([(reading.title, reading.advice) for reading in ordered])
     settled = {reading.key: advice for reading, advice in zip(ordered, advice_of, strict=True)}
     return [replace(reading, advice=settled[reading.key]) for reading in found]
+
+
+def _reading(rule: Rule, key: str, title: str, *, points: Series, lengths: Mapping[int, float], ppo: Stage) -> Reading:
+    band = _band(rule, points, lengths, ppo.config)
+    if rule.has_range:
+        verdict, sentence, advice = _judge_range(rule, points, band, ppo)
+    else:
+        verdict, sentence, advice = _judge_trend(rule, points, ppo)
+    return Reading(
+        key=key,
+        title=title,
+        rule=rule,
+        points=points,
+        band=band,
+        verdict=verdict,
+        sentence=f"{course(points)} {sentence}".strip(),
+        advice=advice,
+    )
 
 
 def by_cause(found: Sequence[Reading]) -> list[Reading]:
@@ -181,23 +206,23 @@ def _metrics(rule: Rule, ppo: Stage) -> Iterator[tuple[str, str]]:
         yield rule.key, rule.title
         return
     stem = rule.key.removesuffix("NAME")
-    for key in sorted({key for row in ppo.metrics for key in row if key.startswith(stem)} - {stem}):
+    logged = {key for row in ppo.metrics for key in row}
+    for key in sorted(key for key in logged if key.startswith(stem) and key != stem):
         yield key, f"{rule.title}, {key.rpartition('/')[2]}"
 
 
-def _band(
-    rule: Rule, points: Sequence[tuple[int, float]], lengths: Mapping[int, float], config: Mapping[str, Any] | None
-) -> Band | None:
+def _band(rule: Rule, points: Series, lengths: Mapping[int, float], config: Mapping[str, Any] | None) -> Band | None:
     """Return the range of a metric; None if it has none, for example if response lengths are sampled."""
-    sampled_length = isinstance(at(config, "ppo.response_length"), Mapping)
-    if not rule.has_range or (rule.watchdog in ("length", "eos") and sampled_length):
+    are_lengths_sampled = isinstance(at(config, "ppo.response_length"), Mapping)
+    if not rule.has_range or (rule.watchdog in ("length", "eos") and are_lengths_sampled):
         return None
-    first, limit = points[0][1], limit_of(rule, config)
-    low, high = zip(*(rule.bounds(first, limit, lengths.get(step, 0.0)) for step, _ in points), strict=True)
-    return list(low), list(high)
+    _, first = points[0]
+    limit = limit_of(rule, config)
+    bounds = [rule.bounds(first, limit, lengths.get(step, 0.0)) for step, _ in points]
+    return [low for low, _ in bounds], [high for _, high in bounds]
 
 
-def _judge_trend(rule: Rule, points: list[tuple[int, float]], ppo: Stage) -> tuple[Verdict, str, str]:
+def _judge_trend(rule: Rule, points: Series, ppo: Stage) -> tuple[Verdict, str, str]:
     """Judge a metric that should rise from its first tenth to its last quarter by more than its noise."""
     values = [value for _, value in points]
     if len(values) < FEWEST:
@@ -207,21 +232,24 @@ def _judge_trend(rule: Rule, points: list[tuple[int, float]], ppo: Stage) -> tup
         return "good", f"It rises by {number(gain)}, more than noise.", ""
     if gain < -chance:
         return "bad", f"It falls by {number(-gain)}, more than noise.", rule.if_low
-    still = "It does not rise by more than noise."
-    kl = [value for _, value in ppo.series("objective/kl_k1")]
+    distance, advice = _distance([value for _, value in ppo.series("objective/kl_k1")])
+    return "look", f"It does not rise by more than noise.{distance}", advice
+
+
+def _distance(kl: Sequence[float]) -> tuple[str, str]:
+    """Return how far the policy is from SFT, and the advice that follows."""
     if len(kl) < FEWEST:
-        return "look", still, IF_NEAR
-    now, chance = fmean(last_quarter(kl)), end_noise(kl)
+        return "", IF_NEAR
+    now = fmean(last_quarter(kl))
+    chance = end_noise(kl)
     if now - chance > NEAR:
-        return "look", f"{still} The policy has moved: KL {number(now)} nats from SFT.", IF_FAR
+        return f" The policy has moved: KL {number(now)} nats from SFT.", IF_FAR
     if now + chance < NEAR:
-        return "look", f"{still} The policy has hardly moved: KL {number(now)} nats from SFT.", IF_NEAR
-    return "look", f"{still} KL from SFT: {number(now)} nats, plus or minus {number(chance)}.", IF_NEAR
+        return f" The policy has hardly moved: KL {number(now)} nats from SFT.", IF_NEAR
+    return f" KL from SFT: {number(now)} nats, plus or minus {number(chance)}.", IF_NEAR
 
 
-def _judge_range(
-    rule: Rule, points: list[tuple[int, float]], band: Band | None, ppo: Stage
-) -> tuple[Verdict, str, str]:
+def _judge_range(rule: Rule, points: Series, band: Band | None, ppo: Stage) -> tuple[Verdict, str, str]:
     """Judge a metric by its range.
 
     It is outside at the end if the mean of the last quarter is outside by more than its noise, and that of the first
@@ -229,7 +257,9 @@ def _judge_range(
     """
     if band is None:
         return "none", "", ""
-    n, values, limit = len(points), [value for _, value in points], limit_of(rule, ppo.config)
+    n = len(points)
+    values = [value for _, value in points]
+    limit = limit_of(rule, ppo.config)
     words = rule.words.format(limit=limit)
     inside = [low <= value <= high for value, low, high in zip(values, *band, strict=True)]
     alarms = [(step, value) for step, value in points if not rule.alarm_low <= value <= rule.alarm_high]
@@ -241,21 +271,25 @@ def _judge_range(
         return "bad", f"{text}, and beyond the alarm limit at update {alarms[0][0]}.", advice
     if n < rule.early:
         return "none", f"{text}. Too early to judge: {rule.early} updates are needed.", ""
+
     end, low, high = (fmean(last_quarter(each)) for each in (values, *band))
     if low <= end <= high:
         return "good", f"{text}, inside it at the end.", ""
-
-    def slope(side: int) -> float:
-        """Return by how much a bound follows the first value."""
-        before, after = (rule.bounds(values[0] + shift, limit, 0.0)[side] for shift in (0, 1))
-        return after - before if math.isfinite(before) else 0.0
-
-    if not rule.exact and low - end_noise(values, slope(0)) <= end <= high + end_noise(values, slope(1)):
-        return "good", f"{text}, within noise at the end.", ""
+    if not rule.exact:
+        low_slope, high_slope = _slopes(rule, values[0], limit)
+        if low - end_noise(values, low_slope) <= end <= high + end_noise(values, high_slope):
+            return "good", f"{text}, within noise at the end.", ""
     return "look", f"{text}, and still outside at the end.", rule.if_low if end < low else rule.if_high
 
 
-def course(points: list[tuple[int, float]]) -> str:
+def _slopes(rule: Rule, first: float, limit: float) -> list[float]:
+    """Return by how much each bound follows the first value."""
+    before = rule.bounds(first, limit, 0.0)
+    after = rule.bounds(first + 1, limit, 0.0)
+    return [later - now if math.isfinite(now) else 0.0 for now, later in zip(before, after, strict=True)]
+
+
+def course(points: Series) -> str:
     """Describe the start, end and extremes of a metric."""
     values = [value for _, value in points]
     if len(points) == 1:
@@ -264,6 +298,7 @@ def course(points: list[tuple[int, float]]) -> str:
         return f"{number(values[0])} in all {count(len(points), 'update')}."
     end = last_quarter(values)
     mean = f" (mean of the last {len(end)})" if len(end) > 1 else ""
-    (top_step, top), (bottom_step, bottom) = (pick(points, key=lambda point: point[1]) for pick in (max, min))
+    top_step, top = max(points, key=lambda point: point[1])
+    bottom_step, bottom = min(points, key=lambda point: point[1])
     extremes = f"maximum {number(top)} at update {top_step}, minimum {number(bottom)} at update {bottom_step}"
     return f"Starts at {number(values[0])}, ends at {number(fmean(end))}{mean}; {extremes}."

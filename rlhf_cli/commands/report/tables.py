@@ -1,20 +1,22 @@
 """Texts and tables of the report: number formats, what ran, sample responses, and one response token by token."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.machinery.fields import AUTOMATIC
 from rlhf_cli.errors import RLHFError, redact, shell_word
-from rlhf_cli.evaluation.render import ResponsePair
+from rlhf_cli.evaluation.sample_pairs import ResponsePair
 from rlhf_cli.files import files_sha256
-from rlhf_cli.jsonl import flatten, is_number
+from rlhf_cli.jsonl import is_number
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.read import Run, Stage
+from rlhf_cli.runs.report import WinRate
 from rlhf_cli.terminal import duration
+from rlhf_cli.trees import flatten
 
 # Control characters except newline and tab, direction overrides, zero-width characters, surrogates.
 INVISIBLE = re.compile(
@@ -29,15 +31,21 @@ def visible(text: str) -> str:
 
 def number(value: float) -> str:
     """Return a number in few digits, with a real minus sign."""
-    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 999.5 else f"{value:.2g}" if abs(value) < 1e-3 else ""
-    return (text or f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
+    size = abs(value)
+    if size >= 999.5:
+        text = f"{value:,.0f}"
+    elif size >= 1e-3 or size == 0:
+        text = f"{value:.3g}"
+    else:
+        text = f"{value:.2g}"
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def bounds(interval: Any) -> str:
+def bounds(interval: Sequence[float] | None) -> str:
     """Return an interval of shares in percent: ` [58, 68]`; empty without one."""
     return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
 
@@ -47,9 +55,9 @@ def count(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
-def rated(rate: Mapping[str, Any]) -> str:
+def rated(rate: WinRate) -> str:
     """Return a win rate with its interval, if it has one: `52 % [46, 58]`."""
-    return percent(rate["value"]) + bounds(rate.get("ci95"))
+    return percent(rate.value) + bounds(rate.ci95)
 
 
 # What ran
@@ -65,23 +73,34 @@ ABSENT = "not run yet"
 
 def stage_row(stage: Stage) -> tuple[str, str, str, str, str, str]:
     """Return (name, state, steps, time, seed, device) of a stage as text; unknown cells are empty."""
-    steps, seconds = [row["step"] for row in stage.metrics], total_seconds(stage)
-    environment = (stage.identity or {}).get("environment") or {}
-    processes = environment.get("processes", 1)
     state = {"absent": ABSENT, "begun": "not finished"}.get(stage.state, stage.state)
+    if stage.elsewhere:
+        state += f" (from {stage.elsewhere})"
+
+    steps = [row["step"] for row in stage.metrics]
+    seconds = total_seconds(stage)
+    seed = str(stage.setting("seed")) if stage.config else ""
+
+    environment = (stage.identity or {}).get("environment") or {}
+    device = str(environment.get("device") or "")
+    processes = environment.get("processes", 1)
+    if processes != 1:
+        device += f", {processes} processes"
+
     return (
         stage.name,
-        state + (f" (from {stage.elsewhere})" if stage.elsewhere else ""),
+        state,
         count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
         duration(seconds) if seconds else "",
-        str(stage.setting("seed")) if stage.config else "",
-        str(environment.get("device") or "") + (f", {processes} processes" if processes != 1 else ""),
+        seed,
+        device,
     )
 
 
 def total_seconds(stage: Stage) -> float:
     """Return the seconds of a stage's training without interruptions; 0 if its log has none."""
-    return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
+    times = [row["time_s"] for row in stage.metrics if is_number(row.get("time_s"))]
+    return float(max(times, default=0.0))
 
 
 def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
@@ -89,9 +108,10 @@ def data_rows(stages: Iterable[Stage]) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for stage in stages:
         for key, sha256 in stage.data.items():
-            name = path if isinstance(path := stage.setting(key), str) else ""
+            path = stage.setting(key)
+            name = path if isinstance(path, str) else ""
             lines = _row_count(stage.folder / name, sha256) if name else ""
-            rows.append((stage.name, key, name, lines, str(sha256)))
+            rows.append((stage.name, key, name, lines, sha256))
     return rows
 
 
@@ -132,18 +152,23 @@ def versions(stages: Iterable[Stage]) -> dict[str, str]:
 
 def phases(ppo: Stage) -> list[tuple[str, str, str, float]]:
     """Return (phase, description, time, share) of PPO's time; empty if its log has no times."""
-    seconds = {key: sum(value for _, value in ppo.series(key)) for key in PHASES}
-    total = max(total_seconds(ppo), sum(seconds.values()))
+    seconds = {phase: _total(ppo, key) for key, phase in PHASES.items()}
+    measured = sum(seconds.values())
     if not any(seconds.values()):
         return []
-    named = {PHASES[key]: value for key, value in seconds.items()} | {REST: total - sum(seconds.values())}
-    return [(name, about, duration(value), value / total) for (name, about), value in named.items()]
+    total = max(total_seconds(ppo), measured)
+    seconds[REST] = total - measured
+    return [(name, about, duration(value), value / total) for (name, about), value in seconds.items()]
+
+
+def _total(ppo: Stage, key: str) -> float:
+    return sum(value for _, value in ppo.series(key))
 
 
 def speed(ppo: Stage) -> str:
     """Return PPO's throughput of prompt and response tokens; empty if its log has no times."""
-    tokens = sum(value for _, value in ppo.series("tokens/real"))
-    seconds = sum(value for key in PHASES for _, value in ppo.series(key))
+    tokens = _total(ppo, "tokens/real")
+    seconds = sum(_total(ppo, key) for key in PHASES)
     return f"{tokens / seconds:,.0f} tokens/s over {tokens:,.0f} tokens" if tokens and seconds else ""
 
 
@@ -162,13 +187,15 @@ def commands(run: Run) -> list[str]:
 
 def _matches_its_file(run: Run, stage: Stage) -> bool:
     """Return True if RUN/STAGE.yaml has the values that the stage was run with; newer keys are ignored."""
-    file, used = run.folder / f"{stage.name}.yaml", flatten(stage.config or {})
-    with suppress(RLHFError):
-        now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
-        return bool(now) and all(
-            now.get(k) == value or (now.get(k) is None and k in AUTOMATIC) for k, value in used.items()
-        )
-    return False
+    file = run.folder / f"{stage.name}.yaml"
+    if not file.is_file():
+        return False
+    try:
+        now = flatten(load(stage.name, file).dump(relative_to=run.folder / stage.name))
+    except RLHFError:
+        return False
+    used = flatten(stage.config or {})
+    return all(now.get(key) == value or (now.get(key) is None and key in AUTOMATIC) for key, value in used.items())
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
@@ -193,8 +220,10 @@ SHOWN = 3  # pairs per group
 
 def sample_groups(pairs: Sequence[ResponsePair]) -> list[tuple[str, list[ResponsePair]]]:
     """Return (title, pairs) of those shown, each pair once: highest and lowest gain, median gain, largest change."""
+    if not pairs:
+        return []
     remaining = sorted(pairs, key=lambda pair: (-pair.gain, pair.index))
-    median = sorted(pair.gain for pair in pairs)[len(pairs) // 2] if pairs else 0.0
+    median = sorted(pair.gain for pair in pairs)[len(pairs) // 2]
 
     def take(ordered: list[ResponsePair]) -> list[ResponsePair]:
         taken = ordered[:SHOWN]
@@ -223,27 +252,51 @@ TOKEN_VALUES = {
 }
 
 
-def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return {step, prompt, strips} of the last sample that has token values; None if none has.
+class Strip(NamedTuple):
+    """A response's tokens with one value each: (text, value, shade from -1 to 1)."""
 
-    `strips`: (name, description, value of the full color, (text, value, shade) of each token).
-    """
+    name: str
+    about: str
+    top: str  # value of the full color
+    tokens: list[tuple[str, str, float]]
+
+
+class HeatMap(NamedTuple):
+    """A response of PPO's training, token by token."""
+
+    step: int
+    prompt: str
+    strips: list[Strip]
+
+
+def last_heat_map(samples: Sequence[Mapping[str, Any]]) -> HeatMap | None:
+    """Return the last sample that has token values; None if none has."""
     for row in reversed(samples):
         tokens = row.get("tokens")
-        strips = []
-        for name, about in TOKEN_VALUES.items() if isinstance(tokens, Mapping) else ():
-            texts, values = tokens.get("text"), tokens.get(name)
-            are_rows = isinstance(texts, list) and isinstance(values, list) and len(values) == len(texts) > 0
-            if are_rows and all(is_number(value) for value in values):
-                top = max(abs(value) for value in values) or 1.0
-                shades = [
-                    (_token_text(str(text)), number(v), round(v / top, 3))
-                    for text, v in zip(texts, values, strict=True)
-                ]
-                strips.append((name, about, number(top), shades))
+        strips = list(_strips(tokens)) if isinstance(tokens, Mapping) else []
         if strips:
-            return {"step": row["step"], "prompt": str(row.get("prompt", "")), "strips": strips}
+            return HeatMap(row["step"], str(row.get("prompt", "")), strips)
     return None
+
+
+def _strips(tokens: Mapping[str, Any]) -> Iterator[Strip]:
+    """Yield a strip for each kind of value that all tokens have."""
+    texts = tokens.get("text")
+    if not isinstance(texts, list) or not texts:
+        return
+    for name, about in TOKEN_VALUES.items():
+        values = tokens.get(name)
+        if isinstance(values, list) and len(values) == len(texts) and all(is_number(value) for value in values):
+            yield _strip(name, about, texts, values)
+
+
+def _strip(name: str, about: str, texts: Sequence[Any], values: Sequence[float]) -> Strip:
+    top = max(abs(value) for value in values) or 1.0
+    tokens = [
+        (_token_text(str(text)), number(value), round(value / top, 3))
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return Strip(name, about, number(top), tokens)
 
 
 def _token_text(text: str) -> str:

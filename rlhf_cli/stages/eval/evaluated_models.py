@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.evaluation.summary import SnapshotSeries
+from rlhf_cli.evaluation.responses import SnapshotSeries
 from rlhf_cli.models import devices, interpolation, load, lora, row_trial
 from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward

@@ -13,7 +13,7 @@ from rlhf_cli.config.eval import BuiltinJudge, EvalConfig
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import PPOSettings
 from rlhf_cli.errors import RLHFError, at_location, shown
-from rlhf_cli.evaluation.summary import SamplingParams, SnapshotSeries, group_rows
+from rlhf_cli.evaluation.responses import EvalSampling, SnapshotSeries, group_rows
 from rlhf_cli.models import interpolation, load
 from rlhf_cli.models.batch import StopTokenId
 from rlhf_cli.rewards import builtin
@@ -30,7 +30,7 @@ class EvaluationInputs:
     """What an evaluation reads besides its models."""
 
     tokenizer: Any
-    sampling: SamplingParams
+    sampling: EvalSampling
     prompts: list[data.Prompt]
     columns: list[dict[str, Any]]  # of each prompt's row, those that judges and `eval.by` read
     functions: dict[str, RewardFn]  # judges that are functions
@@ -82,7 +82,7 @@ def ppo_settings(ppo: Parent) -> PPOSettings | None:
 
 def sampling_params(
     config: EvalConfig, settings: PPOSettings | None, path: Path, stop_token_id: StopTokenId
-) -> SamplingParams:
+) -> EvalSampling:
     """Return eval.yaml's sampling settings, else those PPO trained the policy at `path` with (C17 without either)."""
     temperature = config.eval.temperature
     length = config.eval.response_length
@@ -97,7 +97,7 @@ def sampling_params(
         text = f"{shown(path)} does not record how its policy was sampled"
         hint = "set eval.temperature and eval.response_length"
         raise RLHFError("C17", text, where=config.where("models.ppo"), hint=hint)
-    return SamplingParams(temperature, length, stop_token_id)
+    return EvalSampling(temperature, length, stop_token_id)
 
 
 def missing_eos_penalty(settings: PPOSettings | None) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.evaluation.summary import EvalResponses, SamplingParams, concat_responses, select_best_of_n
+from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, concat_responses, select_best_of_n
 from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
 from rlhf_cli.models.parallel import ProcessGroup
@@ -113,7 +113,7 @@ class PolicyEvaluator:
     config: EvalConfig
     tokenizer: Any
     prompts: list[data.Prompt]
-    sampling: SamplingParams
+    sampling: EvalSampling
     judges: dict[str, JudgeFn | ModelReward]
     process_group: ProcessGroup
 

@@ -7,7 +7,9 @@ from rlhf_cli import jsonl, runs
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.evaluation.limit import build_limit
-from rlhf_cli.evaluation.summary import EvalResponses, build_report, sample_rows
+from rlhf_cli.evaluation.responses import EvalResponses, sample_rows
+from rlhf_cli.evaluation.summary import build_report
+from rlhf_cli.runs.report import FILE_NAME, FrontierPoint, Report
 from rlhf_cli.stages.common import lifecycle
 from rlhf_cli.stages.eval.evaluation_inputs import EvaluationInputs, load_inputs
 from rlhf_cli.stages.eval.policy_evaluator import evaluate_policies
@@ -29,7 +31,8 @@ def _evaluate(config: EvalConfig, stage: lifecycle.StageRun) -> None:
     evaluated, draws = evaluate_policies(config, stage, inputs)
     runs.require_unchanged(stage.parents)
     report = stage.process_group.run_on_main(lambda: _write_report(config, stage, inputs, evaluated, draws))
-    stage.complete({"metrics": {"win_rate": report["win_rate"], "models": report["models"]}})
+    contents = report.to_json()
+    stage.complete({"metrics": {name: contents[name] for name in ("win_rate", "models")}})
 
 
 def _write_report(
@@ -38,16 +41,17 @@ def _write_report(
     inputs: EvaluationInputs,
     evaluated: Sequence[EvalResponses],
     draws: Sequence[EvalResponses],
-) -> dict[str, Any]:
+) -> Report:
     """Write samples.jsonl and report.json, and tell the trackers; return the report."""
     report = build_report(config, evaluated, inputs.columns, inputs.sampling, stage.parents, inputs.series)
     if config.eval.limit:
-        report["limit"] = build_limit(draws, evaluated, inputs.missing_eos_penalty)
+        limit = build_limit(draws, evaluated, inputs.missing_eos_penalty)
+        report = report.with_changes(limit=limit)
 
     samples = config.folder / "samples.jsonl"
     samples.unlink(missing_ok=True)  # of a killed process; a link may lead elsewhere
     jsonl.write_jsonl(samples, sample_rows(evaluated, inputs.columns))
-    runs.write_json(config.folder / "report.json", report)
+    runs.write_json(config.folder / FILE_NAME, report.to_json())
     track(config, report, evaluated, inputs.columns)  # last: a tracker's failure must not change the report
     return report
 
@@ -57,7 +61,7 @@ def _write_report(
 
 def track(
     config: EvalConfig,
-    report: Mapping[str, Any],
+    report: Report,
     evaluated: Sequence[EvalResponses],
     columns: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -65,27 +69,34 @@ def track(
     with Trackers(config) as trackers:
         if not trackers:
             return
-        trackers.metrics({"step": 0, **flatten_metrics(_headline(report))})
+        trackers.metrics({"step": 0, **headline_metrics(report)})
 
-        sampled = [each for each in evaluated if each.mode == "sampled" and each.model in report["models"]]
+        sampled = [each for each in evaluated if each.mode == "sampled" and each.model in report.models]
         rows = [row for row in sample_rows(sampled, columns) if row["index"] < MAX_TRACKED_PROMPTS]
         trackers.table(0, "samples", rows)
-        for point in report.get("frontier", []):
-            fields = {key: value for key, value in point.items() if key != "step"}
-            trackers.metrics({"step": point["step"], **flatten_metrics({"frontier": fields})})
+        for point in report.frontier or []:
+            trackers.metrics({"step": point.step, **frontier_metrics(point)})
 
 
-def _headline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of the report that are logged at step 0; the rows of its tables by what differs in them."""
-    headline = {
-        "models": report["models"],
-        "win_rate": report["win_rate"],
-        "best_of": {str(row["n"]): row for row in report.get("best_of", [])},
-        "interpolated": {str(row["share"]): row for row in report.get("interpolated", [])},
-    }
-    if "selected_step" in report:
-        headline["selected_step"] = report["selected_step"]
-    return headline
+def headline_metrics(report: Report) -> dict[str, float]:
+    """Return the numbers of a report's policies, win rates, best of n and policies between SFT and PPO."""
+    return flatten_metrics(
+        {
+            "models": {name: scores.to_json() for name, scores in report.models.items()},
+            "win_rate": {
+                pair: {judge: rate.to_json() for judge, rate in rates.items()}
+                for pair, rates in report.win_rate.items()
+            },
+            "selected_step": report.selected_step,
+            "best_of": {str(each.n): each.to_json() for each in report.best_of or []},
+            "interpolated": {str(each.share): each.to_json() for each in report.interpolated or []},
+        }
+    )
+
+
+def frontier_metrics(point: FrontierPoint) -> dict[str, float]:
+    """Return the numbers of a point of the frontier."""
+    return flatten_metrics({"frontier": point.to_json(exclude={"step"})})
 
 
 def flatten_metrics(tree: Any, name: str = "") -> dict[str, float]:

@@ -12,7 +12,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig, scale_to_world_size
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_card
-from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
+from rlhf_cli.evaluation.report_text import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
 from rlhf_cli.models import build, forward, load, lora, save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.experience import Experience, Stats

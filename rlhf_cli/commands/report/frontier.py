@@ -1,0 +1,239 @@
+"""Drawings of the judges' scores over KL: PPO's snapshots, SFT's best of n, other policies, and the limit."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_cli.commands.report.charts import INK, SERIES, mark, render
+from rlhf_cli.commands.report.tables import visible
+from rlhf_cli.evaluation.report_text import other_policies, ppo_points
+from rlhf_cli.files import write_text
+from rlhf_cli.runs.report import InterpolatedPolicy, LimitPoint, PolicyScores, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+
+class Colors(NamedTuple):
+    """Colors of a drawing."""
+
+    ppo: str
+    best_of_n: str
+    ring: str  # around the selected policy
+    between: str  # policies between SFT and PPO
+    other: str
+    limit: str
+
+
+ON_PAGE = Colors(SERIES[0], SERIES[1], ring=INK, between=SERIES[2], other=SERIES[3], limit=SERIES[5])
+IN_FILE = Colors("#1f5fa8", "#d1660a", ring="black", between="#2e7d4f", other="#8a4fa3", limit="#b8155c")
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
+
+
+class Point(NamedTuple):
+    """A drawn mean."""
+
+    kl: float
+    mean: float
+    interval: Sequence[float]
+    label: str = ""  # beside it
+    step: int | None = None
+
+
+class Panel(NamedTuple):
+    """The points of one judge's panel; those of PPO, of best of n and between SFT and PPO begin with SFT."""
+
+    ppo: list[Point]
+    best_of_n: list[Point]
+    between: list[Point]
+    others: list[Point]
+    limit: list[Point]
+
+    @property
+    def end(self) -> float:
+        """Return the KL at the right end of the panel."""
+        points = self.ppo + self.best_of_n + self.between + self.others + self.limit
+        return 1.07 * (max(point.kl for point in points) or 1.0)
+
+
+# The points of a panel
+
+
+def panel_of(judge: str, report: Report) -> Panel:
+    """Return the points of a judge's panel. In that of the reward all are by the limit's score if there is one."""
+    if judge == "reward" and report.limit:
+        return _panel_by_limit(report)
+
+    models = report.models
+    start = _by_judge(models["sft"], judge)
+    between = [_by_judge(each, judge, f"{each.share:g}") for each in report.interpolated or []]
+    return Panel(
+        ppo=[start, *(_by_judge(each.scores, judge) for each in ppo_points(report))],
+        best_of_n=[start, *(_by_judge(each, judge) for each in report.best_of or [])],
+        between=[start, *between, _by_judge(models["ppo"], judge)] if between else [],
+        others=[_by_judge(models[name], judge, name) for name in other_policies(report)],
+        limit=[],
+    )
+
+
+def _by_judge(scores: PolicyScores, judge: str, label: str = "") -> Point:
+    mean = scores.judges[judge]
+    interval = mean.ci95 or [mean.mean, mean.mean]  # all answers have the same score
+    return Point(_shown_kl(scores), mean.mean, interval, label=label, step=scores.step)
+
+
+def _shown_kl(scores: PolicyScores) -> float:
+    kl = scores.kl if scores.kl_bound is None else scores.kl_bound
+    return max(0.0, kl or 0.0)  # estimates may be below 0
+
+
+def _panel_by_limit(report: Report) -> Panel:
+    assert report.limit
+    models, limit = report.models, report.limit
+    by_step = {point.step: point for point in limit.policies.values() if point.step is not None}
+
+    def of_policy(scores: PolicyScores, name: str, label: str = "") -> Point:
+        point = limit.policies[name] if scores.step is None else by_step[scores.step]
+        return Point(_shown_kl(scores), point.score, point.score_ci95, label=label, step=point.step)
+
+    def of_share(policy: InterpolatedPolicy) -> Point:
+        share = f"{policy.share:g}"
+        return of_policy(policy, f"interpolated_{share}", share)
+
+    sft = limit.points[0]
+    start = Point(_shown_kl(models["sft"]), sft.score, sft.score_ci95)
+    between = [of_share(each) for each in report.interpolated or []]
+    return Panel(
+        ppo=[start, *(of_policy(each.scores, "ppo") for each in ppo_points(report))],
+        best_of_n=[start, *map(_of_limit, limit.best_of)],
+        between=[start, *between, of_policy(models["ppo"], "ppo")] if between else [],
+        others=[of_policy(models[name], name, name) for name in other_policies(report)],
+        limit=[_of_limit(point) for point in limit.points],
+    )
+
+
+def _of_limit(point: LimitPoint) -> Point:
+    return Point(max(0.0, point.kl), point.score, point.score_ci95)
+
+
+# Drawings
+
+
+def draw_panel(judge: str, report: Report, colors: Colors, axis: "Axes", *, legend: bool = False) -> None:
+    """Draw a judge's mean with interval over KL on a square-root scale: PPO's snapshots, SFT's best of n, and others.
+
+    As Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimization: the reward rises with the square root of
+    KL, the true quality rises and falls. The panel of the reward has the limit with its band, and the limit's score.
+    """
+    panel = panel_of(judge, report)
+    _draw_points(axis, panel.best_of_n, "s--", color=colors.best_of_n, label="SFT and its best of n (KL bound)")
+    if panel.between:
+        _draw_points(axis, panel.between, "D:", color=colors.between, label="between SFT and PPO")
+    for point in panel.others:
+        _draw_points(axis, [point], "^", color=colors.other, label=point.label)
+    _draw_points(axis, panel.ppo, "o-", color=colors.ppo, label="PPO snapshots" if report.frontier else "PPO")
+    if panel.limit:
+        _draw_limit(axis, panel.limit, colors.limit)
+    _draw_ring(axis, panel.ppo, report.selected_step, colors.ring)
+
+    _scale_by_square_root(axis, panel.end)
+    axis.set(xlabel="KL from SFT, nats per response (square-root scale)", title=visible(judge))
+    axis.grid(alpha=0.3)
+    if legend:
+        axis.legend(*_legend(axis), loc="best")
+
+
+def _draw_points(axis: "Axes", points: Sequence[Point], style: str, *, color: str, label: str) -> None:
+    """Draw means with intervals over KL, each with its label."""
+    below = [abs(point.interval[0] - point.mean) for point in points]
+    above = [abs(point.interval[1] - point.mean) for point in points]
+    (dots, _, _) = axis.errorbar(
+        *_columns(points),
+        yerr=[below, above],
+        fmt=style,
+        label=visible(label),
+        capsize=2,
+        linewidth=1.2,
+        markersize=4,
+        color=color,
+    )
+    mark(dots, label)
+    for point in points:
+        if point.label:
+            axis.annotate(
+                visible(point.label),
+                (point.kl, point.mean),
+                (4, 4),
+                textcoords="offset points",
+                color=color,
+                fontsize=8,
+            )
+
+
+def _draw_limit(axis: "Axes", points: Sequence[Point], color: str) -> None:
+    lows, highs = zip(*(point.interval for point in points), strict=True)
+    kls, means = _columns(points)
+    axis.fill_between(kls, lows, highs, color=color, alpha=0.25, linewidth=0)
+    (line,) = axis.plot(kls, means, color=color, label="limit")
+    mark(line, "limit")
+
+
+def _draw_ring(axis: "Axes", ppo: Sequence[Point], selected_step: int | None, color: str) -> None:
+    """Draw a ring around the selected policy."""
+    for point in ppo[1:]:
+        if point.step is not None and point.step == selected_step:
+            label = f"selected: update {point.step}"
+            (ring,) = axis.plot(point.kl, point.mean, "o", ms=13, fillstyle="none", color=color, label=label)
+            mark(ring, label)
+
+
+def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.kl for point in points], [point.mean for point in points]
+
+
+def _scale_by_square_root(axis: "Axes", end: float) -> None:
+    import numpy as np
+
+    def root(values: Any) -> Any:
+        return np.sign(values) * np.sqrt(np.abs(values))  # continued to the left of 0
+
+    def square(values: Any) -> Any:
+        return np.sign(values) * np.square(values)
+
+    axis.set_xscale("function", functions=(root, square))
+    axis.set_xlim(-end / 800, end)
+    axis.set_xticks(ticks(end), [f"{tick:g}" for tick in ticks(end)])
+
+
+def ticks(end: float) -> list[float]:
+    """Return round numbers up to `end` that do not overlap on the square-root scale."""
+    shown = [0.0]
+    for tick in TICKS:
+        gap = math.sqrt(tick) - math.sqrt(shown[-1])
+        if tick <= end and gap > 0.07 * math.sqrt(end):
+            shown.append(tick)
+    return shown
+
+
+def _legend(axis: "Axes") -> list[list[Any]]:
+    """Return the handles and labels of a frontier's legend, PPO first."""
+    handles, labels = axis.get_legend_handles_labels()
+    return [handles[::-1], labels[::-1]]
+
+
+def draw_file(report: Report, path: Path) -> None:
+    """Write the frontier as an SVG file with a panel for each judge."""
+    judges = list(report.models["sft"].judges)
+
+    def draw(canvas: "Canvas") -> None:
+        axes = canvas.subplots(1, len(judges), squeeze=False)[0]
+        for axis, judge in zip(axes, judges, strict=True):
+            draw_panel(judge, report, IN_FILE, axis)
+        legends = [_legend(axis) for axis in axes]
+        handles, labels = max(legends, key=lambda legend: len(legend[1]))  # with the limit, if any
+        columns = min(len(labels), 2 * len(judges)) if len(judges) > 1 else 1
+        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+    write_text(path, render((0.8 + 4.4 * len(judges), 4.0), draw, omitted=["Date"]))

@@ -1,0 +1,117 @@
+"""Write the page of a run, or of a comparison, to a file; show an evaluation at its end."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rlhf_cli import distributed, system, terminal
+from rlhf_cli.config.eval import EvalConfig
+from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
+from rlhf_cli.evaluation import report_text
+from rlhf_cli.evaluation.print_report import print_report
+from rlhf_cli.evaluation.requirements import check_requirements
+from rlhf_cli.files import open_regular, write_text
+from rlhf_cli.runs.layout import REPORT
+from rlhf_cli.runs.read import Run, at_step, read_run
+from rlhf_cli.runs.report import read_report
+from rlhf_cli.runs.resolve import LAST
+
+
+def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
+    """Write the page, print its path and a summary line, and return the path.
+
+    `step` selects PPO's policy as in `runs.at_step`. The default of `out` is RUN/eval/report.html, RUN/report.html
+    without eval/, ./report.html for several runs, and report-STEP.html for a policy other than the last. Raises
+    RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
+    E03 if it cannot be written.
+    """
+    from rlhf_cli.commands.report import compare, diagnosis, page
+
+    runs: list[Run] = []
+    collect_errors(*(partial(lambda folder: runs.append(read_run(folder)), folder) for folder in folders))
+    runs = [at_step(each, step) for each in runs]
+
+    target = out or _default_target(runs, step)
+    _require_own_file(target)
+    if len(runs) == 1:
+        contents = page.of_run(runs[0])
+        summary = diagnosis.headline(runs[0], diagnosis.badges(runs[0]))
+    else:
+        contents = compare.of_runs(runs)
+        names = compare.short_names([each.folder for each in runs])
+        summary = f"comparison of {len(runs)} runs: {', '.join(names)}"
+
+    write_text(target.resolve(), contents)
+    terminal.out(shown(target))
+    terminal.say(f"report   {summary}")
+    terminal.say("next: open it in a browser")
+    return target
+
+
+def _default_target(runs: Sequence[Run], step: str) -> Path:
+    name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
+    if len(runs) > 1:
+        return Path(name)
+    evaluation = runs[0].folder / "eval"
+    return (evaluation if evaluation.is_dir() else runs[0].folder) / name
+
+
+def show_evaluation(config: EvalConfig) -> None:
+    """Draw and print the report of a finished evaluation, and check `eval.require` (R06).
+
+    With several processes only the main one does so: it sets the exit code.
+    """
+    if not distributed.is_main_process():
+        return
+    report = read_report(config.folder)
+    if report_text.has_frontier(report):
+        from rlhf_cli.commands.report.frontier import draw_file
+
+        draw_file(report, config.folder / "frontier.svg")
+    write_beside(config.folder)
+    print_report(config.folder)
+    check_requirements(report, config.eval.require, where=config.where)
+
+
+def write_beside(eval_folder: Path) -> None:
+    """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
+    target = eval_folder / REPORT
+    try:
+        from rlhf_cli.commands.report import page
+
+        _require_own_file(target)
+        write_text(target, page.of_run(read_run(eval_folder)))
+    except Exception as error:  # of matplotlib, of the disk, of a file that was edited by hand
+        reason = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
+        problem = f"the report of the evaluation could not be written: {' '.join(reason.split())}"
+        terminal.warn("R15", problem, hint=f"write it with `rlhf report {shell_path(eval_folder.parent)}`")
+
+
+def brief(folder: Path) -> tuple[str, bool]:
+    """Return the first sentence of a run's report, and whether a stage is bad or worth a look.
+
+    Raises RLHFError M01 if there is no stage.
+    """
+    from rlhf_cli.commands.report import diagnosis
+
+    run = read_run(folder)
+    badges = diagnosis.badges(run)
+    return diagnosis.headline(run, badges), any(badge.grade in diagnosis.ILL for badge in badges)
+
+
+def _require_own_file(target: Path) -> None:
+    """Raise RLHFError C15 if the path has a file that is not a report, E03 if it cannot be written."""
+    from rlhf_cli.commands.report.page import GENERATOR
+
+    hint = "choose another path: --out FILE"
+    if target.is_dir():
+        raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
+    if target.exists():
+        with open_regular(target) as file:
+            is_report = f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(4096)
+        if not is_report:
+            problem = f"{shown(target)} exists and is not a report of rlhf; it is not overwritten"
+            raise RLHFError("C15", problem, hint=hint)
+    folder = target.resolve().parent
+    system.require_writable(folder, hint=hint)
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,143 @@
+"""Means of a policy's scores, and win rates of one policy over another, with 95 % intervals."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypedDict
+
+from rlhf_cli import statistics
+from rlhf_cli.evaluation.responses import EvalResponses
+from rlhf_cli.runs.report import JudgeMean, PolicyScores, SampledResults, WinRate, WinRates
+
+Scores = Sequence[float]  # one per prompt
+# Compared if both were evaluated; each policy of `policies` is also compared with SFT and PPO.
+PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
+
+
+class Means(TypedDict):
+    """Attributes that all kinds of PolicyScores have."""
+
+    reward_mean: float | None
+    reward_ci95: list[float] | None
+    response_length_mean: float
+    eos_fraction: float
+    distinct_fraction: float
+    judges: dict[str, JudgeMean]
+
+
+class KLMeans(TypedDict):
+    """Attributes of sampled answers."""
+
+    kl: float
+    kl_ci95: list[float] | None
+
+
+def policy_scores(evaluated: EvalResponses) -> PolicyScores:
+    """Return the means over the answers of one policy, with its KL if they were sampled."""
+    scores = PolicyScores(**policy_means(evaluated))
+    return scores if evaluated.kl is None else scores.with_changes(**kl_means(evaluated))
+
+
+def policy_means(evaluated: EvalResponses) -> Means:
+    """Return the means over the answers of one policy."""
+    count = len(evaluated.responses)
+    judges = {judge: judge_mean(scores, evaluated.prompts) for judge, scores in evaluated.scores.items()}
+    reward = judges.get("reward")
+    return Means(
+        reward_mean=reward.mean if reward else None,
+        reward_ci95=reward.ci95 if reward else None,
+        response_length_mean=sum(evaluated.lengths) / count,
+        eos_fraction=sum(evaluated.ended) / count,
+        distinct_fraction=len(set(evaluated.responses)) / count,
+        judges=judges,
+    )
+
+
+def kl_means(evaluated: EvalResponses) -> KLMeans:
+    """Return the mean KL of sampled answers."""
+    kl = evaluated.kl
+    assert kl is not None, "they are sampled"
+    return KLMeans(kl=sum(kl) / len(kl), kl_ci95=as_list(statistics.mean_interval(kl, evaluated.prompts)))
+
+
+def judge_mean(scores: Sequence[float], prompts: Sequence[str]) -> JudgeMean:
+    """Return a judge's mean. The interval of a judge that scores 0 or 1, such as a verifier, is Wilson's.
+
+    Rows of one prompt depend on one another.
+    """
+    are_shares = set(scores) <= {0.0, 1.0}
+    interval = statistics.share_interval if are_shares else statistics.mean_interval
+    return JudgeMean(mean=sum(scores) / len(scores), ci95=as_list(interval(scores, prompts)))
+
+
+def sampled_results(policies: Mapping[str, EvalResponses]) -> SampledResults:
+    """Return the means of each policy, and the win rates of all pairs that are compared."""
+    named = [name for name in policies if name not in ("base", "sft", "ppo")]
+    pairs = [*PAIRS, *((name, "sft") for name in named), *(("ppo", name) for name in named)]
+    compared = [(policy, baseline) for policy, baseline in pairs if policy in policies and baseline in policies]
+    return SampledResults(
+        models={name: policy_scores(evaluated) for name, evaluated in policies.items()},
+        win_rate={
+            f"{policy}_vs_{baseline}": win_rates(policies[policy], policies[baseline]) for policy, baseline in compared
+        },
+    )
+
+
+def win_rates(policy: EvalResponses, baseline: EvalResponses) -> WinRates:
+    """Return per judge the fraction of prompts on which `policy` scores above `baseline`; a tie counts 0.5."""
+    return {judge: _win_rate(judge, policy, baseline) for judge in policy.scores}
+
+
+def _win_rate(judge: str, policy: EvalResponses, baseline: EvalResponses) -> WinRate:
+    """Return a judge's win rate, also length-controlled if possible, and its agreement with the reward model."""
+    prompts = policy.prompts
+    scores = policy.scores[judge]
+    other_scores = baseline.scores[judge]
+    extra_lengths = [ours - theirs for ours, theirs in zip(policy.lengths, baseline.lengths, strict=True)]
+
+    plain = statistics.win_rate(scores, other_scores, prompts)
+    controlled = statistics.length_controlled(scores, other_scores, extra_lengths, prompts)
+    difference, difference_interval = statistics.paired_difference(scores, other_scores, prompts)
+
+    agreed = None
+    if judge != "reward" and "reward" in policy.scores:
+        rewards = policy.scores["reward"], baseline.scores["reward"]
+        agreed = agreement((scores, other_scores), rewards, prompts)
+
+    return WinRate(
+        **plain,
+        length_controlled=controlled[0] if controlled else None,
+        length_controlled_ci95=list(controlled[1]) if controlled else None,
+        no_length_controlled=None if controlled else _one_sided(extra_lengths),
+        difference=difference,
+        difference_ci95=as_list(difference_interval),
+        agrees_with_reward=agreed[0] if agreed else None,
+        agrees_with_reward_ci95=list(agreed[1]) if agreed else None,
+    )
+
+
+def _one_sided(extra_lengths: Sequence[int]) -> str:
+    """Return on how many prompts one side's answers are longer, as text."""
+    longer = sum(extra > 0 for extra in extra_lengths)
+    shorter = sum(extra < 0 for extra in extra_lengths)
+    word = "longer" if longer > shorter else "shorter"
+    return f"the answers are {word} on {max(longer, shorter) / len(extra_lengths):.0%} of the prompts"
+
+
+def agreement(
+    judge: tuple[Scores, Scores], reward: tuple[Scores, Scores], groups: Sequence[Hashable]
+) -> tuple[float, tuple[float, float]] | None:
+    """Return the share of the prompts on which both prefer the same of two answers, with its 95 % interval.
+
+    Each has its scores of the two answers. Prompts on which one scores both the same do not count; None without
+    others. `groups`: rows of the same value are of one prompt.
+    """
+    rows = zip(*judge, *reward, groups, strict=True)
+    agreed = [((a > b) == (c > d), group) for a, b, c, d, group in rows if a != b and c != d]
+    if not agreed:
+        return None
+    points, decided = zip(*agreed, strict=True)
+    return sum(points) / len(points), statistics.share_interval([float(point) for point in points], decided)
+
+
+def as_list(interval: Sequence[float] | None) -> list[float] | None:
+    """Return an interval as JSON has it."""
+    return None if interval is None else list(interval)

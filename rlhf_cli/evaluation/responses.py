@@ -1,0 +1,108 @@
+"""Scored responses of the policies, and the rows of samples.jsonl."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.models.batch import StopTokenId
+
+
+@dataclass(frozen=True)
+class EvalSampling:
+    """Sampling settings of an evaluation: those of PPO's training unless eval.yaml overrides them."""
+
+    temperature: float
+    response_length: int  # maximum, in tokens
+    stop_token_id: StopTokenId
+
+
+@dataclass(frozen=True)
+class SnapshotSeries:
+    """Snapshots of a PPO run: the step of the final policy, and the folders of the others by step."""
+
+    step: int | None = None
+    snapshots: Mapping[int, Path] = field(default_factory=dict)
+    missing: str | None = None  # reason why a requested series is not available
+
+
+@dataclass(frozen=True)
+class EvalResponses:
+    """One policy's scored responses to all prompts in one mode."""
+
+    model: str  # sft, ppo, base, a name of `policies`, best_of_N, ppo_step_NNNNNN for a snapshot, interpolated_SHARE
+    mode: str  # sampled or greedy
+    prompts: list[str]
+    responses: list[str]
+    ended: list[bool]
+    lengths: list[int]
+    scores: dict[str, list[float]]  # judge -> score of each row
+    kl: list[float] | None  # nats, summed over the response; None for near-greedy responses
+    step: int | None = None  # number of PPO updates, for a policy on the frontier
+    share: float | None = None  # of the way from SFT to PPO, for an interpolation
+
+    def rows(self, indices: Sequence[int]) -> "EvalResponses":
+        """Return the responses to some of the prompts."""
+        kl = None if self.kl is None else [self.kl[row] for row in indices]
+        return replace(_merge([self], lambda columns: [columns[0][row] for row in indices]), kl=kl)
+
+
+def concat_responses(parts: Sequence[EvalResponses]) -> EvalResponses:
+    """Concatenate the rows of responses of one policy."""
+    kl = None if parts[0].kl is None else [value for part in parts for value in part.kl or []]
+    return replace(_merge(parts, lambda columns: [*chain.from_iterable(columns)]), kl=kl)
+
+
+def select_best_of_n(draws: Sequence[EvalResponses]) -> EvalResponses:
+    """Select each prompt's draw with the highest `reward` score; KL is None."""
+    rewards = [draw.scores["reward"] for draw in draws]
+    best = [max(range(len(draws)), key=scores.__getitem__) for scores in zip(*rewards, strict=True)]
+
+    merged = _merge(draws, lambda columns: [columns[draw][row] for row, draw in enumerate(best)])
+    return replace(merged, model=f"best_of_{len(draws)}", mode="sampled", kl=None, step=None)
+
+
+def _merge(parts: Sequence[EvalResponses], merge: Callable[[list[list[Any]]], list[Any]]) -> EvalResponses:
+    """Merge each column of the parts, except KL."""
+    first = parts[0]
+    return replace(
+        first,
+        prompts=merge([part.prompts for part in parts]),
+        responses=merge([part.responses for part in parts]),
+        ended=merge([part.ended for part in parts]),
+        lengths=merge([part.lengths for part in parts]),
+        scores={judge: merge([part.scores[judge] for part in parts]) for judge in first.scores},
+    )
+
+
+def sample_rows(evaluated: Iterable[EvalResponses], columns: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of samples.jsonl, one per response; `columns`: of each prompt's row, those that are read."""
+    for batch in evaluated:
+        for row, response in enumerate(batch.responses):
+            sample: dict[str, Any] = {"index": row, "prompt": batch.prompts[row]}
+            if columns[row]:
+                sample["columns"] = columns[row]
+
+            sample |= {
+                "model": batch.model,
+                "mode": batch.mode,
+                "response": response,
+                "ended": batch.ended[row],
+                "length": batch.lengths[row],
+            }
+            if batch.kl is not None:
+                sample["kl"] = batch.kl[row]
+
+            yield {**sample, "scores": {judge: scores[row] for judge, scores in batch.scores.items()}}
+
+
+def group_rows(column: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the indices of the rows with each value of a column, as text, in order of first occurrence."""
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        value = row.get(column)
+        text = value if isinstance(value, str) else json.dumps(value)
+        groups.setdefault(text, []).append(index)
+    return groups
