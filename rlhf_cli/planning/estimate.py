@@ -134,7 +134,7 @@ def _estimate_training(config: TRLConfig, inputs: StageInputs, mode: str, target
     phases = [memory.trl_step(config.stage, model, settings, data.lengths, fixed, gpu=target.gpu)]
     if model.four_bits:  # the finished model is read in full, to be measured
         reading = model.reading(settings.per_device_train_batch_size, data.lengths.row)
-        again = {"weights": model.weights + model.full_weights, "activations": reading}
+        again = {"weights": model.full_weights, "activations": reading}
         phases.append(Phase("read again", 0, memory.peak(again, {})))
     phases += _measuring_phases(config, model, data, steps, target.processes)
 

@@ -133,7 +133,7 @@ CHANGED |= {"per_device_eval_batch_size", "per_device_batch_size", "gradient_che
         ("tldr", ("h100",), "the preset as it is", None),
         ("tldr", ("24",), "whole weights, gradient checkpointing, 8-bit AdamW and policy_head in PPO", None),
         ("tldr", ("h100", "--adapters", "lora"), "LoRA adapters on one base", "lora"),
-        ("hh", ("6",), "LoRA adapters on one 4-bit base", "qlora"),
+        ("hh", ("5.6",), "LoRA adapters on one 4-bit base", "qlora"),
         ("sentiment", ("4",), "", None),
         ("instruct", ("8",), "LoRA adapters on one ", "lora"),
         ("instruct", ("h100", "--adapters", "none"), "whole weights", None),
