@@ -22,7 +22,7 @@ def report(
 
     The file is self-contained. It covers the stages that exist so far, so a running run can be inspected.
     """
-    from rlhf_cli.commands.report import show
+    from rlhf_cli.report import show
 
     run_folders = folders or [only_run()]
     with system.translate_resource_errors(out or run_folders[0]):

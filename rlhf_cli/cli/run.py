@@ -33,9 +33,8 @@ def run(
 
     --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
-    from rlhf_cli.commands.report import show
     from rlhf_cli.config.base import Options
-    from rlhf_cli.pipeline.run import Page, run_folder
+    from rlhf_cli.pipeline.run import run_folder
 
     distributed.require_single_process("run")
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
@@ -44,7 +43,6 @@ def run(
             folder,
             overrides_of(set_, assignments),
             options,
-            page=Page(show.write_beside, show.brief),
             only=only or (),
             start=start,
             force=force or (),

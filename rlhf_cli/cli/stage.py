@@ -94,7 +94,7 @@ def _run_here(config: "Config", options: "Options") -> None:
     with system.translate_resource_errors(config.folder), runs.detect_moved_folder(config.folder):
         _runner(config.stage)(config, options)
         if isinstance(config, EvalConfig):
-            from rlhf_cli.commands.report.show import show_evaluation
+            from rlhf_cli.report.show import show_evaluation
 
             show_evaluation(config)
 

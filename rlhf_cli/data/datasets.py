@@ -29,7 +29,7 @@ from rlhf_cli.data.tokens import (
 from rlhf_cli.errors import RLHFError
 
 if TYPE_CHECKING:
-    from rlhf_cli.data.datasets import *  # noqa: F403
+    pass
     from rlhf_cli.data.sampling import *  # noqa: F403
     from rlhf_cli.data.texts import *  # noqa: F403
     from rlhf_cli.data.tokens import *  # noqa: F403

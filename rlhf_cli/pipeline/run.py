@@ -1,7 +1,6 @@
 """`rlhf run DIR`: run the stages of a folder, each in a child process, and skip those that are up to date by hash."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli import terminal
@@ -14,16 +13,9 @@ from rlhf_cli.evaluation.requirements import check_requirements
 from rlhf_cli.pipeline import children
 from rlhf_cli.pipeline.decide import check_inputs_exist, decide_stage, plan_stages, stage_status
 from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides, select_stages
+from rlhf_cli.report import show
 from rlhf_cli.runs.layout import REPORT
 from rlhf_cli.runs.report import read_report
-
-
-@dataclass(frozen=True)
-class Page:
-    """The report of a run as a page, which is made by a command above this package."""
-
-    write: Callable[[Path], None]  # beside the evaluation in this folder
-    headline: Callable[[Path], tuple[str, bool]]  # of a run, and whether a stage is bad or worth a look
 
 
 def run_folder(
@@ -31,7 +23,6 @@ def run_folder(
     overrides: Sequence[str],
     options: Options,
     *,
-    page: Page,
     only: Sequence[str] = (),
     start: str | None = None,
     force: Sequence[str] = (),
@@ -80,16 +71,16 @@ def run_folder(
                 skipped = "" if stage == last else "; what comes after it was not run"
                 terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
                 if code == 1 and _is_complete_evaluation(config):
-                    show_summary(folder, configs, routed, page=page, met=False)
+                    show_summary(folder, configs, routed, met=False)
                 return code
         elif isinstance(config, EvalConfig):
             try:
-                _show_evaluation(config, page)
+                _show_evaluation(config)
             except RLHFError:
-                show_summary(folder, configs, routed, page=page, met=False)
+                show_summary(folder, configs, routed, met=False)
                 raise
 
-    show_summary(folder, configs, routed, page=page)
+    show_summary(folder, configs, routed)
     return 0
 
 
@@ -98,10 +89,10 @@ def _is_complete_evaluation(config: Config) -> bool:
     return isinstance(config, EvalConfig) and (config.folder / "manifest.json").is_file()
 
 
-def _show_evaluation(config: EvalConfig, page: Page) -> None:
+def _show_evaluation(config: EvalConfig) -> None:
     """Print the report of an evaluation that is up to date. Raises RLHFError R06 for an unmet requirement."""
     if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
-        page.write(config.folder)
+        show.write_beside(config.folder)
     print_report(config.folder)
     check_requirements(read_report(config.folder), config.eval.require, where=config.where)
 
@@ -111,7 +102,6 @@ def show_summary(
     configs: Mapping[str, Config],
     overrides: Mapping[str, Sequence[str]],
     *,
-    page: Page,
     met: bool = True,
 ) -> None:
     """Print the end of a run: the report's headline, next commands, and overrides that no config file has.
@@ -122,7 +112,7 @@ def show_summary(
     if "eval" in configs:
         evaluation = configs["eval"].folder
         if (evaluation / REPORT).is_file():
-            headline, is_suspect = page.headline(evaluation)
+            headline, is_suspect = show.brief(evaluation)
             terminal.out(f"the page says: {headline}")
             if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")

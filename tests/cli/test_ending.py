@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from report_run import report, write_run
-from run_cli import PAGE, rlhf
+from run_cli import rlhf
 
 import rlhf_cli
-from rlhf_cli.commands.report.show import brief, write_beside
 from rlhf_cli.errors import shell_word
 from rlhf_cli.pipeline.run import show_summary
+from rlhf_cli.report.show import brief, write_beside
 
 SOURCE = Path(rlhf_cli.__file__).parent
 
@@ -30,7 +30,7 @@ def test_the_report_comes_first_if_it_shows_a_problem(
 
     def last_lines() -> list[str]:
         capsys.readouterr()
-        show_summary(run, configs, {"ppo": [], "eval": []}, page=PAGE, met=met)
+        show_summary(run, configs, {"ppo": [], "eval": []}, met=met)
         return capsys.readouterr().out.splitlines()
 
     onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR --step selected"] if met else []

@@ -15,7 +15,6 @@ import fake_stage
 import pytest
 from bad_inputs import replace
 from fake_config import CONFIGS, write_configs
-from run_cli import PAGE
 
 from rlhf_cli import config
 from rlhf_cli.config.base import Options
@@ -54,7 +53,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[s
     def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
         capfd.readouterr()
         options = Options(dry_run=dry_run)
-        assert run_folder(Path("."), overrides, options, page=PAGE, **selection) == code  # type: ignore[arg-type]
+        assert run_folder(Path("."), overrides, options, **selection) == code  # type: ignore[arg-type]
         lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
         # The fakes print "sft new", too; a line of the pipeline has the stage's name in a column of 8.
         return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
@@ -188,7 +187,7 @@ def test_a_failed_stage_ends_the_run_with_its_exit_code(
     run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", stage)
-    assert run_folder(Path("."), (), Options(), page=PAGE) == 7
+    assert run_folder(Path("."), (), Options()) == 7
     assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
 
 
@@ -296,7 +295,7 @@ def test_an_override_that_no_config_has_is_reported_if_the_next_run_would_undo_i
 ) -> None:
     def unsaved(*overrides: str) -> list[str]:
         capfd.readouterr()
-        assert run_folder(Path("."), overrides, Options(), page=PAGE) == 0
+        assert run_folder(Path("."), overrides, Options()) == 0
         return [line for line in capfd.readouterr().out.splitlines() if " used -s " in line]
 
     run()

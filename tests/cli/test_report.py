@@ -29,10 +29,10 @@ from report_run import (
 )
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.report import page, tables
-from rlhf_cli.commands.report.show import brief, write_beside
 from rlhf_cli.files import file_sha256
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.report import page, tables
+from rlhf_cli.report.show import brief, write_beside
 from rlhf_cli.runs.read import at_step, read_run
 
 STAGES = ("sft", "reward", "ppo", "eval")

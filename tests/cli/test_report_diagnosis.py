@@ -10,9 +10,9 @@ import pytest
 from ppo_folder import lines
 from report_run import CARD, begin, change, configs, metrics, report, win, words, write_report, write_run
 
-from rlhf_cli.commands.report import compare
-from rlhf_cli.commands.report.show import brief
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.report import compare
+from rlhf_cli.report.show import brief
 from rlhf_cli.runs.read import read_run
 
 FLAG = {"code": "R11", "text": "an empty answer scores above the chosen answer for 50% of 128 prompts"}

@@ -17,11 +17,11 @@ import report_run
 from matplotlib.figure import Figure as Canvas
 from report_run import CARD, answers, begin, change, configs, metrics, report, with_limit, with_policies, write_run
 
-from rlhf_cli.commands.report import charts, compare, frontier, page, tables
-from rlhf_cli.commands.report.charts import WinRateRow
-from rlhf_cli.commands.report.compare import Result
-from rlhf_cli.commands.report.tables import INVISIBLE, visible
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.report import charts, compare, frontier, page, tables
+from rlhf_cli.report.charts import WinRateRow
+from rlhf_cli.report.compare import Result
+from rlhf_cli.report.tables import INVISIBLE, visible
 from rlhf_cli.runs.read import at_step, read_run
 from rlhf_cli.runs.report import Report
 

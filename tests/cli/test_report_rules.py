@@ -9,8 +9,11 @@ import pytest
 from doc_tables import METRICS, cells, section
 from report_run import UPDATES, answers, metrics
 
-from rlhf_cli.commands.report import figures, tables
-from rlhf_cli.commands.report.rules import (
+from rlhf_cli.config.machinery.fields import key_at
+from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.evaluation.sample_pairs import response_pairs
+from rlhf_cli.report import figures, tables
+from rlhf_cli.report.rules import (
     CAUSES,
     IF_FAR,
     IF_NEAR,
@@ -23,9 +26,6 @@ from rlhf_cli.commands.report.rules import (
     reconcile,
     with_values,
 )
-from rlhf_cli.config.machinery.fields import key_at
-from rlhf_cli.config.stages import CONFIGS
-from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.runs.read import Stage
 
 ADVICE = [(rule.key, advice) for rule in RULES for advice in (rule.if_low, rule.if_high) if advice]

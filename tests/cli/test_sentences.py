@@ -15,9 +15,9 @@ import report_worlds as worlds
 from report_run import draws_nothing
 
 from rlhf_cli import statistics
-from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
+from rlhf_cli.report.rules import RULES
 
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share that states it: some have only 32 prompts

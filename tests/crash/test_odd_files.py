@@ -14,11 +14,11 @@ from report_run import CARD, change, draws_nothing, report, write_run
 from rlhf_cli import jsonl, runs
 from rlhf_cli.commands import status as status_table
 from rlhf_cli.commands.export.card import Card
-from rlhf_cli.commands.report import page
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import hash_files, list_files
 from rlhf_cli.models import tokenizers
 from rlhf_cli.pipeline.status import read_run_and_next
+from rlhf_cli.report import page
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import read_run
 from rlhf_cli.runs.report import Report

@@ -10,7 +10,7 @@ from run_cli import python
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
 LAYERS = ("config", "tracking", "data", "runs", "models", "rewards", "evaluation", "ppo", "planning", "stages", "demo")
-LAYERS += ("pipeline", "commands", "cli", "__main__")
+LAYERS += ("report", "pipeline", "commands", "cli", "__main__")
 # Within config/: the machinery knows no schema, and what needs all schemas is above them.
 CONFIG_LAYERS = (
     {"sources", "machinery"},
@@ -21,7 +21,7 @@ CONFIG_LAYERS = (
     {"messages", "loading", "json_schema"},
 )
 TORCH_FREE = (
-    "cli commands.explain commands.convert.write commands.init.presets commands.report.show pipeline.check "
+    "cli commands.explain commands.convert.write commands.init.presets report.show pipeline.check "
     "pipeline.run pipeline.status commands.status config config.ppo data.sources distributed errors "
     "evaluation.print_report evaluation.reward_model evaluation.reward_card files jsonl progress runs runs.layout "
     "statistics system terminal tracking.logs tracking.trackers"
@@ -85,6 +85,13 @@ def test_stages_share_only_what_is_in_common() -> None:
             if target.startswith("stages."):
                 allowed = {stage, "common"} | ({"best_of"} if stage == "sft" else set())
                 assert target.split(".")[1] in allowed, f"{module} imports {target} of another stage"
+
+
+def test_no_command_imports_another() -> None:
+    for module in (name for name in MODULES if name.startswith("commands.")):
+        command = module.split(".")[1]
+        others = {target for target in imports(module) if target.startswith("commands.")}
+        assert all(target.split(".")[1] == command for target in others), f"{module} imports {others}"
 
 
 def test_stages_see_one_module_of_the_planner() -> None:

@@ -45,7 +45,7 @@ EVAL = {
 def no_page() -> Iterator[None]:
     """An evaluation writes no report page, which takes longer than a small evaluation itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf_cli.commands.report.show.write_beside", lambda folder: None)
+        patch.setattr("rlhf_cli.report.show.write_beside", lambda folder: None)
         yield
 
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from markupsafe import Markup
 
-from rlhf_cli.commands.report import charts, page
 from rlhf_cli.files import hash_files, list_files, write_checked_json
 from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.report import charts, page
 from rlhf_cli.runs.read import read_run
 
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from rlhf_cli import statistics
-from rlhf_cli.commands.report import compare, diagnosis, figures
-from rlhf_cli.commands.report.rules import RULES, Rule, limit_of, readings
 from rlhf_cli.evaluation import limit, reward_model, reward_probes, selection
 from rlhf_cli.evaluation.report_text import overhead_sentence
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.evaluation.reward_model import ScoredPair
+from rlhf_cli.report import compare, diagnosis, figures
+from rlhf_cli.report.rules import RULES, Rule, limit_of, readings
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Run, Stage

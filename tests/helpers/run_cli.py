@@ -12,12 +12,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli import cli, runs, terminal
-from rlhf_cli.commands.report import show
 from rlhf_cli.pipeline import children
-from rlhf_cli.pipeline.run import Page
 
 ROOT = Path(__file__).parents[2]
-PAGE = Page(show.write_beside, show.brief)  # as `rlhf run` makes it
 
 
 def rlhf(*arguments: object, **options: Any) -> Result:

@@ -15,8 +15,8 @@ from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks
 from run_cli import must_succeed
 
-from rlhf_cli.commands.report.show import brief
 from rlhf_cli.pipeline import children
+from rlhf_cli.report.show import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
 

@@ -10,11 +10,11 @@ from ppo_folder import EVAL, PPO, evaluate, lines, must_succeed, ppo, rlhf, writ
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import jsonl, runs, statistics
-from rlhf_cli.commands.report import frontier
 from rlhf_cli.evaluation.comparison import win_rates
 from rlhf_cli.evaluation.report_text import disagreement
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.models import tokenizers
+from rlhf_cli.report import frontier
 from rlhf_cli.runs.report import Report
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]

@@ -144,7 +144,7 @@ def test_adapters_are_interpolated_without_a_copy_of_the_weights(
     shared = {weight.data_ptr() for weight in loaded.sft.parameters()} & {w.data_ptr() for w in policy.parameters()}
     assert len(shared) == (0 if dora else len(list(loaded.sft.parameters())))
     assert torch.equal(logits(loaded.sft), logits(sft)), "the SFT model is as before"
-    monkeypatch.setattr("rlhf_cli.commands.report.show.write_beside", lambda folder: None)
+    monkeypatch.setattr("rlhf_cli.report.show.write_beside", lambda folder: None)
     adapter_folder.run(run, "eval")
     report = json.loads((run / "eval/report.json").read_text())
     assert report["models"]["same"] == report["models"]["ppo"]

@@ -14,9 +14,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from rlhf_cli import __version__, data
-from rlhf_cli.commands.report import diagnosis, tables
-from rlhf_cli.commands.report.rules import ILL, Reading, readings
-from rlhf_cli.commands.report.tables import visible
 from rlhf_cli.config.machinery.fields import key_at
 from rlhf_cli.config.machinery.paths import FUNCTION
 from rlhf_cli.config.ppo import KINDS
@@ -28,6 +25,9 @@ from rlhf_cli.errors import CODES, RLHFError
 from rlhf_cli.evaluation import report_text, reward_card
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report import diagnosis, tables
+from rlhf_cli.report.rules import ILL, Reading, readings
+from rlhf_cli.report.tables import visible
 from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
 from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.model_files import read_adapter

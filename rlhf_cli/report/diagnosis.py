@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.commands.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
-from rlhf_cli.commands.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.config.ppo import WatchdogSettings
 from rlhf_cli.evaluation.report_text import (
     OWN_REWARD,
@@ -22,6 +20,8 @@ from rlhf_cli.evaluation.report_text import (
 from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
+from rlhf_cli.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import Report, RewardModelCard, WinRates, reward_model_result
 from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_cli.commands.report.charts import INK, SERIES, mark, render
-from rlhf_cli.commands.report.tables import visible
 from rlhf_cli.evaluation.report_text import other_policies, ppo_points
 from rlhf_cli.files import write_text
+from rlhf_cli.report.charts import INK, SERIES, mark, render
+from rlhf_cli.report.tables import visible
 from rlhf_cli.runs.report import InterpolatedPolicy, LimitPoint, PolicyScores, Report
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_cli import __version__
-from rlhf_cli.commands.report import diagnosis, figures, tables
-from rlhf_cli.commands.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.config.ppo import SIGNAL_MESSAGES
 from rlhf_cli.evaluation import report_text, sample_pairs
 from rlhf_cli.evaluation.reward_card import card_rows
 from rlhf_cli.evaluation.reward_model import FIXED_LIMITS, MAX_ECE, MIN_PROBE_LIMIT, ece_limit, mean_confidence
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report import diagnosis, figures, tables
+from rlhf_cli.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
 from rlhf_cli.runs.report import Report, RewardModelCard, reward_model_result
@@ -122,7 +122,7 @@ def render_template(template: str, **values: Any) -> str:
     """Render a page. Every printed value is escaped and made visible, except our own script, style and figures."""
     import jinja2
 
-    loader = jinja2.PackageLoader("rlhf_cli.commands.report", "templates")
+    loader = jinja2.PackageLoader("rlhf_cli.report", "templates")
     environment = jinja2.Environment(
         loader=loader,
         autoescape=True,

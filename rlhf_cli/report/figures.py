@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_cli.commands.report import charts
-from rlhf_cli.commands.report.charts import Figure, WinRateRow, figure
-from rlhf_cli.commands.report.frontier import ON_PAGE, draw_panel
-from rlhf_cli.commands.report.rules import ILL, Reading, Series, by_cause, readings, with_values
-from rlhf_cli.commands.report.tables import number, percent
 from rlhf_cli.evaluation import report_text
 from rlhf_cli.evaluation.sample_pairs import response_pairs
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.report import charts
+from rlhf_cli.report.charts import Figure, WinRateRow, figure
+from rlhf_cli.report.frontier import ON_PAGE, draw_panel
+from rlhf_cli.report.rules import ILL, Reading, Series, by_cause, readings, with_values
+from rlhf_cli.report.tables import number, percent
 from rlhf_cli.runs.read import Run, Stage
 from rlhf_cli.runs.report import FrontierPoint, Report, RewardModelCard
 

@@ -25,7 +25,7 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     RLHFError M01 for folders without a stage, C07 and M10 for `step`, C15 if the path has a file that is not a report,
     E03 if it cannot be written.
     """
-    from rlhf_cli.commands.report import compare, diagnosis, page
+    from rlhf_cli.report import compare, diagnosis, page
 
     runs: list[Run] = []
     collect_errors(*(partial(lambda folder: runs.append(read_run(folder)), folder) for folder in folders))
@@ -65,7 +65,7 @@ def show_evaluation(config: EvalConfig) -> None:
         return
     report = read_report(config.folder)
     if report_text.has_frontier(report):
-        from rlhf_cli.commands.report.frontier import draw_file
+        from rlhf_cli.report.frontier import draw_file
 
         draw_file(report, config.folder / "frontier.svg")
     write_beside(config.folder)
@@ -77,7 +77,7 @@ def write_beside(eval_folder: Path) -> None:
     """Write report.html in an evaluation's folder. The evaluation is complete by then: a failure is a warning (R15)."""
     target = eval_folder / REPORT
     try:
-        from rlhf_cli.commands.report import page
+        from rlhf_cli.report import page
 
         _require_own_file(target)
         write_text(target, page.of_run(read_run(eval_folder)))
@@ -92,7 +92,7 @@ def brief(folder: Path) -> tuple[str, bool]:
 
     Raises RLHFError M01 if there is no stage.
     """
-    from rlhf_cli.commands.report import diagnosis
+    from rlhf_cli.report import diagnosis
 
     run = read_run(folder)
     badges = diagnosis.badges(run)
@@ -101,7 +101,7 @@ def brief(folder: Path) -> tuple[str, bool]:
 
 def _require_own_file(target: Path) -> None:
     """Raise RLHFError C15 if the path has a file that is not a report, E03 if it cannot be written."""
-    from rlhf_cli.commands.report.page import GENERATOR
+    from rlhf_cli.report.page import GENERATOR
 
     hint = "choose another path: --out FILE"
     if target.is_dir():
