@@ -10,7 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from rlhf_cli import system
+from rlhf_cli import distributed, system, terminal
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stages import TRLConfig, adapter_kind
 
 SMALL_MODEL_PARAMETERS = 5_000_000
 MAX_GROWTH = 2**28  # bytes of a process that are too many to keep if most of them are free
@@ -102,3 +105,33 @@ def measure_cpu_share(function: Callable[[], T]) -> tuple[T, float]:
 def autocast(*, bf16: bool) -> torch.autocast:
     """Return the context manager in which models compute in bfloat16, if set."""
     return torch.autocast(device().type, dtype=torch.bfloat16, enabled=bf16)
+
+
+def _on_cpu() -> bool:
+    return device().type == "cpu"
+
+
+def warn_unsupported(config: Config) -> None:
+    """Warn of settings that have no effect here (E01) or are slow (E02)."""
+    section = "model" if isinstance(config, TRLConfig) else "models"
+    dtypes = {f"{section}.dtype": getattr(config, section).dtype}
+    if getattr(config, config.stage).bf16:
+        dtypes[f"{config.stage}.bf16"] = "bfloat16"
+    for key, dtype in dtypes.items():
+        if dtype != "auto" and not supports_dtype(dtype):
+            text = f"{dtype} does not work on {device_name()}, float32 is used"
+            terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
+    if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
+        text = "offload moves models from a GPU to CPU memory, and this machine has no GPU: it has no effect"
+        terminal.warn("E01", text, where=config.where("ppo.offload"), hint="leave ppo.offload out")
+    if isinstance(config, PPOConfig) and config.ppo.fsdp and distributed.world_size() == 1:
+        text = "fsdp shards models over several processes, and this is one process: it has no effect"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
+    elif isinstance(config, PPOConfig) and config.ppo.fsdp == "hybrid" and distributed.num_machines() == 1:
+        text = f"fsdp: hybrid replicates models over machines, and all {distributed.world_size()} processes are on one"
+        hint = "ppo.fsdp: true is the same; a launcher for several machines sets LOCAL_WORLD_SIZE"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint=hint)
+    if adapter_kind(config) == "qlora" and _on_cpu():
+        text = f"weights in 4 bits work on {device_name()}, but slowly"
+        where = config.where(f"{section}.adapters.kind")
+        terminal.warn("E02", text, where=where, hint="lora is faster if the weights fit in memory without quantization")

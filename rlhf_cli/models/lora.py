@@ -5,6 +5,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli import terminal
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sections import LoRA
-from rlhf_cli.config.stages import TRLConfig
-from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, shown
+from rlhf_cli.config.stages import TRLConfig, adapter_kind
+from rlhf_cli.errors import RLHFError, at_location, did_you_mean, first_names, install_hint, shown
 from rlhf_cli.models import build, devices, tokenizers
 from rlhf_cli.runs.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED
 from rlhf_cli.runs.parents import Parent
@@ -407,3 +409,26 @@ def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
     model.config.get_text_config().pad_token_id = build.pad_token_id(config)
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)
+
+
+# Values of the `optim` keys and of adapters.kind that need bitsandbytes; the names are transformers'.
+BITSANDBYTES = {
+    "qlora", "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit",
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_ademamix_8bit", "paged_ademamix_32bit", "paged_lion_8bit",
+    "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise",
+}  # fmt: skip
+
+
+def require_bitsandbytes(config: Config) -> None:
+    """Raise RLHFError E09 if the config asks for 4 or 8 bits and bitsandbytes is not installed."""
+    section = "models" if isinstance(config, PPOConfig) else "model"
+    requested = {f"{section}.adapters.kind": adapter_kind(config)}
+    if isinstance(config, PPOConfig):
+        requested["ppo.optim"] = config.ppo.optim
+    elif isinstance(config, TRLConfig) and "optim" in config.trainer:
+        requested["trainer.optim"] = config.trainer["optim"]
+    for key, value in requested.items():
+        if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
+            text = f"{key}: {value} needs bitsandbytes, which is not installed"
+            raise RLHFError("E09", text, where=config.where(key), hint=install_hint("qlora"))

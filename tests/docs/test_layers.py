@@ -1,11 +1,21 @@
 """Layers of the house: a package imports only from packages below it, and no module import is circular."""
 
 import ast
+import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FrameType
 
+import pytest
 from run_cli import python
+
+from rlhf_cli import runs
+from rlhf_cli.config import loading
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.models import load
+from rlhf_cli.stages.ppo.run import run
 
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
 # From the ground up; the modules at the top of rlhf_cli/ and the table of error codes are below all packages.
@@ -105,3 +115,32 @@ def test_light_modules_import_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'scipy', 'rich'} & sys.modules.keys()"
     result = python("-c", f"import sys; {names} print({heavy})")
     assert (result.stdout.strip(), result.stderr) == ("set()", "")
+
+
+def test_a_reader_of_the_ppo_stage_follows_the_config_through_few_functions(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of stages/ that hold the config from `rlhf ppo` until the first model is loaded, in a real run."""
+    seen: set[str] = set()
+
+    class ModelIsLoaded(BaseException):
+        pass
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and ROOT / "stages" in file.parents and isinstance(frame.f_locals.get("config"), PPOConfig):
+            seen.add(f"{file.name}:{frame.f_code.co_name}")
+
+    def load_causal_lm(*_: object, **__: object) -> None:
+        raise ModelIsLoaded
+
+    monkeypatch.setattr(load, "load_causal_lm", load_causal_lm)
+    config = loading.load("ppo", run_folder / "ppo.yaml")
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(ModelIsLoaded):
+            run(config, Options())
+    finally:
+        sys.setprofile(None)
+        runs.release()
+    assert len(seen) <= 12, sorted(seen)

@@ -115,7 +115,7 @@ def test_the_stage_offloads_models_and_writes_the_same_bytes(run_folder, monkeyp
     assert ppo(run_folder).exit_code == 0
     plain = output(run_folder)
     trainers, init = [], PPOTrainer.__init__
-    monkeypatch.setattr(machine, "_on_cpu", lambda: False)
+    monkeypatch.setattr(devices, "_on_cpu", lambda: False)
     on_a_gpu = lambda settings: settings.model_copy(update={"bf16": False})  # noqa: E731
     monkeypatch.setattr(machine, "settings_for_this_machine", on_a_gpu)
     monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *a, **k: (init(self, *a, **k), trainers.append(self))[0])

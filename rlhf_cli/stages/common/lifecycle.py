@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rlhf_cli import data, runs, system, terminal
@@ -62,7 +63,7 @@ def run_stage(config: C, options: Options, train: Callable[[C, StageRun], None],
         if check and (options.fresh or runs.stage_status(config, identity).state != "finished"):
             check(parents)
         status = process_group.run_on_main(
-            lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+            partial(runs.start_stage, config, identity, parents, fresh=options.fresh, device=devices.device_name())
         )
         if status == "finished":
             terminal.say(f"{config.stage:<8} finished already: {runs.shown(config.folder)}")
