@@ -47,9 +47,9 @@ def watch_stage(stage: str) -> Iterator[tensors.Bytes]:
     owner, name, models_of = TRAINING[stage]
     original, maxima = getattr(owner, name), tensors.Bytes()
 
-    def train(subject: Any, *others: Any) -> Any:
+    def train(subject: Any, *others: Any, **named: Any) -> Any:
         with tensors.watch_training(models_of(subject)) as training:
-            result = original(subject, *others)
+            result = original(subject, *others, **named)
         maxima.update(training)
         return result
 

@@ -46,9 +46,9 @@ def plan(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands.plan import run as plan
+        from rlhf_cli.commands.plan.run import print_plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = overrides_of(set_, assignments)
     hardware: dict[str, Any] = {"flops": flops, "gpu": gpu, "processes": nproc, "machines": machines}
-    plan.run(path, overrides, options, mode=mode, prompt=prompt, as_json=as_json, **hardware)
+    print_plan(path, overrides, options, mode=mode, prompt=prompt, as_json=as_json, **hardware)

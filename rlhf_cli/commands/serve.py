@@ -85,7 +85,7 @@ def _can_load_adapter(model: Parent, base: Parent) -> bool:
 def rollout_server(folder: Path, options: Options) -> tuple[str, str]:
     """Return the command for models.engine of RUN/ppo.yaml, and what must run before. Raises RLHFError C11 for others.
 
-    Raises RLHFError as `config.load`, `runs.open_reference` and `setup.read_prompts`, too.
+    Raises RLHFError as `config.load`, `runs.open_reference` and `reading.read_prompts`, too.
     """
     run = folder.resolve().parent if (folder / "identity.json").is_file() else folder
     ppo = config.load("ppo", run / "ppo.yaml")

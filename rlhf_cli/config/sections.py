@@ -340,6 +340,8 @@ class TrainerSettings(Section):
 
 
 class PairConfig(TrainingConfig):
+    """Config of a stage that trains on preference pairs."""
+
     model: RewardModel = Field(default_factory=RewardModel)
     data: RewardData
 

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
@@ -27,12 +27,6 @@ from rlhf_cli.data.tokens import (
     variables_hint,
 )
 from rlhf_cli.errors import RLHFError
-
-if TYPE_CHECKING:
-    pass
-    from rlhf_cli.data.sampling import *  # noqa: F403
-    from rlhf_cli.data.texts import *  # noqa: F403
-    from rlhf_cli.data.tokens import *  # noqa: F403
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))

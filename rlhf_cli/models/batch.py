@@ -18,7 +18,9 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from rlhf_cli.data.datasets import Prompt
 
+
 Record = Mapping[str, Any]  # a row of the data: "prompt", its text or messages, and the further columns
+IGNORE_INDEX = -100  # label of a token that is not trained
 StopTokenId = int | Sequence[int] | None  # several end a response as transformers' eos_token_id does; None: none
 
 

@@ -24,16 +24,7 @@ from rlhf_cli.rewards import trial
 from rlhf_cli.rewards.results import RewardFormError
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.resolve import is_policy_key, is_scorer_key
-from rlhf_cli.stages.common import (
-    batch_sizes,
-    machine,
-    model_loading,
-    reading,
-    scoring,
-    shared_base,
-    trainable_model,
-    training_rows,
-)
+from rlhf_cli.stages.common import batch_sizes, machine, model_loading, reading, scoring, trainable_model, training_rows
 from rlhf_cli.stages.eval import evaluation_inputs
 from rlhf_cli.stages.ppo import prompt_rows, reward_sources, setup
 
@@ -168,7 +159,7 @@ class StageValidator:
                 setup.stop_token_id(config, tokenizer, parent, vocabulary)
                 for key, scorer in scorers.items():
                     end = scoring.end_token_ids(scorer.tokenizer or tokenizer)
-                    shared_base.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
+                    scoring.warn_pad_is_end_token(scorer.model_config, end, config.where(key))
 
         prompts = self._read_prompts(stage, "data.prompts", tokenizer, model_config)
         held_out = self._read_prompts(stage, "data.eval_prompts", tokenizer, model_config)

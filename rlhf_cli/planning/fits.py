@@ -48,14 +48,20 @@ class RolloutRows(NamedTuple):
 def rollout_rows(
     config: PPOConfig, parents: Mapping[str, Parent], prompt_length: int, episodes: int
 ) -> RolloutRows | None:
-    """Return how many of a process's `episodes` fit in its GPU at a time, once all models are loaded; None on a CPU."""
+    """Return how many of a process's `episodes` fit in its GPU at a time, once all models are loaded; None on a CPU.
+
+    All of them if a model cannot be counted, such as one with code of its own.
+    """
     target = _target()
     if not target.gpu:
         return None
     target = replace(target, memory=devices.available_bytes())
-    bodies, adapters = _bodies(config, parents)
     lengths = Lengths(prompt_length, config.ppo.max_response_length)
-    _, ppo = ppo_memory(config, bodies, mode_of(config), target, lengths, adapters)
+    try:
+        bodies, adapters = _bodies(config, parents)
+        _, ppo = ppo_memory(config, bodies, mode_of(config), target, lengths, adapters)
+    except (RLHFError, ValueError):
+        return RolloutRows(episodes, target.memory)
     return RolloutRows(ppo.rollout_rows(episodes), target.memory)
 
 

@@ -320,7 +320,7 @@ class VLLMEngine:
         text = f"step {self.update + 1}: the server at {self.server.url} {text}; nothing was trained on its draws"
         return RLHFError("R19", text, hint="the same command resumes; docs/engines.md has the causes")
 
-    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> "RowLogprobs":
+    def _logprobs(self, model: Any, rollout: Rollout, row: int) -> RowLogprobs:
         """Return the log-probs of a row's response tokens by `model`, on the CPU."""
         rows = torch.tensor([row], device=rollout.ids.device)
         micro_batch = rollout.micro_batch(rows)

@@ -50,7 +50,7 @@ class ScoredRow(StrictModel):
 
 
 class BestStep(StrictModel):
-    """The step of PPO at which the metric of `output.best_metric` was the highest."""
+    """The snapshot of PPO whose metric was the highest: a held-out judge's score, else the objective's."""
 
     step: int
     metric: str

@@ -25,7 +25,8 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages.common import held_out, lifecycle, model_loading, scoring, trainable_model, training_rows
-from rlhf_cli.stages.common.shared_base import SharedBaseModels, warn_pad_is_end_token
+from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
+from rlhf_cli.stages.common.shared_base import SharedBaseModels
 
 FILE = "best_of.jsonl"  # in the stage's folder: one row a prompt, those of data.train before those of data.eval
 Answer = dict[str, Any]  # a row of FILE

@@ -22,6 +22,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.dpo import DPOConfig, DPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, lora
+from rlhf_cli.models.batch import IGNORE_INDEX
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages.common import (
@@ -33,7 +34,7 @@ from rlhf_cli.stages.common import (
     trl_trainer,
     trl_training,
 )
-from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX, use_own_lm_head
+from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from rlhf_cli.stages.common.trainable_model import load_sft_model, load_tokenizer_and_model
 from rlhf_cli.statistics import share_interval, with_interval
 

@@ -402,12 +402,13 @@ def make_report_card(
     for problem in problems:
         terminal.warn(problem.code, problem.text, where=shown(config.folder), hint=problem.hint)
     card = reward_model.with_flags(card, problems)
+    assert card.margin is not None, "only cards of older versions have none"
 
     batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
     metrics = {
         "loss": _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows]),
         "accuracy": card.accuracy,
-        "margin": sum(pair.margin for pair in pairs) / len(pairs),
+        "margin": card.margin,
         **_score_range(pairs, batch_size),
     }
     return card, metrics

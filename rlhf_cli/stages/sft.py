@@ -16,11 +16,12 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load
+from rlhf_cli.models.batch import IGNORE_INDEX
 from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.stages import best_of
 from rlhf_cli.stages.common import held_out, lifecycle, training_rows, trl_trainer, trl_training
-from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX, use_own_lm_head
+from rlhf_cli.stages.common.cpu_loss import use_own_lm_head
 from rlhf_cli.stages.common.trainable_model import load_tokenizer_and_model
 
 TokenRows = list[dict[str, list[int]]]

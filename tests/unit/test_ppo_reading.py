@@ -14,7 +14,7 @@ from rlhf_cli.models import build, forward, save
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import reward
-from rlhf_cli.stages.common.shared_base import warn_pad_is_end_token
+from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
 
 QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
 ROLLOUT = Rollout.from_lists(QUERIES, RESPONSES)

@@ -15,12 +15,10 @@ from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.errors import RLHFError
 
 RATE_SHARE = 0.1  # of the reward model's learning rate, as the defaults of the two stages are: 1e-5 and 1e-6
-BEST_OF = "best_of"  # a run's folder in that of the run whose models it reads
+BEST_OF_FOLDER = "best_of"  # a run's folder in that of the run whose models it reads
 NUM_ANSWERS, MAX_ANSWERS, EPOCHS = 16, 64, 4  # of best-of-n SFT; more than 16 answers where prompts are few
 NOT_SHARED = {"num_train_epochs", "max_steps", "logging_steps", "eval_steps"}  # with the stage whose sizes it has
-
-
-MODEL_KEYS = ("adapters", "revision", "dtype", "attn_implementation")  # that the model has in PPO, too
+SHARED_MODEL_KEYS = ("adapters", "revision", "dtype", "attn_implementation")  # that the model has in PPO, too
 PPO_DATA = ("prompts", "eval_prompts", "ptx_data")
 
 
@@ -83,7 +81,7 @@ def write_best_of(folder: Path) -> None:
     values = {
         "seed": tree["seed"],
         "path": _inside(folder, ppo.models.sft),
-        "model": {key: models[key] for key in MODEL_KEYS if key in models},
+        "model": {key: models[key] for key in SHARED_MODEL_KEYS if key in models},
         "data": {key: value for key, value in data.items() if key not in PPO_DATA},
         "max_rows": None if has_limit else min(prompts, max(batch, episodes // n)),
         "episodes": episodes,
@@ -95,8 +93,8 @@ def write_best_of(folder: Path) -> None:
         "settings": _training(tree[stage], sizes, ppo),
         "trainer": to_yaml(tree["trainer"]) if "trainer" in tree else None,
     }
-    (folder / BEST_OF).mkdir(exist_ok=True)
-    write_config("sft", folder / BEST_OF / "sft.yaml", "best_of.yaml.jinja", values, folder)
+    (folder / BEST_OF_FOLDER).mkdir(exist_ok=True)
+    write_config("sft", folder / BEST_OF_FOLDER / "sft.yaml", "best_of.yaml.jinja", values, folder)
 
 
 def _sampling(ppo: PPOConfig) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from typing import Any
 
 from rlhf_cli import config
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_value
+from rlhf_cli.config.sections import LEARNING_RATE_FACTOR
 from rlhf_cli.config.stages import adapter_kind
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build
 from rlhf_cli.planning.model_size import Lengths
 from rlhf_cli.planning.placement import MAX_ROWS, Batch, MemoryPlanner, Placement, memory_line, require_known
 from rlhf_cli.planning.target import Target
-
-ADAPTER_RATE = 10  # times the learning rate of whole weights, as the defaults have it (docs/scaling.md)
 
 
 def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: str | None, gpu: str | None) -> str:
@@ -90,7 +89,7 @@ def _values(stage: str, planner: MemoryPlanner, chosen: Placement, own: Any, *, 
     gets_adapters = chosen.adapters is not None
     if stage != "eval" and has_adapters != gets_adapters:
         rate = settings.learning_rate
-        values[f"{stage}.learning_rate"] = rate * ADAPTER_RATE if gets_adapters else rate / ADAPTER_RATE
+        values[f"{stage}.learning_rate"] = rate * LEARNING_RATE_FACTOR if gets_adapters else rate / LEARNING_RATE_FACTOR
     return values
 
 

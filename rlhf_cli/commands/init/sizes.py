@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.init.fit_preset import ADAPTER_RATE
 from rlhf_cli.commands.init.pairs import Lengths
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import apply_overrides
 from rlhf_cli.config.machinery.section import Origin
 from rlhf_cli.config.machinery.yaml_io import YamlFile
+from rlhf_cli.config.sections import LEARNING_RATE_FACTOR
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.models import build, devices, load, weight_files
 from rlhf_cli.planning import model_size
@@ -40,7 +40,7 @@ SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final p
 FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
 
 
-BEST_OF = 4  # answers to a prompt in the evaluation
+EVAL_BEST_OF = 4  # answers to a prompt in the evaluation
 MIN_BF16_GAIN = 1.2  # on a CPU; a smaller one may be noise
 BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the batch whose speed is measured
 
@@ -195,7 +195,7 @@ def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
 
 def learning_rate(stage: str, parameters: int, adapters: str | None = None) -> str:
     """Return the peak learning rate for a model of this size, to one digit, as written in YAML."""
-    base = BASE_LEARNING_RATES[stage] * (ADAPTER_RATE if adapters else 1)
+    base = BASE_LEARNING_RATES[stage] * (LEARNING_RATE_FACTOR if adapters else 1)
     exact = min(MAX_LEARNING_RATES[stage], base * (1e9 / parameters) ** LEARNING_RATE_EXPONENT)
     return f"{exact:.0e}".replace("e-0", "e-")
 
@@ -232,7 +232,7 @@ def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Size
         if allowed >= min(sizes.total_episodes, MIN_UPDATES * EPISODES_PER_UPDATE):
             break
     episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
-    answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
+    answers = 2 * 2 + EVAL_BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
     prompt_s = answers * (response_s + row_s)
     eval_n = min(sizes.eval_n, max(MIN_EVAL_PROMPTS, _round_to_two_digits(int(0.1 * limit / prompt_s))))
     total_s = sft_s + reward_s + dpo_s + episodes * episode_s + eval_n * prompt_s

@@ -24,7 +24,6 @@ from rlhf_cli.models.load import read_config
 from rlhf_cli.planning.estimate import DataSize, StageInputs
 from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import resolve
-from rlhf_cli.runs.parents import read_manifest
 from rlhf_cli.stages.common import model_loading, trainable_model
 from rlhf_cli.stages.eval import evaluation_inputs
 
@@ -162,7 +161,7 @@ class ModelResolver:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml") if read_manifest(folder)[0].stage != "dpo" else None
+            return load("ppo", folder / "config.yaml") if runs.read_manifest(folder)[0].stage != "dpo" else None
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None
 

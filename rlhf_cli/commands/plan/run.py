@@ -28,7 +28,7 @@ from rlhf_cli.runs.resolve import models_in_memory
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 
 
-def run(
+def print_plan(
     path: Path,
     overrides: Sequence[str],
     options: Options,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # label of a token that is not trained
+from rlhf_cli.models.batch import IGNORE_INDEX
 
 
 def use_own_lm_head(model: Any) -> None:

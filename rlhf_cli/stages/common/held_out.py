@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rlhf_cli.models import build, forward
-from rlhf_cli.models.batch import right_pad
+from rlhf_cli.models.batch import IGNORE_INDEX, right_pad
 from rlhf_cli.models.parallel import ProcessGroup
-from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import forward, load, lora, tokenizers
+from rlhf_cli.models import build, forward, load, lora, tokenizers
 from rlhf_cli.models.batch import Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.devices import autocast
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
@@ -89,8 +89,8 @@ def build_model_reward(
 ) -> ModelReward:
     """Build a reward source from a reward model that was loaded from `parent`, scoring `rows` at a time.
 
-    `own_tokenizer` is the result of `load_own_tokenizer`; `options` (packed, offloaded) are passed to ModelReward.
-    Raises RLHFError as `retokenize_prompts` does.
+    `own_tokenizer` is the result of `load_own_tokenizer`; `options` (packed, offloaded, bf16) are
+    ModelReward's. Raises RLHFError as `retokenize_prompts` does.
     """
     closing = closing_ids(parent, model, own_tokenizer or policy_text.tokenizer)
     if own_tokenizer is None:
@@ -179,3 +179,10 @@ def _probe_tolerance(model: Any, stored: torch.Tensor, *, bf16: bool) -> float:
     if bf16 or model.dtype == torch.bfloat16:
         return max(PROBE_TOLERANCE, PROBE_TOLERANCE_BF16 * spread)
     return PROBE_TOLERANCE
+
+
+def warn_pad_is_end_token(model_config: Any, end_token_ids: tuple[int, ...], where: str) -> None:
+    """Warn (T01) if an external reward model's pad token is also the (first) token that ends its training pairs."""
+    if end_token_ids and build.pad_token_id(model_config) == end_token_ids[0]:
+        text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
+        terminal.warn("T01", text, where=where)

@@ -17,7 +17,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, at_location
-from rlhf_cli.models import build, devices, load, lora, row_trial, sharding, tokenizers
+from rlhf_cli.models import devices, load, lora, row_trial, sharding, tokenizers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import model_loading
 
@@ -125,10 +125,3 @@ class SharedBaseModels:
                 key="models.adapters",
             )
         return adapted.to(devices.device())
-
-
-def warn_pad_is_end_token(model_config: Any, end_token_ids: tuple[int, ...], where: str) -> None:
-    """Warn (T01) if an external reward model's pad token is also the (first) token that ends its training pairs."""
-    if end_token_ids and build.pad_token_id(model_config) == end_token_ids[0]:
-        text = "the reward model's pad token is its EOS: scores are read at the token before it, as in its training"
-        terminal.warn("T01", text, where=where)

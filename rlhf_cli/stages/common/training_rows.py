@@ -11,8 +11,8 @@ from rlhf_cli.config.sft import SFTConfig
 from rlhf_cli.config.stages import TRLConfig, settings_of
 from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.models import load
+from rlhf_cli.models.batch import IGNORE_INDEX
 from rlhf_cli.stages.common import batch_sizes, reading
-from rlhf_cli.stages.common.cpu_loss import IGNORE_INDEX
 
 SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
 

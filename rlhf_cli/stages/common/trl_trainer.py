@@ -174,9 +174,3 @@ def _construct(config: TRLConfig, trl_class: Any, **kwargs: Any) -> Any:
     except (ValueError, TypeError, ImportError) as error:
         text = f"TRL rejects these settings: {' '.join(str(error).split())}"
         raise RLHFError("C17", text, where=config.where("trainer")) from error
-
-
-# Training
-
-
-# Model card

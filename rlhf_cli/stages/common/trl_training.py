@@ -92,7 +92,7 @@ def train_and_save(
         steps = _run_trainer(trainer, log, config.stage, resumed)
 
     card = model_card(config, stage.parents, len(rows), steps, note)
-    _save(trainer, tokenizer, config.folder / "model", card)
+    _save(trainer, tokenizer, stop_token_id, config.folder / "model", card)
     return TrainedModel(steps, log, trained_base(trainer, config))
 
 
@@ -143,10 +143,11 @@ def _reject_unsafe_pickles(checkpoint: Path | None) -> Iterator[None]:
         raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used if there is one") from error
 
 
-def _save(trainer: Any, tokenizer: Any, folder: Path, card: str) -> None:
+def _save(trainer: Any, tokenizer: Any, stop_token_id: int, folder: Path, card: str) -> None:
     """Write the trained model to `folder`, with its tokenizer and card."""
     model = trainer.model
     sharding.disable_zero3()
+    save.set_special_token_ids(model, tokenizer, stop_token_id)  # the trainer may have put the tokenizer's first
     build.disable_router_logits(model)
     trainer.process_group.gather_results(partial(save.save_trained, model, tokenizer, folder, card))
 

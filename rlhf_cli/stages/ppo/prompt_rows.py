@@ -28,7 +28,7 @@ def read_train_and_eval(config: PPOConfig, tokenizer: Any, model_config: Any) ->
     return prompts, eval_prompts
 
 
-def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts: data.Rows[Any] | None) -> None:
+def check_prompt_counts(config: PPOConfig, prompts: PromptRows, eval_prompts: PromptRows | None) -> None:
     """Raise RLHFError D11 or C17 if the prompts make no update, or none after value_only_updates. Warns D13, C14."""
     if eval_prompts is not None:
         data.warn_shared(prompts, eval_prompts, where=config.where("data.eval_prompts"))
@@ -44,7 +44,7 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
     batch_sizes.warn_long_intervals(config, num_updates)
 
 
-def _check_prompts_per_update(config: PPOConfig, prompts: data.Rows[Any]) -> None:
+def _check_prompts_per_update(config: PPOConfig, prompts: PromptRows) -> None:
     """Raise RLHFError D11 if there are fewer prompts than an update takes."""
     settings = config.ppo
     needed = settings.prompts_per_update

@@ -22,7 +22,8 @@ from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.rewards.signature import RewardFn, check_columns
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.common import model_loading, scoring
-from rlhf_cli.stages.common.shared_base import SharedBaseModels, warn_pad_is_end_token
+from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
+from rlhf_cli.stages.common.shared_base import SharedBaseModels
 
 
 @dataclass
