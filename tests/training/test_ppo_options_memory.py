@@ -11,6 +11,7 @@ from run_cli import is_one_error, must_succeed, rlhf
 from torch import nn
 
 from rlhf_cli import jsonl, runs
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import devices, lora, save
 from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.planning import fits
@@ -59,6 +60,19 @@ def test_a_gpu_generates_as_many_responses_at_a_time_as_fit(run_folder, monkeypa
     others = [row.pop(name) for row in found for name in ("rollout/logprob_gap", "rollout/logprob_gap_p99")]
     assert max(gaps + others) < 1e-5  # rounding, which depends on the number of rows
     assert found == expected and (run_folder / "ppo/identity.json").read_bytes() == identity
+
+
+def test_a_model_that_cannot_be_counted_generates_all_rows_at_once(run_folder, monkeypatch):
+    """As one with code of its own, whose config the planner does not run."""
+    config = load("ppo", run_folder / "ppo.yaml")
+    monkeypatch.setattr(fits, "_target", lambda: Target(True, 2**40, "a GPU"))
+    monkeypatch.setattr(devices, "available_bytes", lambda: 2**20)
+    parents = runs.open_parents(config)
+    assert fits.rollout_rows(config, parents, prompt_length=8, episodes=8).rows < 8
+    sft = json.loads((run_folder / "sft_model/config.json").read_text())
+    own_code = {**sft, "auto_map": {"AutoModelForCausalLM": "own.Model"}, "model_type": "own"}
+    (run_folder / "sft_model/config.json").write_text(json.dumps(own_code))
+    assert fits.rollout_rows(config, parents, prompt_length=8, episodes=8).rows == 8
 
 
 # offload
