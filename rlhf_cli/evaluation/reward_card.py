@@ -16,7 +16,7 @@ from rlhf_cli.evaluation.reward_model import (
 )
 from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
 from rlhf_cli.runs.parents import FOREIGN, Parent
-from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, reward_model_result
+from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard
 from rlhf_cli.statistics import with_interval
 
 KEY = "ppo.require_reward"
@@ -119,7 +119,7 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
 def _unmet_requirements(config: PPOConfig, parent: Parent) -> list[Problem]:
     assert config.ppo.require_reward
     folder = shown(parent.path)
-    result = reward_model_result(parent.manifest.card, parent.manifest.metrics)
+    result = parent.manifest.reward_model
     if result is None:
         return [_no_card(config, parent)]
 

@@ -20,7 +20,6 @@ from rlhf_cli.runs.report import (
     PromptGroups,
     Report,
     RewardModelCard,
-    reward_model_result,
 )
 
 
@@ -155,7 +154,7 @@ def _with_reward_model(report: Report, parents: Mapping[str, Parent]) -> Report:
 
 
 def _with_card(report: Report, path: Path, stage: str, manifest: runs.Manifest) -> Report:
-    result = reward_model_result(manifest.card, manifest.metrics)
+    result = manifest.reward_model
     if result is None:
         return report.with_changes(no_reward_card=f"{shown(path)}: {missing_card_reason(stage)}")
     if isinstance(result, RewardModelCard):

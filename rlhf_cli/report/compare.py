@@ -16,7 +16,7 @@ from rlhf_cli.report.rules import RULES, Rule, Series
 from rlhf_cli.report.tables import bounds, number, percent, rated, stage_row, total_seconds
 from rlhf_cli.runs.layout import STAGES
 from rlhf_cli.runs.read import Run
-from rlhf_cli.runs.report import PolicyScores, Report, WinRate, reward_model_result
+from rlhf_cli.runs.report import PolicyScores, Report, WinRate
 from rlhf_cli.runs.settings import between
 from rlhf_cli.statistics import bonferroni_z, last_quarter, wilson_difference
 
@@ -120,8 +120,7 @@ def _held_out_loss(run: Run) -> Result:
 
 
 def _accuracy(run: Run) -> Result:
-    reward = run.stages["reward"].manifest
-    result = reward_model_result(reward.card, reward.metrics)
+    result = run.stages["reward"].manifest.reward_model
     return Result(result.accuracy, result.accuracy_ci95) if result else Result(None)
 
 

@@ -23,7 +23,7 @@ from rlhf_cli.jsonl import is_number
 from rlhf_cli.report.rules import ILL, SEVERITY, by_cause, key_changes, readings, reconcile, with_values
 from rlhf_cli.report.tables import ABSENT, bounds, count, number, percent
 from rlhf_cli.runs.read import Run, Stage
-from rlhf_cli.runs.report import Report, RewardModelCard, WinRates, reward_model_result
+from rlhf_cli.runs.report import Report, RewardModelCard, WinRates
 from rlhf_cli.statistics import FEWEST, gained, noise, rose_again, wilson, with_interval
 
 # early: too few updates; stale: out of date; open: absent, or not finished
@@ -183,7 +183,7 @@ def _reward(run: Run) -> Iterator[Finding]:
         yield _finding("exploited", judge=judge)
     yield from _losses(stage)
 
-    result = reward_model_result(stage.manifest.card, stage.manifest.metrics)
+    result = stage.manifest.reward_model
     if result and result.accuracy_ci95:
         low, _ = result.accuracy_ci95
         key = "accurate"

@@ -17,7 +17,7 @@ from rlhf_cli.report import diagnosis, figures, tables
 from rlhf_cli.report.tables import bounds, count, number, percent, visible
 from rlhf_cli.runs.layout import OPTIONAL_STAGES
 from rlhf_cli.runs.read import Run
-from rlhf_cli.runs.report import Report, RewardModelCard, reward_model_result
+from rlhf_cli.runs.report import Report, RewardModelCard
 from rlhf_cli.runs.settings import from_defaults
 
 GENERATOR = "rlhf report"  # identifies our own pages: no other file is ever replaced
@@ -146,8 +146,7 @@ def render_template(template: str, **values: Any) -> str:
 
 def _report_card(run: Run) -> dict[str, Any]:
     """Return the card of the reward stage, or else that of the evaluation."""
-    reward = run.stages["reward"].manifest
-    result = reward_model_result(reward.card, reward.metrics)
+    result = run.stages["reward"].manifest.reward_model
     if result is None and run.report:
         result = run.report.reward_model
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
 from rlhf_cli.files import read_checked_json, write_checked_json
-from rlhf_cli.runs.report import RewardModelCard
+from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, reward_model_result
 from rlhf_cli.runs.strict_json import Interval, Share, StrictModel, describe_problem
 
 NAME = "manifest.json"
@@ -83,7 +83,22 @@ class Manifest(StrictModel):
     model_is: str | None = None  # "the last step" or "the best step"
     stopped: str | None = None  # the reason why PPO ended early
     step: int | None = None
+    reward_mean: float | None = None  # by which the scores of a reward model are normalized
+    reward_std: float | None = None
+    trust_remote_code: bool = False
     best: BestStep | None = None
+
+    _odd: str | None = PrivateAttr(None)
+
+    @property
+    def odd(self) -> str | None:
+        """What is of another type than today's in a file that is as it was written; the object leaves it out."""
+        return self._odd
+
+    @property
+    def reward_model(self) -> RewardModelCard | RewardModelAccuracy | None:
+        """The card of a reward model, or else its accuracy; None without held-out pairs."""
+        return reward_model_result(self.card, self.metrics)
 
     def records(self, field: str) -> bool:
         """Return True if the file has this field; older versions of this package wrote fewer."""
@@ -91,7 +106,10 @@ class Manifest(StrictModel):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str | None]:
-    """Return a stage's manifest and the problem with its file, or None. Manifests of schema 1 have no checksum."""
+    """Return a stage's manifest and the damage of its file, or None. Manifests of schema 1 have no checksum.
+
+    Values of other types than today's are no damage, which would train the stage again: see `Manifest.odd`.
+    """
     values, problem = read_checked_json(folder / NAME)
     if values.get("schema") == 1:
         problem = None
@@ -103,11 +121,13 @@ def read_manifest(folder: Path) -> tuple[Manifest, str | None]:
     try:
         return Manifest.model_validate(values), problem
     except ValidationError as error:
-        return Manifest(files=files), problem or describe_problem(NAME, error)
+        odd_keys = {each["loc"][0] for each in error.errors(include_url=False, include_input=False)}
+        manifest = Manifest.model_validate({key: value for key, value in values.items() if key not in odd_keys})
+        manifest._odd = describe_problem(NAME, error)
+        return manifest, problem
 
 
-def write_manifest(folder: Path, entries: Mapping[str, Any]) -> Manifest:
-    """Write the manifest of these entries, in their order, which completes the stage; return it."""
-    manifest = Manifest.model_validate(entries)
+def write_manifest(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Write the manifest of these entries, in their order, which completes the stage."""
+    Manifest.model_validate(entries)
     write_checked_json(folder / NAME, entries)
-    return manifest

@@ -54,7 +54,7 @@ class Stage:
     problem: str | None = None
     elsewhere: str | None = None  # the folder as other stages name it, if it is not in the run's folder
     outdated: tuple[str, ...] = ()  # parents that have changed since, see `changed_parents`
-    manifest: Manifest = field(default_factory=Manifest)  # empty unless it is finished
+    manifest: Manifest = field(default_factory=Manifest)  # empty before it is finished
     identity: Row | None = None
     config: Row | None = None  # config.yaml
     metrics: tuple[Row, ...] = ()  # metrics.jsonl
@@ -126,7 +126,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run. The last fields are empty for `rlhf status`, which needs less."""
+    """The folder of a run. `rlhf status` fills only `stages` and `bases`, which the page does not have."""
 
     name: str  # of the folder; messages for other people name no path of this machine
     folder: Path
@@ -213,9 +213,11 @@ def read_stage_with_logs(name: str, folder: Path) -> Stage:
     except RLHFError as error:
         return unreadable(name, folder, error)
 
-    problem = stage.problem or config_problem
+    odd = stage.manifest.odd
+    problem = stage.problem or config_problem or odd
     state: State = "damaged" if problem and stage.state == "finished" else stage.state
-    return replace(stage, state=state, problem=problem, config=config, metrics=metrics)
+    manifest = Manifest() if odd else stage.manifest
+    return replace(stage, state=state, problem=problem, manifest=manifest, config=config, metrics=metrics)
 
 
 def _read_config(path: Path) -> tuple[Row | None, str | None]:
@@ -416,6 +418,3 @@ def _selected(run: Run) -> int:
         text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
         raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     return step
-
-
-# Settings, by their dotted keys in config.yaml

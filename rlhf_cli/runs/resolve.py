@@ -250,8 +250,9 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     parent = open_parent(str(folder), expect=(stage,) if stage else MODEL_STAGES, key="RUN", where="")
     verify_parents({parent.key: parent})
     end = parent.manifest.step
-    if parent.stage == "ppo" and end is None:
-        raise damaged_stage_error(parent.key, parent.path, parent.stage, "manifest.json names no step")
+    odd = parent.manifest.odd
+    if odd or (parent.stage == "ppo" and end is None):
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, odd or "manifest.json names no step")
     report = _report(parent)
     if parent.stage != "ppo":
         if step != LAST:
@@ -322,7 +323,7 @@ def _report(parent: Parent) -> Report | None:
     folder = parent.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
     evaluated = manifest.parents.get(f"models.{parent.stage}")
-    if problem or evaluated is None or evaluated.sha256 != parent.sha256:
+    if problem or manifest.odd or evaluated is None or evaluated.sha256 != parent.sha256:
         return None
     if find_damage(folder, select_files(manifest.files, FILE_NAME), where=str(folder), content=True):
         return None

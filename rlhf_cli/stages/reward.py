@@ -238,6 +238,9 @@ def _batch_scores(scorer: Any, rows: list[list[int]], *, bf16: bool) -> list[flo
     last = output.last_hidden_state[range(len(rows)), mask.sum(1) - 1]
     logits = scorer.score(last.to(scorer.score.weight.dtype))  # rounding a score to bfloat16 would lose two digits
     scores: list[float] = logits[:, 0].float().tolist()
+    if not all(map(math.isfinite, scores)):
+        text = "the finished model gives scores that are not finite: the training diverged"
+        raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
     return scores
 
 
@@ -423,9 +426,6 @@ def _score_all(
     with Progress("reward: report card", len(answers), "pass", brief=True) as bar:
         for name, rows in answers.items():
             scores[name] = raw_scores(scorer, rows, size, process_group, bf16=use_bf16(config))
-            if not all(map(math.isfinite, scores[name])):
-                text = "the finished model gives scores that are not finite: the training diverged"
-                raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
             bar.advance()
     return scores
 

@@ -333,7 +333,7 @@ def test_a_finished_evaluation_is_checked_against_its_requirements(
     run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[bool] = []
-    monkeypatch.setattr(pipeline_run, "show_summary", lambda *_, page, met=True: ends.append(met))
+    monkeypatch.setattr(pipeline_run, "show_summary", lambda *_, met=True: ends.append(met))
 
     def failing(stage: str) -> Callable[[list[str]], int]:
         return lambda command: run_here(command) or int(command[4] == stage)

@@ -38,7 +38,6 @@ from rlhf_cli.runs.report import (
     RewardModelAccuracy,
     RewardModelCard,
     SelectedPolicy,
-    reward_model_result,
 )
 from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.runs.settings import from_defaults, value_text
@@ -346,9 +345,7 @@ class Card:
 
     def reward_reports(self) -> list[tuple[Stage, RewardModelAccuracy | None]]:
         """Return the reward stages with their evaluation on held-out pairs; None if there were none."""
-        return [
-            (stage, reward_model_result(stage.manifest.card, stage.manifest.metrics)) for stage in self.reward_stages
-        ]
+        return [(stage, stage.manifest.reward_model) for stage in self.reward_stages]
 
     def warnings(self) -> Iterator[str]:
         """Yield the findings and warnings of the run, the most severe of each stage first."""

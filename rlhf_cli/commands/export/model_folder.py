@@ -16,7 +16,7 @@ import torch
 from rlhf_cli import __version__, config, data, runs, system, terminal
 from rlhf_cli.commands.export.card import Card, Prompt
 from rlhf_cli.commands.export.comparison import logits, stored_rows, verify_export, with_random_rows
-from rlhf_cli.commands.export.share import InterpolatedPolicy, check_share, sft_of
+from rlhf_cli.commands.export.share import InterpolatedWeights, check_share, sft_of
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError, collect_errors, did_you_mean, shown
 from rlhf_cli.models import hub, interpolation, load, lora, save, tokenizers, weight_files
@@ -70,7 +70,7 @@ def run(
     collect_errors(*checks)
 
     (chosen,) = resolved
-    between = InterpolatedPolicy(interpolate, sft_of(chosen.model)) if interpolate else None
+    between = InterpolatedWeights(interpolate, sft_of(chosen.model)) if interpolate else None
     run_folder = chosen.model.path.resolve().parent
     if repository:
         name = repository.name.partition("/")[2]
@@ -117,7 +117,7 @@ def _write(
     dtype: str | None,
     card: "partial[Card]",
     place: str,
-    between: InterpolatedPolicy | None,
+    between: InterpolatedWeights | None,
 ) -> None:
     """Write the folder, compare it with the run's model, and print the result."""
     source = chosen.model.model
@@ -175,7 +175,7 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype, copies: int) ->
         raise RLHFError("E03", text, where=shown(target), hint="free disk space, or use a folder on another disk")
 
 
-def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: InterpolatedPolicy | None) -> None:
+def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: InterpolatedWeights | None) -> None:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
 

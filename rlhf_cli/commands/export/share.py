@@ -17,7 +17,7 @@ def check_share(share: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class InterpolatedPolicy:
+class InterpolatedWeights:
     """SFT + share * (PPO - SFT), and the SFT model that PPO started from."""
 
     share: float

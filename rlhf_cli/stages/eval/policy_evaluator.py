@@ -1,6 +1,7 @@
 """Sampling and scoring of an evaluation's policies."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -12,6 +13,7 @@ from torch import Tensor
 from rlhf_cli import data, terminal
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.evaluation.responses import EvalResponses, EvalSampling, concat_responses, select_best_of_n
 from rlhf_cli.models import devices, forward
 from rlhf_cli.models.batch import MicroBatch, Prompts, Rollout, split_into_micro_batches
@@ -142,6 +144,7 @@ class PolicyEvaluator:
                 scores[judge] = responses.scores[judge]
             else:
                 scores[judge] = self.process_group.run_on_main(partial(source, rows))
+        _require_finite(name, {"KL": responses.kl or [], **scores})
         return replace(responses, scores=scores)
 
     def _sample(
@@ -186,6 +189,15 @@ class PolicyEvaluator:
             kl=kl,
         )
         return responses, list(rows.completion_ids)
+
+
+def _require_finite(policy: str, numbers: Mapping[str, Sequence[float]]) -> None:
+    """Raise RLHFError R01 if a score of a reward model, or the KL, of a policy's answer is not finite."""
+    for name, values in numbers.items():
+        for row, value in enumerate(values):
+            if not math.isfinite(value):
+                text = f"{name} of the answer of {policy} to prompt {row} is {value}"
+                raise RLHFError("R01", text, hint="look for the stage whose training diverged: rlhf report RUN")
 
 
 @torch.no_grad()
