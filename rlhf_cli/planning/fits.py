@@ -50,7 +50,7 @@ def rollout_rows(
 ) -> RolloutRows | None:
     """Return how many of a process's `episodes` fit in its GPU at a time, once all models are loaded; None on a CPU.
 
-    All of them if a model cannot be counted, such as one with code of its own.
+    All of them if a model cannot be counted, such as one that runs only with --trust-remote-code.
     """
     target = _target()
     if not target.gpu:

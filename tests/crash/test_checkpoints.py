@@ -223,6 +223,6 @@ def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
     runs.check_same_tokenizer(a, foreign, where="w")  # unknown
     known = {"models.reward": Manifest(tokenizer_sha256="a", template_sha256=None)}
     runs.check_same_tokenizer(a, foreign, where="w", foreign=known)
-    known["models.reward"].tokenizer_sha256 = "b"
+    known["models.reward"] = Manifest(tokenizer_sha256="b", template_sha256=None)
     with pytest.raises(RLHFError, match="T04"):
         runs.check_same_tokenizer(a, foreign, where="w", foreign=known)

@@ -20,7 +20,7 @@ def test_a_report_is_written_as_it_was_read(contents: dict) -> None:
 
 
 def test_the_card_begins_with_its_headline_and_ends_with_the_interval() -> None:
-    card = reward_model_result({"metrics": METRICS, "card": CARD})
+    card = reward_model_result(RewardModelCard.model_validate(CARD), METRICS)
     assert isinstance(card, RewardModelCard)
     written = Report.model_validate(report()).with_changes(reward_model=card).to_json()["reward_model"]
     keys = ["accuracy", "n", "margin", "ece", "length_correlation", "length_correlation_ci95"]
@@ -29,9 +29,9 @@ def test_the_card_begins_with_its_headline_and_ends_with_the_interval() -> None:
 
 
 def test_an_accuracy_alone_is_no_card() -> None:
-    result = reward_model_result({"metrics": METRICS})
+    result = reward_model_result(None, METRICS)
     assert result and not isinstance(result, RewardModelCard) and result.headline() == METRICS
-    assert reward_model_result({"metrics": {}}) is None
+    assert reward_model_result(None, {}) is None
 
 
 @pytest.mark.parametrize(
