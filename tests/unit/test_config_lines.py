@@ -193,7 +193,7 @@ split_seed: 1 | C17 data.split_seed has no effect without data.eval_fraction | a
 eval_fraction: 1.0 | C06 data.eval_fraction: must be > 0 and < 1, got 1.0
 eval_fraction: 0.0 | C06 data.eval_fraction: must be > 0 and < 1, got 0.0
 max_rows: 0 | C06 data.max_rows: must be > 0, got 0
-format: transcript | C07 data.format: "transcript" is not one of auto, plain, transcripts, turns | did you mean transcripts?
+format: transcript | C07 data.format: "transcript" is not one of ... transcripts, turns | did you mean transcripts?
 on_bad: dorp | C07 data.on_bad: "dorp" is not one of error, drop | did you mean drop?
 """,
     ("sft", "LINE\ndata: {train: t.jsonl}\n", 1): r"""
