@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from rlhf_cli.evaluation.sample_pairs import deciding_judge
 from rlhf_cli.jsonl import is_number
+from rlhf_cli.runs.manifest import Manifest
 from rlhf_cli.runs.read import Row, Stage
-from rlhf_cli.trees import at
+from rlhf_cli.runs.report import PPO_OVER_SFT
 
 # Metrics of each stage to show: of its manifest, and of its log while it runs. The first must be present.
 HEADLINES = {
@@ -21,13 +22,13 @@ Source = Literal["manifest.json", "metrics.jsonl"]
 
 def headline(stage: Stage) -> tuple[Mapping[str, Any], Source | None]:
     """Return a stage's main metrics, and the file that they are from."""
-    metrics = stage.manifest.metrics if stage.state == "finished" else {}
+    is_finished = stage.state == "finished"
     if stage.name == "eval":
-        rate = _win_rate(metrics)
+        rate = _win_rate(stage.manifest) if is_finished else {}
         return rate, "manifest.json" if rate else None
 
     of_manifest, of_log = HEADLINES[stage.name]
-    final = _pick(metrics, of_manifest)
+    final = _pick(stage.manifest.metrics, of_manifest) if is_finished else {}
     if final:
         return final, "manifest.json"
     for row in reversed(stage.progress.rows):
@@ -43,16 +44,14 @@ def _pick(metrics: Row, names: Sequence[str]) -> dict[str, Any]:
     return picked if names[0] in picked else {}
 
 
-def _win_rate(metrics: Row) -> dict[str, Any]:
+def _win_rate(manifest: Manifest) -> dict[str, Any]:
     """Return PPO's win rate over SFT by the deciding judge; nothing if there is none."""
-    rates = at(metrics, "win_rate.ppo_vs_sft")
-    try:
-        judge = deciding_judge(rates)
-        rate = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
-    except (KeyError, TypeError, ValueError, AttributeError):  # nothing was compared, or a foreign file
+    rates = manifest.known_metrics.win_rate.get(PPO_OVER_SFT)
+    if not rates:
         return {}
-    picked = _pick(rate, ("win_rate", "win_rate_ci95"))
-    return {"judge": judge, **picked} if picked else {}
+    judge = deciding_judge(rates)
+    rate = {"judge": judge, "win_rate": rates[judge].value}
+    return rate if rates[judge].ci95 is None else rate | {"win_rate_ci95": rates[judge].ci95}
 
 
 def _is_result(value: Any) -> bool:

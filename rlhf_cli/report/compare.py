@@ -115,7 +115,7 @@ def _training_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
 
 
 def _held_out_loss(run: Run) -> Result:
-    loss = run.stages["sft"].manifest.metrics.get("eval_loss")
+    loss = run.stages["sft"].manifest.known_metrics.eval_loss
     return Result(loss if is_number(loss) else None)
 
 

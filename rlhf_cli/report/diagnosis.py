@@ -111,7 +111,7 @@ def _losses(stage: Stage) -> Iterator[Finding]:
 
 def _memorized(stage: Stage, training: float, held_out: Sequence[float]) -> Finding:
     """Judge the distance of SFT's losses at the end."""
-    final = stage.manifest.metrics.get("eval_loss")  # over tokens; the log's is a mean of batch means
+    final = stage.manifest.known_metrics.eval_loss  # over tokens; the log's is a mean of batch means
     theirs = final if is_number(final) else held_out[-1]
     is_falling = len(held_out) > 1 and held_out[-1] == min(held_out)
     key = "memorized_while_falling" if is_falling else "memorized"

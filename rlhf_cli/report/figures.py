@@ -67,7 +67,7 @@ def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> s
         values = " to ".join(number(value) for _, value in ends)
         sentences.append(f"{name.capitalize()}: {values}.")
 
-    final = stage.manifest.metrics.get("eval_loss") if key == "loss" else None
+    final = stage.manifest.known_metrics.eval_loss if key == "loss" else None
     held_out = lines.get("held-out")
     if is_number(final) and (held_out is None or final != held_out[-1][1]):
         sentences.append(f"At the end, over all held-out tokens: {number(final)}; the curve averages batches.")

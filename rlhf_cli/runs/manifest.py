@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 
 from rlhf_cli.files import read_checked_json, write_checked_json
-from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, reward_model_result
+from rlhf_cli.runs.report import RewardModelAccuracy, RewardModelCard, WinRates, reward_model_result
 from rlhf_cli.runs.strict_json import Interval, Share, StrictModel, describe_problem
 
 NAME = "manifest.json"
@@ -25,6 +25,8 @@ class KnownMetrics(StrictModel):
     ece: float | None = None
     length_correlation: float | None = None
     length_correlation_ci95: Interval = None
+    response_length: float | None = Field(None, alias="objective/response_length")  # of PPO
+    win_rate: dict[str, WinRates] = Field(default_factory=dict)  # of an evaluation, by pair of policies
 
 
 def _check_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +96,11 @@ class Manifest(StrictModel):
     def odd(self) -> str | None:
         """What is of another type than today's in a file that is as it was written; the object leaves it out."""
         return self._odd
+
+    @property
+    def known_metrics(self) -> KnownMetrics:
+        """The metrics that have a type; `metrics` has all."""
+        return KnownMetrics.model_validate(self.metrics)
 
     @property
     def reward_model(self) -> RewardModelCard | RewardModelAccuracy | None:

@@ -209,4 +209,4 @@ class ModelResolver:
         if not isinstance(config, EvalConfig):
             return 0
         manifest, problem = runs.read_manifest(Path(config.models.ppo))
-        return 0 if problem else min(limit, manifest.metrics.get("objective/response_length", 0))
+        return 0 if problem else min(limit, manifest.known_metrics.response_length or 0)
