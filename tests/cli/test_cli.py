@@ -174,9 +174,7 @@ def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None
     from rlhf_cli.pipeline import run as pipeline_run
 
     calls: list[Any] = []
-    monkeypatch.setattr(
-        pipeline_run, "run_folder", lambda *arguments, page, **options: calls.append((arguments, options)) or 5
-    )
+    monkeypatch.setattr(pipeline_run, "run_folder", lambda *given, **options: calls.append((given, options)) or 5)
     selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
     assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
     assert calls == [
