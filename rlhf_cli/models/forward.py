@@ -217,16 +217,26 @@ def in_place_embedding_gradients(*models: Any) -> Iterator[None]:
 def _embed(layer: nn.Embedding, ids: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or layer.max_norm is not None or layer.scale_grad_by_freq:
         return nn.Embedding.forward(layer, ids)
-    embedded = F.embedding(ids, layer.weight.detach()).requires_grad_()
+    embedded: Tensor = _InPlaceEmbedding.apply(layer.weight, ids, layer)
+    return embedded
 
-    def accumulate(gradient: Tensor) -> None:
-        token_ids, rows = ids.flatten(), gradient.flatten(0, -2)
+
+class _InPlaceEmbedding(torch.autograd.Function):
+    """An embedding whose backward pass adds to the weight's gradient. Its output may be changed, as CTRL does."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: nn.Embedding) -> Tensor:
+        ctx.ids, ctx.layer = ids, layer
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        token_ids, layer = ctx.ids.flatten(), ctx.layer
+        rows = gradients[0].flatten(0, -2)
         if layer.padding_idx is not None:  # not trained
             rows = rows.masked_fill((token_ids == layer.padding_idx)[:, None], 0)
         _accumulate(layer.weight, lambda total: _add_rows(total, token_ids, rows))
-
-    embedded.register_hook(accumulate)
-    return embedded
+        return None, None, None
 
 
 def _add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

@@ -355,6 +355,21 @@ def test_gradients_in_place_are_those_of_autograd():
     assert difference(in_place, plain) <= 2e-2 < difference(in_place, gradients())
 
 
+def test_an_embedding_that_the_model_changes_in_place_has_the_gradient_of_autograd():
+    """As CTRL, which multiplies it by the root of its width."""
+    gradients_of = []
+    for in_place in (True, False):
+        embedding = tiny.causal().get_input_embeddings()
+        model = tiny.causal()
+        model.set_input_embeddings(embedding)
+        with forward.in_place_embedding_gradients(model) if in_place else nullcontext():
+            embedded = model.get_input_embeddings()(torch.tensor([[3, 4, 3]]))
+            embedded *= 3.0
+            embedded.square().sum().backward()
+        gradients_of.append(embedding.weight.grad)
+    torch.testing.assert_close(*gradients_of)
+
+
 def test_a_gradient_with_a_hook_is_autograds():
     model, calls = tiny.causal(), []
     model.get_input_embeddings().weight.register_hook(calls.append)
