@@ -189,7 +189,8 @@ class LoRALinear(nn.Module):
         self.up = nn.Linear(rank, height, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        output: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return output
 
 
 def _add_adapters(model: Any, adapters: LoRA) -> None:
@@ -218,8 +219,11 @@ def measure_passes(
 
     def forward() -> torch.Tensor:
         with devices.autocast(bf16=bf16):
-            states = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-            return states if head is None else head(states[:, -response:]).float().log_softmax(-1)[..., 0]
+            states: torch.Tensor = build.backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+            if head is None:
+                return states
+            logits: torch.Tensor = head(states[:, -response:])
+            return logits.float().log_softmax(-1)[..., 0]
 
     def train() -> None:
         forward().sum().backward()

@@ -263,4 +263,5 @@ def _whole_updates(episodes: int) -> int:
 def _round_to_two_digits(count: int) -> int:
     """Round down to two leading digits, since the time measurement is noisy."""
     digits = max(0, len(str(count)) - 2)
-    return count // 10**digits * 10**digits
+    unit = int(10**digits)
+    return count // unit * unit
