@@ -40,9 +40,13 @@ def wilson_difference(first: tuple[float, float], second: tuple[float, float], z
 
     Newcombe 1998 (Statistics in Medicine 17, 873-890), method 10. Too wide for correlated rows.
     """
-    (p1, p2), bounds = (first[0], second[0]), [wilson(share * n, n, z) for share, n in (first, second)]
-    (low1, high1), (low2, high2) = bounds
-    return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)
+    p1, n1 = first
+    p2, n2 = second
+    low1, high1 = wilson(p1 * n1, n1, z)
+    low2, high2 = wilson(p2 * n2, n2, z)
+    below = math.hypot(p1 - low1, high2 - p2)
+    above = math.hypot(high1 - p1, p2 - low2)
+    return p1 - p2 - below, p1 - p2 + above
 
 
 @dataclass(frozen=True)

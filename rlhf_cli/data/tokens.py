@@ -498,12 +498,23 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
 
 
 def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation | None]) -> list[list[int]]:
+    rendered = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
+    chat_ids = iter(tokenize(tokenizer, rendered))  # the template adds its own special tokens
+
     plain = [prompt for prompt in prompts if isinstance(prompt, str)]
-    chats = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
     suffix = len(_trailing_special_ids(tokenizer)) if plain else 0
-    strings = iter(ids[: len(ids) - suffix] for ids in tokenize(tokenizer, plain, special=True))
-    rendered = iter(tokenize(tokenizer, chats))  # the template adds its own special tokens
-    return [[] if p is None else next(strings) if isinstance(p, str) else next(rendered) for p in prompts]
+    plain_ids = iter(tokenize(tokenizer, plain, special=True))
+
+    encoded: list[list[int]] = []
+    for prompt in prompts:
+        if prompt is None:
+            encoded.append([])
+        elif isinstance(prompt, str):
+            ids = next(plain_ids)
+            encoded.append(ids[: len(ids) - suffix])
+        else:
+            encoded.append(next(chat_ids))
+    return encoded
 
 
 def _trailing_special_ids(tokenizer: Any) -> list[int]:

@@ -46,10 +46,15 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tenso
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad ragged rows on the right; return ids (B, W) int64 and mask (B, W) bool."""
     width = max(map(len, rows), default=0)
-    ids = [list(row) + [pad] * (width - len(row)) for row in rows]
-    mask = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
-    shape = len(rows), width
-    return torch.tensor(ids, dtype=torch.int64).reshape(shape), torch.tensor(mask, dtype=torch.bool).reshape(shape)
+    ids, mask = [], []
+    for row in rows:
+        missing = width - len(row)
+        ids.append([*row, *[pad] * missing])
+        mask.append([True] * len(row) + [False] * missing)
+
+    shape = (len(rows), width)  # of no rows, too
+    padded = torch.tensor(ids, dtype=torch.int64).reshape(shape)
+    return padded, torch.tensor(mask, dtype=torch.bool).reshape(shape)
 
 
 @dataclass(frozen=True)

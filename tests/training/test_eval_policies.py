@@ -1,6 +1,7 @@
 """`policies` and `eval.interpolate` of eval.yaml, and `rlhf export --interpolate`, on trained policies."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,16 @@ def test_the_limit_of_a_run(trained_folder: Path, monkeypatch: pytest.MonkeyPatc
         assert "KL overhead" in text and "less 1 for an answer that does not end" in text and "PPO pays" in text
         assert "share 0.5" in text and "interpolated_" not in text
     assert page.count('series-limit"') == 1, "in the panel of the reward only"
+
+
+def test_a_score_that_is_not_finite_is_named_and_no_report_is_written(trained_folder: Path) -> None:
+    file = trained_folder / "reward_model/model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight * (math.nan if name == "score.weight" else 1) for name, weight in weights.items()}, file)
+    write(trained_folder, "eval", {**EVAL, "eval": QUICK})
+    result = rlhf("eval", "--config", trained_folder / "eval.yaml", "--fresh")
+    assert result.exit_code == 1 and "error[R01]: reward of the answer of" in result.stderr, result.stderr
+    assert not (trained_folder / "eval/report.json").exists()
 
 
 def test_an_endless_policy_has_no_penalty(trained_folder: Path) -> None:

@@ -142,9 +142,10 @@ def check_conversations(formatted: PairFormat, tokenizer: Any) -> None:
 def _missing_options_error(data: str | None, base: str | None, folder: Path) -> RLHFError:
     required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
     missing = [option for option, value in required.items() if value is None]
-    text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-    words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
-    return RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
+    verb = "is" if len(missing) == 1 else "are"
+    pairs, model = shell_word(data or "pairs.jsonl"), shell_word(base or "MODEL")
+    hint = f"rlhf init preferences --data {pairs} --base {model} {shell_path(folder)}"
+    return RLHFError("C11", f"{' and '.join(missing)} {verb} missing", hint=hint)
 
 
 def _column_names(columns: Sequence[str]) -> dict[str, str]:
