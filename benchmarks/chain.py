@@ -1,10 +1,14 @@
 """The four stages on random weights in the shape of a real model: what each takes, beside what `rlhf plan` says.
 
     python -m benchmarks.chain --model Qwen3-0.6B --out runs/chain [--adapters lora] [--json chain.json]
+    python -m benchmarks.chain --pairs pairs.jsonl --gpu h100 --out runs/whole [--json whole.json]
 
 `rlhf init preferences` writes the run; then a few steps of each stage run in a process each. Recorded for each stage:
 its peak memory (VmHWM; on a GPU torch.cuda.max_memory_allocated), its time, and how often each file of weights is read.
 Then the seconds for a GB of hashing, saving and loading a model of a quarter, a half and all of the layers.
+
+With --pairs the stages are as long as `rlhf init preferences` writes them for these pairs and SmolLM2-135M's shape, and
+PPO makes 40 updates of 128 answers. The tokenizer is trained on the pairs, the weights are random.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from threading import Lock
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +32,11 @@ import safetensors.torch
 import torch
 import yaml
 
+from benchmarks.gpu import SHAPES
 from benchmarks.placement import MODELS, STAGES, write_inputs
 from benchmarks.speed.processes import child_environment, fail
+from rlhf_cli.jsonl import read_jsonl
+from rlhf_cli.models import tokenizers
 
 STEPS = {"max_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 FEW: dict[str, dict[str, Any]] = {
@@ -41,6 +49,7 @@ FEW: dict[str, dict[str, Any]] = {
     "eval": {"n": 8, "best_of": [2], "per_device_batch_size": 8},
 }  # fmt: skip
 WORDS = {"prompt": 24, "answer": 48}
+WHOLE_PPO = {"total_episodes": 40 * 128, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 2}
 
 
 # In the process of a stage
@@ -145,6 +154,31 @@ def prepare(folder: Path, model: str, adapters: str) -> Path:
     return run
 
 
+def prepare_whole(folder: Path, pairs: Path, gpu: str | None) -> Path:
+    """Write a base model of random weights and the run's folder, as it is but for the size of PPO."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run = folder / "run"
+    if run.exists():
+        return run
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = dict(SHAPES["135m"])
+    tokenizer = tokenizers.train_tokenizer(pairs, sizes["vocab_size"])
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(
+        sizes.pop("model_type"), tie_word_embeddings=True, max_position_embeddings=8192, **ids, **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    rlhf("init", "preferences", run, "--data", pairs, "--base", folder / "base", *(["--gpu", gpu] if gpu else []))
+    path = run / "ppo.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content["ppo"] |= WHOLE_PPO
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return run
+
+
 def rlhf(*arguments: Any) -> str:
     command = [sys.executable, "-m", "rlhf_cli", *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -169,9 +203,18 @@ def measure(run: Path, threads: int) -> Iterator[dict[str, Any]]:
             "plan_gb": round(planned / 1e9, 2),
             "plan_over_peak": round(planned / result["peak"], 2),
             "seconds": round(time.perf_counter() - start, 1),
+            "plan_seconds": round(plan["seconds"], 1),
+            **(ppo_seconds(run) if stage == "ppo" else {}),
             "most_reads_of_a_file": max(result["reads"].values(), default=0),
             "reads": {str(Path(path).relative_to(run.parent)): count for path, count in result["reads"].items()},
         }
+
+
+def ppo_seconds(run: Path) -> dict[str, float]:
+    """Return the median seconds of the parts of an update."""
+    rows = [row for _, row in read_jsonl(run / "ppo/metrics.jsonl")]
+    names = ("time/rollout_s", "time/judge_s", "time/update_s")
+    return {name: round(median(row[name] for row in rows), 3) for name in names}
 
 
 def seconds_per_gb(folder: Path, model: str) -> Iterator[dict[str, Any]]:
@@ -207,6 +250,8 @@ def seconds(work: Callable[[], Any]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
+    parser.add_argument("--pairs", type=Path, help="a whole run on these pairs, with SmolLM2-135M's shape")
+    parser.add_argument("--gpu", help="of --pairs: option of `rlhf init preferences`")
     parser.add_argument("--adapters", choices=("none", "lora", "qlora"), default="lora")
     parser.add_argument("--out", type=Path, default=Path("runs/chain"))
     parser.add_argument("--json", type=Path, help="write all rows to this file")
@@ -217,14 +262,20 @@ def main() -> int:
         print(json.dumps(run_stage(*args.stage)))
         return 0
     rows: dict[str, list[dict[str, Any]]] = {"stages": [], "files": []}
+    model = "SmolLM2-135M" if args.pairs else args.model
     try:
-        run = prepare(args.out.resolve(), args.model, args.adapters)
-        for part, measured in (("stages", measure(run, args.threads)), ("files", seconds_per_gb(args.out, args.model))):
+        if args.pairs:
+            run = prepare_whole(args.out.resolve(), args.pairs.resolve(), args.gpu)
+            parts = {"stages": measure(run, args.threads)}
+        else:
+            run = prepare(args.out.resolve(), args.model, args.adapters)
+            parts = {"stages": measure(run, args.threads), "files": seconds_per_gb(args.out, args.model)}
+        for part, measured in parts.items():
             for row in measured:
                 rows[part].append(row)
                 print("  ".join(f"{name} {value}" for name, value in row.items() if name != "reads"), flush=True)
                 if args.json:
-                    about = {"model": args.model, "adapters": args.adapters, "torch": torch.__version__}
+                    about = {"model": model, "adapters": args.adapters, "torch": torch.__version__}
                     args.json.write_text(json.dumps({**about, **rows}, indent=1) + "\n", encoding="utf-8")
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return fail(str(error))

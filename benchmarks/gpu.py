@@ -8,7 +8,8 @@ It needs torch, transformers and pydantic. Each row is printed and written to th
 or lack of memory becomes a row; the other measurements continue, and the exit code is 1.
 
 card      bf16 matmul rate and copy bandwidth, next to the vendor's rate
-rollout   a token step of each engine, beside what reading its weights and its cache once costs at the copy bandwidth
+rollout   a token step of each engine, with its share of reading the prompts and of capturing the step; a replayed
+          step alone; and what reading the weights and the cache once costs at the copy bandwidth
 update    one update of four models (policy, reference, reward, value) by phases: seconds, MFU, peak memory
 kernels   the ten longest kernels of each phase, its launches, and the share of its time in which no kernel ran
 
@@ -42,7 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.speed.floor import Shape, forward_flops
 from rlhf_cli.config.ppo import PPOSettings
-from rlhf_cli.models import compiled
+from rlhf_cli.models import compiled, packing
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine
@@ -255,9 +256,11 @@ def rollouts(bench: Bench, name: str, case: Case, policy: Any) -> Rollout:
             engine.release_memory()
             seconds = bench.seconds(lambda: parts.append(engine.generate(batch)))  # noqa: B023
             step = 1e3 * seconds / case.response
+            replay = 1e3 * replay_seconds(bench, engine) if kind == "graph" else None
             bench.row(
                 "rollout", what, seconds=round(seconds, 3), step_ms=round(step, 2), floor_ms=round(floor_ms, 2),
-                over_floor=round(step / floor_ms, 1), tokens_per_s=round(case.rows * case.response / seconds),
+                replay_ms=replay and round(replay, 2), over_floor=round((replay or step) / floor_ms, 1),
+                tokens_per_s=round(case.rows * case.response / seconds),
                 peak_gib=bench.gib(torch.cuda.max_memory_allocated),
             )  # fmt: skip
             short = replace(batch, response_length=min(PROFILED_TOKENS, case.response))
@@ -266,9 +269,23 @@ def rollouts(bench: Bench, name: str, case: Case, policy: Any) -> Rollout:
     return replace(parts[0], logprobs=None)  # the updates draw no new answers from the weights that they change
 
 
+def replay_seconds(bench: Bench, engine: GraphEngine) -> float:
+    """Return the seconds of a step of the last rollout's shape, whose cache is half full."""
+    step = list(engine.steps.values())[-1]
+    middle = step.mask.shape[3] // 2
+    step.column.fill_(middle)
+    step.number.zero_()
+    for layer in step.cache.layers:
+        layer.cumulative_length.fill_(middle)
+    repeats = middle // 2
+    with torch.no_grad():
+        return bench.seconds(lambda: [step() for _ in range(repeats)]) / repeats
+
+
 def updates(bench: Bench, name: str, case: Case) -> None:
     """Measure a case: rollouts, then reward, judge and update of `timed` updates, and the kernels of one more."""
     policy = model(bench, case.shape)
+    packing.enable([policy])  # as a stage does
     rollout = rollouts(bench, name, case, policy)
     ref, value = copy.deepcopy(policy), model(bench, case.shape, scorer=True)
     reward = ModelReward(model(bench, case.shape, scorer=True).requires_grad_(False), bf16=bench.cuda)

@@ -1,13 +1,13 @@
 """Decoder layers compiled by torch.compile (Ansel et al. 2024, ASPLOS, section 4), for scoring and training.
 
 Layers are alike, so one compiled function serves all of them, whatever the rows' lengths. Half of a pass on a GPU is
-elementwise work between matrix products, which the compiler fuses. Rollouts run the plain layers: their key-value
-cache grows with each token.
+elementwise work between matrix products, which the compiler fuses. Rollouts by `hf` run the plain layers: their
+key-value cache grows with each token.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -62,20 +62,42 @@ def is_enabled(model: Any) -> bool:
     return getattr(model, "runs_compiled", False)
 
 
-@contextmanager
-def compiled_layers(*models: Any) -> Iterator[None]:
-    """Context manager in which the decoder layers of the models that are enabled run compiled."""
+def compiled_layers(*models: Any) -> AbstractContextManager[None]:
+    """Return a context in which the decoder layers of the models that are enabled run compiled."""
     layers = {
         layer for model in models if is_enabled(model) for layer in decoder_layers(model)
     }  # models may share some
     plain = [layer for layer in layers if "forward" not in vars(layer)]  # not those that another program has wrapped
-    for layer in plain:
-        layer.forward = partial(compiled(_layer_forward), layer)  # overrides the class's method
+    return _layers_run({layer: partial(compiled(_layer_forward), layer) for layer in plain})
+
+
+def compiled_token_step(model: Any, cache_layers: Sequence[Any]) -> AbstractContextManager[None]:
+    """Return a context in which the decoder layers run compiled, with a static key-value cache.
+
+    A layer gets its own part of the cache in place of the whole, which it would read at its number: a constant, and so
+    a compiled function for each layer.
+    """
+    pairs = zip(decoder_layers(model), cache_layers, strict=True)
+    return _layers_run({layer: partial(_layer_token_step, layer, cache) for layer, cache in pairs})
+
+
+@contextmanager
+def _layers_run(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which layers run these functions in place of their class's method `forward`."""
+    for layer, function in functions.items():
+        layer.forward = function
     try:
         yield
     finally:
-        for layer in plain:
+        for layer in functions:
             del layer.forward
+
+
+def _layer_token_step(layer: nn.Module, cache: Any, *args: Any, **kwargs: Any) -> Any:
+    if "past_key_values" not in kwargs:  # passed by position, as by GPT-2: not compiled
+        return _layer_forward(layer, *args, **kwargs)
+    kwargs["past_key_values"] = cache
+    return compiled(_layer_forward)(layer, *args, **kwargs)
 
 
 def _layer_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

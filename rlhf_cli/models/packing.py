@@ -171,10 +171,12 @@ def _attend_padded(
 def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Attend from one token of each row to its cache, (b, 1, heads, D), with no copy of a key for each query head.
 
-    With a mask, transformers 5.17 copies them: 0.94 ms in place of 0.04 for 512 rows of 384 positions on an H200.
+    The query heads of a key head are a column of queries: the mask is the same for all. transformers copies keys where
+    it is compiled: 0.94 ms in place of 0.04 for 512 rows of 384 positions on an H200.
     """
-    scale = options.get("scaling")
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    of_key_heads = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    output = F.scaled_dot_product_attention(of_key_heads, key, value, mask, scale=options.get("scaling"))
+    return output.reshape(query.shape).transpose(1, 2)
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)

@@ -17,6 +17,7 @@ def fused_logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float) 
     The values and gradients are those of losses.token_logprobs and losses.entropy, up to rounding. Scoring and training
     run the same compiled function, so the first ratio is exactly 1.
     """
+    torch._dynamo.mark_static(logits, 1)  # kernels for this vocabulary, not for one that a cache on disk remembers
     logprobs, entropy = _FusedLogprobs.apply(logits, ids, temperature)
     return logprobs, entropy
 

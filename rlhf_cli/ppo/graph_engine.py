@@ -6,6 +6,7 @@ step of a small batch takes as long as it takes to start its kernels: about ten 
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -17,8 +18,9 @@ from transformers.cache_utils import StaticLayer
 
 from rlhf_cli import system
 from rlhf_cli.errors import short_reason
-from rlhf_cli.models import forward, row_trial
+from rlhf_cli.models import forward, packing, row_trial
 from rlhf_cli.models.batch import Prompts, StopTokenId, is_stop
+from rlhf_cli.models.compiled import compiled_token_step
 from rlhf_cli.ppo.rollout import (
     Autocast,
     AutocastMixin,
@@ -144,6 +146,7 @@ class GraphEngine(HFEngine):
                 stop=self.stop_token_id,
                 pad=self.pad_token_id,
                 autocast=autocast,
+                compiles=self.compiles and packing.is_enabled(self.model),
             )
         return self.steps[bucket, width]
 
@@ -164,6 +167,7 @@ class FixedStep:
         stop: StopTokenId,
         pad: int,
         autocast: Autocast,
+        compiles: bool,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -171,6 +175,7 @@ class FixedStep:
         self.stop = stop
         self.pad = pad
         self.autocast = autocast
+        self.compiles = compiles
         self.graph: Any = None  # of a GPU, once it is captured
 
         zeros = partial(torch.zeros, device=model.device)
@@ -241,7 +246,8 @@ class FixedStep:
     def _forward_and_draw(self) -> None:
         """Read the last tokens and draw the next ones."""
         self.mask.index_fill_(3, self.column, True)
-        with self.autocast(cache_enabled=False), forward.float32_logits(self.model):
+        layers = compiled_token_step(self.model, self.cache.layers) if self.compiles else nullcontext()
+        with self.autocast(cache_enabled=False), forward.float32_logits(self.model), layers:
             output = self.model(
                 input_ids=self.tokens,
                 position_ids=self.positions,

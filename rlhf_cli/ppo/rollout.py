@@ -159,7 +159,10 @@ class HFEngine:
 
     def _sample(self, logits: Tensor, keys: Tensor, step: Tensor, counters: Tensor) -> tuple[Tensor, Tensor]:
         """Return next tokens (n,) and their log-probs (n,)."""
-        draw = compiled(sample) if self.compiles else sample
+        draw = sample
+        if self.compiles:
+            torch._dynamo.mark_static(logits, 1)  # see fused_logprobs
+            draw = compiled(sample)
         return draw(logits, self.temperature, keys, step, counters)
 
     def _prefill(self, prompts: Prompts) -> "_CachedDecoder | _WholeRowDecoder":

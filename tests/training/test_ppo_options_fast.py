@@ -22,6 +22,7 @@ from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import fused_logprobs, rollout
 from rlhf_cli.ppo.forward_backward import logprobs_and_entropy
+from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
 
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
@@ -159,6 +160,25 @@ def test_compiled_layers_train_as_plain_ones_and_the_first_ratio_is_1(changes, c
         assert stats["policy/first_ratio_error"] == 0
     assert compiled_without_code == {"_layer_forward", "logprobs_and_entropy", "logits_gradient", "sample"}
     assert "forward" not in vars(trainer.policy.model.layers[0]), "rollouts and checkpoints see the plain layers"
+
+
+def test_a_compiled_token_step_draws_the_same_tokens_by_one_function_for_all_layers_and_batches(compiled_without_code):
+    policy = tiny.causal("qwen2", num_hidden_layers=4)
+    packing.enable([policy])
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+
+    for rows in (8, 3, 5):
+        prompts = replace(tiny.prompts(rows), seeds=tuple(range(rows)), response_length=20)
+        plain = GraphEngine(policy, 5, 0, bf16=False).generate(prompts)
+        fast = GraphEngine(policy, 5, 0, bf16=False, compiles=True).generate(prompts)
+        assert torch.equal(plain.ids, fast.ids)
+        assert torch.allclose(plain.logprobs, fast.logprobs, atol=1e-5)
+
+    assert "_layer_forward" in compiled_without_code
+    assert counters["unique_graphs"] <= 2 + 2, "of the layers and of sampling: for the first batch, and for any other"
+    assert "forward" not in vars(policy.model.layers[0])
 
 
 @pytest.fixture
