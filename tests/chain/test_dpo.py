@@ -1,6 +1,8 @@
 """`rlhf dpo`, the optional stage, in the other commands: run, check, plan, init, status, report, chat, export, eval.
 
 And what `rlhf init --baselines` writes.
+
+Modules: `commands/init/baselines.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Runs that an earlier version made open, resume, export and report.
 
-Each archive in data/ was made by the code of its day: of November 23, before modules and names changed; of November 27,
+Each archive in runs/ was made by the code of its day: of November 23, before modules and names changed; of November 27,
 before manifests and reports were objects, with DPO, adapters on one base, a limit and a third policy in the evaluation.
 `finished/` is a run of all its stages; `stopped/STAGE` is that stage of the same run, stopped by SIGTERM.
 """

@@ -1,4 +1,7 @@
-"""A chat model with two stop tokens of which one is the pad token, as Qwen2.5: what it reads, and each row's score."""
+"""A chat model with two stop tokens of which one is the pad token, as Qwen2.5: what it reads, and each row's score.
+
+Modules: `stages/common/reading.py`, `stages/common/model_loading.py`.
+"""
 
 import json
 import shutil

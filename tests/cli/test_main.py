@@ -1,4 +1,7 @@
-"""The command line: help, streams, exit codes, and errors that fit a line."""
+"""The command line: help, streams, exit codes, and errors that fit a line.
+
+Modules: `cli/errors.py`, `cli/options.py`, `cli/stage.py`, `pipeline/preview.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""`rlhf explain`: its output, and that the sources of all defaults exist and state the same values."""
+"""`rlhf explain`: its output, and that the sources of all defaults exist and state the same values.
+
+Modules: `config/machinery/fields.py`.
+"""
 
 import re
 import runpy

@@ -1,4 +1,7 @@
-"""`rlhf plan`: what it counts, what it prints, and which errors it reports."""
+"""`rlhf plan`: what it counts, what it prints, and which errors it reports.
+
+Modules: `planning/target.py`.
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""`rlhf status` and `rlhf ls`: runs that are finished, unfinished, running, stale or damaged."""
+"""`rlhf status` and `rlhf ls`: runs that are finished, unfinished, running, stale or damaged.
+
+Modules: `pipeline/headline.py`, `pipeline/status.py`, `runs/identity.py`, `runs/progress.py`.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""The JSON Schemas that editors read: current, found from every config, and in agreement with the loader."""
+"""The JSON Schemas that editors read: current, found from every config, and in agreement with the loader.
+
+Modules: `config/machinery/trl_fields.py`.
+"""
 
 import copy
 import json

@@ -1,4 +1,7 @@
-"""Loading a good config: defaults, paths, overrides, old names; what is written down of it, and its identity."""
+"""Loading a good config: defaults, paths, overrides, old names; what is written down of it, and its identity.
+
+Modules: `config/base.py`, `config/sections.py`, `config/machinery/paths.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Bad config files and overrides: syntax, unsafe content, secrets; all problems at once, and never a traceback."""
+"""Bad config files and overrides: syntax, unsafe content, secrets; all problems at once, and never a traceback.
+
+Modules: `config/machinery/yaml_io.py`, `config/machinery/secret_values.py`.
+"""
 
 import re
 import time

@@ -1,4 +1,7 @@
-"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
+"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised.
+
+Modules: `data/conversions.py`.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Files as other people have them: read as they are meant, or refused with what to do; never read as something else."""
+"""Files as other people have them: read as they are meant, or refused with what to do; never read as something else.
+
+Modules: `data/columns.py`, `data/formats.py`.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Data files: the same rows in every format, the files of each split of a folder, and every fault with its place."""
+"""Data files: the same rows in every format, the files of each split of a folder, and every fault with its place.
+
+Modules: `data/folders.py`, `data/readers.py`, `jsonl.py`.
+"""
 
 import csv
 import gzip

@@ -1,4 +1,7 @@
-"""Dialogues written as one text (hh-rlhf), rows dropped by data.on_bad, and held-out splits."""
+"""Dialogues written as one text (hh-rlhf), rows dropped by data.on_bad, and held-out splits.
+
+Modules: `data/texts.py`.
+"""
 
 import json
 from collections import Counter

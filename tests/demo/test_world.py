@@ -1,4 +1,7 @@
-"""The demo's world: what the judge sees, that it reads what the generators write, and that held out means held out."""
+"""The demo's world: what the judge sees, that it reads what the generators write, and that held out means held out.
+
+Modules: `demo/gold.py`.
+"""
 
 import itertools
 import json

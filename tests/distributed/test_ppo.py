@@ -1,4 +1,7 @@
-"""PPO in several processes: the numbers of one process, one log, stops, kills, launchers."""
+"""PPO in several processes: the numbers of one process, one log, stops, kills, launchers.
+
+Modules: `models/parallel.py`.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""PPO sharded over processes by FSDP2: checkpoints, signals, errors. The numbers: tests/distributed/test_ppo.py."""
+"""PPO sharded over processes by FSDP2: checkpoints, signals, errors. The numbers: tests/distributed/test_ppo.py.
+
+Modules: `models/sharding.py`.
+"""
 
 import json
 import pickle

@@ -1,4 +1,7 @@
-"""Terminal output of an evaluation, and `eval.require`."""
+"""Terminal output of an evaluation, and `eval.require`.
+
+Modules: `config/eval.py`, `evaluation/report_text.py`, `evaluation/requirements.py`, `evaluation/sample_pairs.py`.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The reward model's report card: worked examples, and samples with a known truth."""
+"""The reward model's report card: worked examples, and samples with a known truth.
+
+Modules: `evaluation/reward_probes.py`.
+"""
 
 import math
 import random

@@ -1,4 +1,7 @@
-"""Rollouts, micro-batches and seeds by worked tables."""
+"""Rollouts, micro-batches and seeds by worked tables.
+
+Modules: `data/sampling.py`, `stages/common/batch_sizes.py`, `stages/ppo/prompt_rows.py`.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training."""
+"""Models are loaded, created and saved; weights that do not fit their config (M13) are refused before training.
+
+Modules: `models/devices.py`.
+"""
 
 import json
 import platform

@@ -1,4 +1,7 @@
-"""Tokenizers: trained from files, padded by a token that no text contains, compared by hash and by token ids (T04)."""
+"""Tokenizers: trained from files, padded by a token that no text contains, compared by hash and by token ids (T04).
+
+Modules: `models/chat_templates.py`.
+"""
 
 import json
 from collections.abc import Callable

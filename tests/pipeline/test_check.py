@@ -1,4 +1,7 @@
-"""`rlhf check`: all that is wrong at once, before any training, in the words of the stages."""
+"""`rlhf check`: all that is wrong at once, before any training, in the words of the stages.
+
+Modules: `pipeline/check_files.py`, `pipeline/check_models.py`, `pipeline/check_report.py`.
+"""
 
 import json
 import os

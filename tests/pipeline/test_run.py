@@ -1,4 +1,7 @@
-"""`rlhf run`: what runs, what is skipped, and why. Only the stages are fakes, which train nothing."""
+"""`rlhf run`: what runs, what is skipped, and why. Only the stages are fakes, which train nothing.
+
+Modules: `pipeline/children.py`, `pipeline/decide.py`, `pipeline/load.py`.
+"""
 
 import json
 import os

@@ -1,6 +1,8 @@
 """Every fast path of PPO gives the numbers of the plain one, does less work, and can be switched off by its key.
 
 The keys: packing, logits_at_a_time, optim, models.compile, and an engine's `compact_batch`.
+
+Modules: `models/compiled.py`, `models/packing.py`, `ppo/fused_logprobs.py`, `ppo/forward_backward.py`.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Options that save memory: offloaded models, frozen matrices in bfloat16, optimizer moments of 8 bits."""
+"""Options that save memory: offloaded models, frozen matrices in bfloat16, optimizer moments of 8 bits.
+
+Modules: `planning/fits.py`.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The PPO loop on tiny models, on the CPU in float32 unless stated."""
+"""The PPO loop on tiny models, on the CPU in float32 unless stated.
+
+Modules: `ppo/optimizer.py`.
+"""
 
 import copy
 

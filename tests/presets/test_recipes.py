@@ -1,6 +1,8 @@
 """The recipes of configs/ with their own hub ids: tiny models of the same families and small datasets in the Hub cache.
 
 Only sizes are overridden.
+
+Modules: `commands/init/fit_preset.py`.
 """
 
 import json

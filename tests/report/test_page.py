@@ -1,4 +1,7 @@
-"""HTML of the report: untrusted text is inert, nothing is loaded, figures show their data; and comparisons of runs."""
+"""HTML of the report: untrusted text is inert, nothing is loaded, figures show their data; and comparisons of runs.
+
+Modules: `report/charts.py`, `report/compare.py`, `report/figures.py`, `report/frontier.py`.
+"""
 
 import base64
 import hashlib

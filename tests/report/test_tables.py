@@ -1,4 +1,7 @@
-"""`rlhf report`: the page follows the run's files, complete or not; and where it is written."""
+"""`rlhf report`: the page follows the run's files, complete or not; and where it is written.
+
+Modules: `runs/read.py`, `runs/settings.py`.
+"""
 
 import json
 import re

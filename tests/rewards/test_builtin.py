@@ -1,4 +1,7 @@
-"""Built-in rewards by hand, the parameters that they reject, and async functions."""
+"""Built-in rewards by hand, the parameters that they reject, and async functions.
+
+Modules: `rewards/function.py`, `rewards/results.py`, `rewards/signature.py`.
+"""
 
 import asyncio
 import math

@@ -1,4 +1,7 @@
-"""A reward behind HTTP, against a real server: slow, failing, wrong or missing; and the run that resumes afterwards."""
+"""A reward behind HTTP, against a real server: slow, failing, wrong or missing; and the run that resumes afterwards.
+
+Modules: `http_client.py`.
+"""
 
 import json
 import math

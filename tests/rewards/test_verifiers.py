@@ -1,4 +1,7 @@
-"""Verifiers by hand, what they refuse, and what code under unit tests cannot do."""
+"""Verifiers by hand, what they refuse, and what code under unit tests cannot do.
+
+Modules: `rewards/answers.py`, `rewards/expected.py`, `rewards/sandbox.py`, `rewards/sandboxed.py`.
+"""
 
 import collections
 import http

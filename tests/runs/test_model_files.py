@@ -1,4 +1,7 @@
-"""M15: folders of which transformers would load other weights than those that are hashed, or quantized ones."""
+"""M15: folders of which transformers would load other weights than those that are hashed, or quantized ones.
+
+Modules: `models/weight_files.py`.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Parents: the folders that a stage starts from. Only finished and undamaged folders of the right kind are accepted."""
+"""Parents: the folders that a stage starts from. Only finished and undamaged folders of the right kind are accepted.
+
+Modules: `runs/resolve.py`.
+"""
 
 import json
 from pathlib import Path

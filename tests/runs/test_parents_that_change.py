@@ -1,4 +1,7 @@
-"""Parents that change or move while a stage reads them: it stops (M14), or they stay where they are (C15)."""
+"""Parents that change or move while a stage reads them: it stops (M14), or they stay where they are (C15).
+
+Modules: `runs/integrity.py`.
+"""
 
 import os
 import shutil

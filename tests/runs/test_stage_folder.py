@@ -1,4 +1,7 @@
-"""The output folder of a stage: its identity, its status, its lock and the manifest written last."""
+"""The output folder of a stage: its identity, its status, its lock and the manifest written last.
+
+Modules: `runs/locks.py`.
+"""
 
 import json
 import os

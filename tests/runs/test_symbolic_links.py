@@ -1,4 +1,7 @@
-"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it."""
+"""Links in a run that lead elsewhere: what lies there is neither deleted nor changed, unless this run wrote it.
+
+Modules: `files.py`.
+"""
 
 import errno
 import json

@@ -1,4 +1,7 @@
-"""Malicious or damaged model folders: each ends in an error code, quickly, and prints no control characters."""
+"""Malicious or damaged model folders: each ends in an error code, quickly, and prints no control characters.
+
+Modules: `data/template_trial.py`.
+"""
 
 import gzip
 import json

@@ -1,4 +1,7 @@
-"""`rlhf reward`: real training by TRL's RewardTrainer on a tiny model."""
+"""`rlhf reward`: real training by TRL's RewardTrainer on a tiny model.
+
+Modules: `stages/common/held_out.py`, `stages/common/scoring.py`.
+"""
 
 import math
 import shutil

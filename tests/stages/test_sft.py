@@ -1,4 +1,9 @@
-"""`rlhf sft`: real training by TRL's SFTTrainer on a tiny model."""
+"""`rlhf sft`: real training by TRL's SFTTrainer on a tiny model.
+
+Modules: `config/sft.py`, `stages/common/trainable_model.py`, `stages/common/training_rows.py`,
+`stages/common/trl_callback.py`, `stages/common/trl_trainer.py`, `stages/common/trl_training.py`,
+`stages/common/cpu_loss.py`.
+"""
 
 import json
 import math

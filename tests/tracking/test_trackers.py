@@ -1,4 +1,7 @@
-"""The rules for all trackers, with ones that only listen; those that fail, are missing or are not named; servers."""
+"""The rules for all trackers, with ones that only listen; those that fail, are missing or are not named; servers.
+
+Modules: `tracking/logs.py`.
+"""
 
 import os
 import re

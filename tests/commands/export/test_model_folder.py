@@ -1,4 +1,7 @@
-"""`rlhf export`: a self-contained folder with the same logits, for every kind of run; refusals; a kill."""
+"""`rlhf export`: a self-contained folder with the same logits, for every kind of run; refusals; a kill.
+
+Modules: `commands/export/comparison.py`.
+"""
 
 import json
 import os

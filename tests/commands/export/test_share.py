@@ -1,4 +1,7 @@
-"""`rlhf export --push` and ppo.push_to_hub_if_best against a local hub: uploads, refusals, interrupted uploads."""
+"""`rlhf export --push` and ppo.push_to_hub_if_best against a local hub: uploads, refusals, interrupted uploads.
+
+Modules: `models/hub.py`.
+"""
 
 import json
 import os

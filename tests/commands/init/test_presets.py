@@ -1,4 +1,7 @@
-"""`rlhf init`: what a preset writes, with which seed, and what it rejects."""
+"""`rlhf init`: what a preset writes, with which seed, and what it rejects.
+
+Modules: `cli/init.py`, `commands/init/folder.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model."""
+"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model.
+
+Modules: `commands/init/pairs.py`, `planning/placement.py`.
+"""
 
 import json
 from dataclasses import replace

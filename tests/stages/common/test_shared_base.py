@@ -1,4 +1,7 @@
-"""`models.adapters` of PPO: four models on one base are trained, saved, loaded, resumed and verified."""
+"""`models.adapters` of PPO: four models on one base are trained, saved, loaded, resumed and verified.
+
+Modules: `stages/ppo/setup.py`.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""`rlhf eval` over PPO's snapshots: the frontier, the selected policy, and the figure."""
+"""`rlhf eval` over PPO's snapshots: the frontier, the selected policy, and the figure.
+
+Modules: `evaluation/comparison.py`, `evaluation/responses.py`, `evaluation/selection.py`.
+"""
 
 import json
 import shutil

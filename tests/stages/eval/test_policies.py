@@ -1,4 +1,8 @@
-"""`policies` and `eval.interpolate` of eval.yaml, and `rlhf export --interpolate`, on trained policies."""
+"""`policies` and `eval.interpolate` of eval.yaml, and `rlhf export --interpolate`, on trained policies.
+
+Modules: `evaluation/summary.py`, `stages/eval/evaluated_models.py`, `stages/eval/evaluation_inputs.py`,
+`stages/eval/policy_evaluator.py`, `stages/eval/run.py`.
+"""
 
 import json
 import math

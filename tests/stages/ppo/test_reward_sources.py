@@ -1,4 +1,7 @@
-"""Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails; columns of the data."""
+"""Reward sources: ensembles and clips by hand and through `rlhf ppo`; a source that fails; columns of the data.
+
+Modules: `rewards/trial.py`, `stages/ppo/sample_tables.py`.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train."""
+"""`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train.
+
+Modules: `stages/common/lifecycle.py`, `stages/ppo/rollout_engine.py`.
+"""
 
 import json
 import shutil
