@@ -148,7 +148,7 @@ def test_a_reader_of_the_ppo_stage_follows_the_config_through_few_functions(
 
 
 def test_each_module_has_its_test_file() -> None:
-    """At its path, at the path of its package, or one whose docstring names it. Modules under 60 lines may have none."""
+    """At its path, at that of its package, or one whose docstring names it. Modules under 60 lines may have none."""
     tests = Path(__file__).parents[1]
     docstrings = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in tests.rglob("test_*.py")]
     named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(text.partition("Modules: ")[2] for text in docstrings if text)))
