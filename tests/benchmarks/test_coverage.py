@@ -1,12 +1,8 @@
 """The 95 % intervals of report and card cover the truth in simulated evaluations: benchmarks/coverage.py."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import coverage
 from benchmarks.coverage import WORLDS, World, card, limited, one_sided, policies, probed, selected
