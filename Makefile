@@ -52,14 +52,14 @@ OUT ?= docs/results
 gpu: ## on a machine with a GPU: is all right there, how fast, and is the plan right: OUT/gpu.json and gpu.md; TINY=1 on a CPU
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks.gpu_report --out $(OUT) $(if $(TINY),--tiny)
 
-golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/unit/test_golden.py compares ours with: a minute
+golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/ppo/test_golden.py compares ours with: a minute
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PEER)/bin/python -m benchmarks.golden --out runs/golden --shared $(SHARED)
 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
-	$(TESTING) $(VENV)/bin/python -m pytest -m slow
+	$(TESTING) $(VENV)/bin/python -m pytest -m slow --timeout 3600
 
 # A worker a file: the processes of a group wait for one another, and leave cores idle.
 distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
@@ -72,7 +72,7 @@ browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install
 # for CUDA that it cannot import, and its program asks for a distribution named vllm.
 VLLM ?= .vllm
 vllm-test: $(VENV)/.installed-test $(VLLM)/.installed ## rollouts by a real vLLM server on a CPU: every fault of a sync, PPO through kills: 15 minutes
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RLHF_VLLM=$(abspath $(VLLM))/bin/vllm $(VENV)/bin/python -m pytest -m vllm -rP tests/unit/test_vllm_real.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RLHF_VLLM=$(abspath $(VLLM))/bin/vllm $(VENV)/bin/python -m pytest -m vllm --timeout 3600 -rP tests/ppo/test_vllm_server.py
 
 $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
@@ -85,10 +85,10 @@ $(VLLM)/.installed:
 # The suite's 1000 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## CASES=20000 configs, data files and models with random faults: about 8 minutes on two cores
-	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/cli/test_fuzz.py tests/cli/test_fuzz_models.py
+	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto --timeout 3600 tests/fuzzing
 
 damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint: minutes
-	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -m damage --timeout 3600 $(PARALLEL)
 
 N ?= 200
 chaos: $(VENV)/.installed-test ## N=200 kills a stage, every fail point, full disks: all runs must end in the same bytes

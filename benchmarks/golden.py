@@ -1,4 +1,4 @@
-"""Record updates of TRL 1.12's PPO, tensor by tensor, for tests/unit/test_golden.py. `make golden` runs it.
+"""Record updates of TRL 1.12's PPO, tensor by tensor, for tests/ppo/test_golden.py. `make golden` runs it.
 
     .peer/bin/python -m benchmarks.golden --out runs/golden --shared ../shared
 

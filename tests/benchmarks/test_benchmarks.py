@@ -22,17 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from typer.testing import CliRunner
 from without_packages import python
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))
+from benchmarks import chain, fast_paths, gpu_check, placement, scale
+from benchmarks.learning import __main__ as learning
+from benchmarks.memory import __main__ as memory
+from benchmarks.speed import __main__ as speed
+from benchmarks.speed import cli_time, floor, ours, reference, synthetic
+from benchmarks.speed.workload import Job
+from rlhf_cli.cli import app
+from rlhf_cli.files import file_sha256
 
-from benchmarks import chain, fast_paths, gpu_check, placement, scale  # noqa: E402
-from benchmarks.learning import __main__ as learning  # noqa: E402
-from benchmarks.memory import __main__ as memory  # noqa: E402
-from benchmarks.speed import __main__ as speed  # noqa: E402
-from benchmarks.speed import cli_time, floor, ours, reference, synthetic  # noqa: E402
-from benchmarks.speed.workload import Job  # noqa: E402
-from rlhf_cli.cli import app  # noqa: E402
-from rlhf_cli.files import file_sha256  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 JUDGE = """import sys

@@ -1,4 +1,7 @@
-"""What TAB offers, by the protocol of the shells' scripts."""
+"""What TAB offers, by the protocol of the shells' scripts.
+
+Modules: `runs/layout.py`.
+"""
 
 import os
 import re

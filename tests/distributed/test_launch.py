@@ -1,4 +1,7 @@
-"""`--nproc`: what the command makes of the ends of its processes. That they train is tests/test_group_*.py."""
+"""`--nproc`: what the command makes of the ends of its processes. That they train is tested by the other files here.
+
+Modules: `distributed.py`.
+"""
 
 import os
 from pathlib import Path

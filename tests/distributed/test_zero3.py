@@ -8,13 +8,13 @@ import group_trl_cases
 import pytest
 import torch
 import yaml
-from conftest import World
 from group import child, command, stop_and_resume
 from ppo_folder import lines, must_succeed
-from test_group_trl import config, weights
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import SINGLE_PROCESS
+from tests.conftest import World
+from tests.distributed.test_trl_stages import config, weights
 
 LINES = yaml.safe_load((Path(__file__).parents[2] / "configs/zero3.yaml").read_text())
 STAGES = ("sft", "reward")

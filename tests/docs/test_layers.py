@@ -1,6 +1,7 @@
 """Layers of the house: a package imports only from packages below it, and no module import is circular."""
 
 import ast
+import re
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -144,3 +145,19 @@ def test_a_reader_of_the_ppo_stage_follows_the_config_through_few_functions(
         sys.setprofile(None)
         runs.release()
     assert len(seen) <= 12, sorted(seen)
+
+
+def test_each_module_has_its_test_file() -> None:
+    """At its path, at that of its package, or one whose docstring names it. Modules under 60 lines may have none."""
+    tests = Path(__file__).parents[1]
+    docstrings = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in tests.rglob("test_*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(text.partition("Modules: ")[2] for text in docstrings if text)))
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+    for path in MODULES.values():
+        module = path.relative_to(ROOT)
+        beside = tests / module.parent
+        at_its_path = [*beside.glob(f"test_{module.stem}.py"), *beside.glob(f"test_{module.stem}_*.py")]
+        of_its_package = beside.with_name(f"test_{beside.name}.py").is_file()
+        long = len(path.read_text(encoding="utf-8").splitlines()) >= 60
+        assert at_its_path or of_its_package or str(module) in named or not long, f"{module} has no test file"

@@ -1,4 +1,4 @@
-"""Texts of configs and of data files with faults, and what a config says, for tests/cli/test_fuzz.py."""
+"""Configs and data files with faults, and what a config says, for tests/fuzzing/test_configs_and_rows.py."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Cases for tests/distributed/test_group_ppo.py: one process, and several of a part of the batch, train the same.
+"""Cases for tests/distributed/test_ppo.py: one process, and several of a part of the batch, train the same.
 
 `torchrun group_cases.py OUT FSDP` writes the results of each rank to OUT.RANK; `results(SINGLE_PROCESS)` returns those
 of one process. FSDP is the value of the key.

@@ -1,4 +1,4 @@
-"""Stages in two processes, for tests/distributed/test_group_trl.py: `torchrun group_trl_cases.py CONFIG...` runs each.
+"""Stages in two processes, for tests/distributed/test_trl_stages.py: `torchrun group_trl_cases.py CONFIG...` runs each.
 
 `CONFIG@STEP` runs one to its end, then resumes from the checkpoint of that step; the straight run is kept as
 STAGE-straight.

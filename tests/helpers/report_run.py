@@ -225,7 +225,7 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def draws_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Leave figures empty; tests/cli/test_report_page.py tests the figures."""
+    """Leave figures empty; tests/report/test_page.py tests the figures."""
     patch.setattr(charts, "draw_svg", lambda *_: Markup("<svg></svg>"))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import World
 from transformers import AutoTokenizer
 
 from rlhf_cli import jsonl, runs
@@ -18,6 +17,7 @@ from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.stages import dpo, reward, sft
 from rlhf_cli.stages.common import training_rows, trl_callback, trl_trainer
+from tests.conftest import World
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo}
 QUICK = {"max_length": 64, "per_device_train_batch_size": 8, "learning_rate": 3e-3}

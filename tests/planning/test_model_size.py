@@ -1,4 +1,7 @@
-"""The size of a model, compared with real models and with torch's MemTracker."""
+"""The size of a model, compared with real models and with torch's MemTracker.
+
+Modules: `models/build.py`.
+"""
 
 from pathlib import Path
 from typing import Any

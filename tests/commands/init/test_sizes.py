@@ -1,0 +1,397 @@
+"""How `rlhf init preferences` splits pairs, chooses token limits and sizes, and measures the speed of a model.
+
+Modules: `commands/init/pairs.py`, `planning/placement.py`.
+"""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from run_cli import is_one_error, must_succeed, rlhf
+
+from rlhf_cli import jsonl
+from rlhf_cli.commands.init import sizes
+from rlhf_cli.commands.init.pairs import (
+    Length,
+    Lengths,
+    balance_lengths,
+    fit_lengths,
+    longer_share,
+    most_chosen,
+    split_pairs,
+)
+from rlhf_cli.commands.init.sizes import (
+    EPISODES_PER_UPDATE,
+    SizingInputs,
+    Speed,
+    choose_sizes,
+    learning_rate,
+    memory_planner,
+)
+from rlhf_cli.config.machinery.yaml_io import align_comments
+from rlhf_cli.data.readers import RowLocation
+from rlhf_cli.data.texts import Pair, split_key
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import devices
+from rlhf_cli.planning import duration, placement
+from rlhf_cli.planning.memory import GPU_SHARE
+from rlhf_cli.planning.placement import MAX_ROWS, OFFLOAD, PLACEMENTS, POLICY_HEAD, MemoryPlanner, Placement
+from rlhf_cli.planning.target import Target
+from tests.conftest import World
+
+NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
+PROMPTS = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def pair(prompt: Any, number: int = 1, chosen: str = "Good") -> Pair:
+    return Pair(RowLocation(Path("pairs.jsonl"), number), prompt, f"{chosen} {number}.", f"Bad {number}.", None)
+
+
+# Parts
+
+
+def test_parts_share_no_prompt_keep_every_pair_and_hold_out_at_most_1000_prompts() -> None:
+    pairs = [pair(prompt, number) for number, prompt in enumerate(PROMPTS * 3)]
+    parts = split_pairs(pairs, seed=0)
+    prompts = [{each.prompt for each in part} for part in parts.values()]
+    assert sum(map(len, prompts)) == len(set().union(*prompts)) == len(PROMPTS)
+    assert sorted(each.chosen for part in parts.values() for each in part) == sorted(each.chosen for each in pairs)
+    assert list(map(len, prompts)) == [30, 45, 15, 10]
+    for part in parts.values():  # in random order: evaluations take the first rows
+        numbers = [each.location.number for each in part]
+        assert numbers != sorted(numbers)
+    assert split_pairs(pairs, 1) == split_pairs(pairs, 1) != split_pairs(pairs, 2)
+    parts = split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
+    assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
+    with pytest.raises(RLHFError, match=r"^error\[D11\].*19 different prompts"):
+        split_pairs([pair(prompt) for prompt in PROMPTS[:19] * 9], 0)
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["the longer is chosen", "the shorter is chosen"])
+def test_balanced_pairs_do_not_tell_by_length_which_answer_was_chosen(swaps: bool) -> None:
+    lengths = [(30, 10), (20, 20), (10, 21), (80, 10), (40, 20), (10, 80), (12, 9), (9, 9), (60, 10), (50, 50)]
+    lengths = [(two, one) if swaps else (one, two) for one, two in lengths]
+    assert balance_lengths(lengths) == [1, 2, 3, 4, 5, 7, 9]  # 10:21 keeps 40:20, 10:80 keeps 80:10
+    assert balance_lengths(lengths[1:2]) == [0] and balance_lengths(lengths[:1]) == []
+    pairs = [replace(pair("x", 0), chosen="a" * one, rejected="b" * two) for one, two in lengths]
+    assert longer_share(pairs) == pytest.approx(2 / 7 if swaps else 5 / 7)
+    assert longer_share(pairs[1:2]) == 0.5
+
+
+def test_conversations_with_the_same_first_message_share_a_part() -> None:
+    longer = [[*chat(text), {"role": "assistant", "content": "Yes?"}, *chat("More.")] for text in PROMPTS]
+    both = [pair(prompt) for text, two in zip(PROMPTS, longer, strict=True) for prompt in (chat(text), two)]
+    parts = split_pairs(both, 0)
+    openings = [{split_key(each.prompt) for each in part} for part in parts.values()]
+    assert sum(map(len, openings)) == len(set().union(*openings)) == len(PROMPTS)
+    assert all(len(part) == 2 * len(keys) for part, keys in zip(parts.values(), openings, strict=True))
+
+
+def test_sft_learns_the_answers_that_were_chosen_most_often() -> None:
+    chosen = ["a", "b", "c", "d", "e", "e", "d"]
+    pairs = [pair("one", 1, answer) for answer in chosen] + [pair("another", 1, "z")]
+    learned = [(each.prompt, each.chosen[0]) for each in most_chosen(pairs)]
+    assert learned == [("one", "a"), ("one", "b"), ("one", "d"), ("one", "e"), ("another", "z")]
+
+
+# Token limits
+
+
+def fitted(lengths: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], Lengths]:
+    """Fit pairs with these token counts of prompt, chosen and rejected answer, each with another prompt."""
+    return fit_lengths([pair(f"prompt {i}") for i in range(len(lengths))], [Length(*each) for each in lengths], context)
+
+
+def test_the_answer_length_is_chosen_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of 30 to 525 tokens in 512 positions: answers of 10 to 109 keep their 90th percentile."""
+    used, limits = fitted([(30 + 5 * i, 10 + i, 20) for i in range(100)], 512)
+    assert limits.response_length == 104  # of 10 + i the 90 smallest reach 99
+    assert len(used) == 76 and used[-1].prompt == "prompt 75"  # 30 + 5 x 75 + 104 = 509
+    assert limits.max_length == 496  # 405 + 85
+    assert limits.ended == 1.0 and limits.answer_mean == 10 + 75 / 2
+    warning, hint = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning[D10]: --data: 24 of 100 pairs (24 %) dropped: ")
+    assert hint.startswith("hint: take a base model with 1024 positions, where 100 % of the pairs fit")
+
+
+ONE_OUTLIER = "1 of 200 pairs (1 %) dropped: "
+
+
+@pytest.mark.parametrize(
+    ("lengths", "used", "response", "row", "warning"),
+    [
+        ([(20, 90, 100)] * 50, 50, 96, 120, ""),
+        # Answers of 300 fit beside their prompts, but not half of the context: the length is that of the others.
+        ([(10, 300, 5)] * 79 + [(10, 5, 5)] * 21, 100, 32, 312, "only 21 % of the chosen answers end within response"),
+        ([(20, 40, 50)] * 199 + [(20, 40, 490)], 199, 40, 72, ONE_OUTLIER),  # without a hint
+    ],
+)
+def test_dropped_pairs_are_reported(
+    lengths: Any, used: int, response: int, row: int, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs, limits = fitted(lengths, 512)
+    assert (len(pairs), limits.response_length, limits.max_length) == (used, response, row)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"warning[D10]: --data: {warning}") if warning else printed == ""
+    assert warning != ONE_OUTLIER or "hint" not in printed
+
+
+@pytest.mark.parametrize(
+    ("answers", "context", "response"),
+    [
+        ([2] * 40, 512, 8),  # one word and the end token
+        ([10] * 39 + [40], 512, 32),  # at least 32 if an answer is longer
+        ([10] * 40, 512, 16),
+        ([20] * 20 + [30] * 5, 48, 32),  # half of the context would be 24
+        ([100] * 30 + [400] * 10, 512, 104),  # answers of 400 do not fit half of the context
+        ([250] * 40, 512, 256),
+        ([300] * 40, None, 304),
+    ],
+)
+def test_the_length_of_a_response(answers: list[int], context: int | None, response: int) -> None:
+    used, limits = fitted([(10, answer, 5) for answer in answers], context)
+    assert limits.response_length == response
+    kept = [answer for answer in answers if 10 + answer <= (context or 4096)]
+    assert len(used) == len(kept) and limits.ended == sum(each <= response for each in kept) / len(kept)
+
+
+def test_a_fifth_of_the_pairs_and_twenty_prompts_must_fit_and_the_hint_names_positions() -> None:
+    lengths = [(200, 4000 + i, 4100) for i in range(60)]
+    with pytest.raises(RLHFError) as caught:
+        fitted(lengths, 512)
+    (problem,) = caught.value.problems
+    assert problem.code == "D10" and problem.text.startswith("60 of 60 pairs (100 %) do not fit: ")
+    assert problem.hint and "8192 positions, where 100 % of the pairs fit" in problem.hint
+    used, limits = fitted(lengths, 8192)
+    assert len(used) == 60 and limits.response_length == 4056
+    short, long = (20, 40, 40), (500, 40, 40)
+    assert len(fitted([short] * 20 + [long] * 79, 512)[0]) == 20
+    for lengths in ([short] * 19 + [long] * 10, [short] * 20 + [long] * 81):
+        with pytest.raises(RLHFError, match=r"(?s)^error\[D10\].*1024 positions"):
+            fitted(lengths, 512)
+    assert len(fitted([short] * 18 + [long], 512)[0]) == 18  # too few prompts to begin with: D11 reports it
+
+
+INPUTS = SizingInputs(
+    rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
+    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0, prompt_max=56),
+    parameters=600_000,
+    placement=Placement(None, rows=MAX_ROWS, fullest="ppo", bytes=10**9),
+    whole=None,
+    target=Target(False, 16 * 10**9, "the CPU"),
+    speed=Speed(training=20_000.0, generation=4_000.0),
+)
+
+
+def with_rows(**counts: int) -> SizingInputs:
+    return replace(INPUTS, rows={**INPUTS.rows, **counts})
+
+
+def test_learning_rates_meet_their_anchors() -> None:
+    assert [learning_rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
+    assert [learning_rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "2e-4"]
+    assert learning_rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
+def test_an_update_needs_no_more_prompts_than_there_are(prompts: int) -> None:
+    sizes = choose_sizes(with_rows(prompts=prompts), None)
+    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
+    assert EPISODES_PER_UPDATE // sizes.samples <= prompts
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
+def test_a_batch_is_at_most_half_the_rows(rows: int, batch: int) -> None:
+    sft = choose_sizes(with_rows(sft=rows), None).sft
+    assert sft.rows * sft.parts == batch
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "steps"), [(32, 8, 32), (96, 8, 96), (300, 6, 114), (600, 3, 114), (20_000, 1, 625)]
+)
+def test_few_rows_get_more_epochs_up_to_a_limit(rows: int, epochs: int, steps: int) -> None:
+    sizes = choose_sizes(with_rows(sft=rows, pairs=rows), 10_000)
+    assert (sizes.sft.epochs, sizes.sft.steps, sizes.sft.max_steps) == (epochs, steps, None)
+    assert sizes.reward.epochs <= 2
+
+
+def test_a_short_time_means_fewer_steps_and_a_note() -> None:
+    long, short = choose_sizes(INPUTS, 600), choose_sizes(INPUTS, 2)
+    assert long.sft.max_steps is None and long.minutes and long.minutes < 30
+    assert short.minutes and short.minutes <= 3 and short.total_episodes < long.total_episodes
+    slow = choose_sizes(replace(INPUTS, speed=Speed(20.0, 4.0)), 10)
+    assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
+    assert (long.ppo_epochs, slow.ppo_epochs) == (4, 1)
+    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.note
+    unknown = choose_sizes(replace(INPUTS, speed=None), 1)  # by the data only
+    assert unknown.minutes is None and unknown.sft.max_steps is None and unknown.updates == 50
+
+
+# Memory
+
+
+NEEDED: dict[tuple[Any, ...], int] = {}  # what MemoryPlanner.needed computed for its arguments
+
+
+def planner(gib: float, **sizes: Any) -> MemoryPlanner:
+    config = tiny.config("llama", **{"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, **sizes})
+    lengths = replace(INPUTS.lengths, max_length=152)
+    made = memory_planner(config, lengths, Target.of(str(gib), 1), baselines=True)
+    plain = made.needed
+
+    def needed(stage: str, values: dict[str, Any], *, adapters: bool) -> int:
+        key = (str(sizes), made.target.gpu, stage, str(values), adapters)
+        if key not in NEEDED:
+            NEEDED[key] = plain(stage, values, adapters=adapters)
+        return NEEDED[key]
+
+    made.needed = needed  # type: ignore[method-assign]
+    return made
+
+
+def test_the_first_placement_that_fits_is_taken_with_the_most_rows() -> None:
+    """The same total of rows an update; less memory means fewer rows at once, then another placement."""
+    seen = []
+    for gib in (8.0, 1.0, 0.5, 0.4, 0.3, 0.2, 0.15, 0.02):
+        try:
+            placement, _ = planner(gib).choose("auto", hint="")
+        except RLHFError as error:
+            assert error.problems[0].code == "E03" and "and a GPU of" in error.problems[0].text
+            break
+        assert placement.bytes <= GPU_SHARE * gib * 2**30
+        seen.append(
+            (PLACEMENTS.index(replace(placement, rows=None, rollout_rows=None, fullest="", bytes=0)), placement)
+        )
+    order = [index for index, _ in seen]
+    assert order == sorted(order) and order[0] == 0 and len(set(order)) > 2 and len(seen) < 8
+    assert seen[0][1].rows == MAX_ROWS
+    for (index, one), (later, other) in pairwise(seen):
+        assert index < later or all(one.rows[stage] >= other.rows[stage] for stage in MAX_ROWS)
+
+
+def test_whole_weights_fit_in_less_memory_with_offload_then_with_a_head_on_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is taken where the one before does not fit; on a CPU offload, which has no effect there, is left out."""
+    whole, planned = [each for each in PLACEMENTS if each.adapters is None], planner(8.0)
+    assert [each.savings[2:] for each in whole] == [(), (), (), (OFFLOAD,), (POLICY_HEAD,), (OFFLOAD, POLICY_HEAD)]
+    monkeypatch.setattr(placement, "MIN_ROWS", {"ppo": 1})
+    planned.first = {"ppo": placement.FIRST["ppo"]}
+    least = [planned.needed("ppo", planned.values("ppo", each, 1, 8), adapters=False) for each in whole]
+    assert least == sorted(least, reverse=True) and len(set(least[2:])) == 4
+    for place in range(2, 6):
+        planned.available = least[place]
+        chosen, _ = planned.choose("none", hint="")
+        assert chosen.savings == whole[place].savings
+    planned.target, planned.available = Target(False, 1, "the CPU"), 0
+    with pytest.raises(RLHFError, match=r"(?s)8-bit AdamW and policy_head in PPO the.*hint: .*fewer weights; --gpu"):
+        planned.choose("none", hint="fewer weights")
+
+
+@pytest.mark.parametrize(("adapters", "kind"), [("none", None), ("lora", "lora"), ("qlora", "qlora")])
+def test_adapters_can_be_chosen(adapters: str, kind: str | None) -> None:
+    assert planner(8.0).choose(adapters, hint="")[0].adapters == kind
+    rates = [learning_rate(stage, 10**9, kind) for stage in ("sft", "reward", "ppo")]
+    assert rates == (["2e-4", "1e-4", "3e-5"] if kind else ["2e-5", "1e-5", "3e-6"])
+
+
+@pytest.mark.parametrize(
+    ("gib", "tried"), [(8.0, PLACEMENTS), (0.5, PLACEMENTS), (0.3, PLACEMENTS), (8.0, PLACEMENTS[5:6])]
+)
+def test_the_plan_of_the_written_folder_fits(
+    gib: float, tried: Any, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same estimator, with the lengths of the data: no stage that was written is too large."""
+    base, pairs, run = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "run"
+    monkeypatch.setattr(placement, "PLACEMENTS", tried)
+    planner(gib, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)  # no weights
+    world.tokenizer().save_pretrained(base)
+    rows = [{"prompt": f"{prompt} ", "chosen": "Bright and calm.", "rejected": "Dull."} for prompt in PROMPTS]
+    jsonl.write_jsonl(pairs, rows)
+    result = must_succeed(rlhf("init", "preferences", run, "--data", pairs, "--base", base, "--gpu", gib))
+    assert f"; a GPU of {gib:g} GiB has" in result.stdout and "memory: " in result.stdout
+    ppo = (run / "ppo.yaml").read_text()
+    for words, key in {"offload in PPO": "offload: true", "policy_head in PPO": "{value: policy_head}"}.items():
+        assert (words in result.stdout) == (key in ppo) and (tried == PLACEMENTS or words in result.stdout)
+    planned = json.loads(rlhf("plan", run, "--gpu", gib, "--flops", "1e12", "--json").stdout)
+    assert len(planned["stages"]) == 4 and all(stage["fits"] for stage in planned["stages"].values())
+    assert max(stage["memory_bytes"] for stage in planned["stages"].values()) <= GPU_SHARE * gib * 2**30
+
+
+def test_a_base_without_a_chat_template_that_does_not_fit_is_an_error_with_the_reason(
+    world: World, tmp_path: Path
+) -> None:
+    """Adapters do not train the new tokens of chatml; with --plain the conversations are texts, and adapters fit."""
+    base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
+    planner(1, vocab_size=400, max_position_embeddings=512).body.save_pretrained(base)
+    world.tokenizer().save_pretrained(base)
+    turns = [[*chat(prompt), {"role": "assistant", "content": "Bright."}] for prompt in PROMPTS]
+    other = [{"role": "assistant", "content": "Dull."}]
+    jsonl.write_jsonl(pairs, [{"chosen": each, "rejected": [each[0], *other]} for each in turns])
+    command = ("init", "preferences", "--data", pairs, "--base", base, "--gpu", "0.09", tmp_path / "run")
+    says = ("the base model has no chat template, and adapters", "with a chat template, add --plain, or take a smaller")
+    assert is_one_error(rlhf(*command), "E03", *says)
+    assert "memory: LoRA adapters on one" in must_succeed(rlhf(*command, "--plain")).stdout
+    assert "chat_template" not in (tmp_path / "run/sft.yaml").read_text()
+
+
+def test_evaluations_have_at_most_512_rows_or_prompts() -> None:
+    many = choose_sizes(with_rows(sft_eval=4000, pairs_eval=40), None)
+    assert (many.sft.eval_rows, many.reward.eval_rows) == (512, 40)
+    for count, speed, prompts in ((100, 10**6, 100), (1000, 10**6, 512), (1000, 10, 64)):
+        inputs = replace(with_rows(heldout=count), speed=Speed(10 * speed, speed))
+        assert choose_sizes(inputs, 30).eval_n == prompts
+
+
+def test_comments_are_aligned_in_one_column() -> None:
+    text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
+    assert [line.find("# ") for line in align_comments(text).splitlines()] == [0, -1, -1, 34, 34, -1]
+    assert align_comments("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
+
+
+# Speed
+
+
+@pytest.mark.parametrize(("supported", "gain", "chosen"), [(True, 1.5, True), (True, 1.1, False), (False, 9.0, False)])
+def test_bfloat16_on_a_cpu_is_chosen_by_its_speed(
+    supported: bool, gain: float, chosen: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, bf16: bool, **__: Any) -> duration.PassTimes:
+        return duration.PassTimes(*[1 / gain if bf16 else 1.0] * 4, 1)
+
+    monkeypatch.setattr(sizes, "measure_passes", measure)
+    monkeypatch.setattr(devices, "cpu_multiplies_bf16", lambda: supported)
+    speed = sizes.measure_speed(world.base)
+    assert speed.bf16_gain == (pytest.approx(gain) if chosen else None)
+    assert speed.training == pytest.approx((gain if chosen else 1) * 512)
+
+
+@pytest.mark.parametrize(
+    ("durations", "shares", "seconds", "rounds"),
+    [
+        ([0.3, 2.0, 0.1], [1.0], 0.1, 1),  # a warm-up, one slow call, and quick ones
+        ([30.0, 20.0, 0.1], [0.5], 20.0, 1),  # a large model is measured once
+        ([0.3, 0.9, 0.9, 0.9, 0.1], [0.5, 0.95], 0.1, 2),  # other processes: measured again
+        ([0.3, 0.9, 0.9, 0.9, 0.1], [0.5, 0.6, 0.4, 0.5, 0.3, 0.9], 0.1, 5),
+    ],
+)
+def test_the_fastest_call_counts(
+    durations: list[float], shares: list[float], seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], list(shares)
+
+    def call() -> None:
+        clock[0] += durations.pop(0) if len(durations) > 1 else durations[0]
+
+    monkeypatch.setattr(duration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), left.pop(0)))
+    assert duration.fastest(call) == (pytest.approx(seconds), max(shares[:rounds]))
+    assert len(left) == len(shares) - rounds

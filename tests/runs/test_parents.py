@@ -1,0 +1,231 @@
+"""Parents: the folders that a stage starts from. Only finished and undamaged folders of the right kind are accepted.
+
+Modules: `runs/resolve.py`.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_config import FakeConfig, begin, make_stage, open_parent, write_model
+
+from rlhf_cli import runs
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.runs.manifest import Manifest
+from rlhf_cli.runs.parents import Parent
+
+
+def refusal(path: Path | str, *expect: str) -> tuple[str, str]:
+    """Return the code and the text of the error."""
+    with pytest.raises(RLHFError) as caught:
+        open_parent(path, *expect, key="models.reward")
+    assert caught.value.exit_code == 2
+    return caught.value.problems[0].code, str(caught.value)
+
+
+def test_a_finished_stage_is_a_parent(tmp_path: Path) -> None:
+    folder = make_stage(tmp_path, "sft", tokenizer_sha256="aa")
+    (folder / "config.yaml").unlink()  # files beside the model do not matter
+    parent = open_parent(folder, "sft", key="models.sft")
+    assert (parent.stage, parent.model, parent.key) == ("sft", folder / "model", "models.sft")
+    assert parent.sha256 == parent.manifest.model_sha256 and parent.manifest.tokenizer_sha256 == "aa"
+
+
+def unfinished(run: Path) -> Path:
+    (make_stage(run, "reward") / "manifest.json").unlink()
+    (run / "reward.yaml").write_text("")
+    return run / "reward"
+
+
+def wrong_stage(run: Path) -> Path:
+    make_stage(run, "reward")
+    return make_stage(run, "sft")
+
+
+def similar_name(run: Path) -> Path:
+    write_model(run / "my-reward")
+    return run / "my_reward"
+
+
+def write_at(run: Path, name: str, text: str = "") -> Path:
+    """Write a file into RUN/<name>, and return RUN/reward."""
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text(text)
+    return run / "reward"
+
+
+def change_weights(run: Path, change: Any) -> Path:
+    change(make_stage(run, "reward") / "model/model.safetensors")
+    return run / "reward"
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "says"),
+    [
+        (unfinished, "M10", ["ppo.yaml:4: models.reward: ", "rlhf reward --config RUN/reward.yaml"]),
+        (lambda run: write_at(run, "reward/state/checkpoint-3/w"), "M10", ["is not finished"]),
+        (wrong_stage, "M10", ["written by the sft stage, not by reward", "hint: set models.reward to RUN/reward"]),
+        (lambda run: change_weights(run, lambda path: path.write_bytes(b"weig")), "M10", ["model/model.safetensors"]),
+        (lambda run: change_weights(run, Path.unlink), "M10", ["model/model.safetensors"]),
+        (lambda run: make_stage(run, "reward") / "model", "M10", ["hint: set models.reward to RUN/reward"]),
+        (similar_name, "M01", ["did you mean RUN/my-reward?"]),
+        (lambda run: write_at(run, "reward.yaml"), "M01", ["rlhf reward --config RUN/reward.yaml"]),
+        (lambda run: write_at(run, "reward/notes.txt"), "M01", ["holds no model"]),
+    ],
+)
+def test_a_folder_that_is_not_a_parent_is_refused(tmp_path: Path, make: Any, code: str, says: list[str]) -> None:
+    found, text = refusal(make(tmp_path), "reward")
+    assert found == code and all(part.replace("RUN", str(tmp_path)) in text for part in says), text
+
+
+def test_a_stage_refuses_weights_of_the_right_size_that_their_stage_did_not_write(tmp_path: Path) -> None:
+    folders = [make_stage(tmp_path / name, "reward") for name in ("a", "b")]
+    paths = {"models.reward": folders[0], "models.value": folders[1], "rewards.x.model": folders[1]}
+    parents = {key: open_parent(folder, "reward", key=key) for key, folder in paths.items()}
+    config = FakeConfig(tmp_path / "run", "ppo")
+    for folder in folders:
+        (folder / "model/model.safetensors").write_bytes(b"weigHts")
+    with pytest.raises(RLHFError) as caught:
+        begin(config, parents)
+    assert [problem.code for problem in caught.value.problems] == ["M10", "M10"]
+    assert "model/model.safetensors: its content is not what was written (sha256 differs)" in str(caught.value)
+    for folder in folders:
+        (folder / "model/model.safetensors").write_bytes(b"weights")
+    assert begin(config, parents) == "new"
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "model/../../secret"])
+def test_a_manifest_entry_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+    folder = make_stage(tmp_path / "run", "reward")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["schema"] = 1  # without a checksum: anybody can write one
+    manifest["files"][name] = {"sha256": "", "bytes": 0}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert refusal(folder, "reward")[0] == "S03"
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+    weights = make_stage(tmp_path / "run", "reward") / "model/model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert refusal(tmp_path / "run/reward", "reward")[0] == "S03"
+
+
+def test_a_plain_folder_is_foreign_and_has_the_hash_of_the_same_model_in_a_stage(tmp_path: Path) -> None:
+    folder = make_stage(tmp_path, "sft")
+    write_model(tmp_path / "plain")
+    (tmp_path / "plain/README.md").write_text("another card")
+    parent = open_parent(tmp_path / "plain", "sft")
+    assert (parent.stage, parent.model, parent.manifest) == ("foreign", tmp_path / "plain", Manifest())
+    assert parent.sha256 == json.loads((folder / "manifest.json").read_text())["model_sha256"]
+    write_model(tmp_path / "plain", b"weightz")
+    assert open_parent(tmp_path / "plain", "sft").sha256 != parent.sha256
+
+
+def test_a_cached_hub_id_is_a_foreign_parent_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("nobody/no-such-model", "not:an:id"):
+        code, text = refusal(name, "reward")
+        assert code == "M01" and "not a cached hub id" in text
+    for revision in ("a" * 40, "b" * 40):
+        write_model(tmp_path / "models--some--model/snapshots" / revision, revision.encode())
+    (tmp_path / "models--some--model/refs").mkdir()
+    (tmp_path / "models--some--model/refs/main").write_text("a" * 40)
+    parents = [open_parent("some/model", "sft", revision=revision) for revision in (None, "b" * 40)]
+    assert [parent.model.name for parent in parents] == ["a" * 40, "b" * 40]
+    assert {(parent.stage, parent.hub) for parent in parents} == {("foreign", "some/model")}
+    assert parents[0].sha256 != parents[1].sha256
+    with pytest.raises(RLHFError, match="at revision cccc"):
+        open_parent("some/model", revision="cccc")
+
+
+# Models that a config names
+
+
+def ppo_config(run: Path, value: str = "reward", **rewards: SimpleNamespace) -> Any:
+    models = SimpleNamespace(sft=str(run / "sft"), reward=str(run / "reward"), value=value, revision=None)
+    return SimpleNamespace(
+        stage="ppo", models=models, rewards=rewards, folder=run / "ppo", where=lambda key: f"ppo.yaml:{key}"
+    )
+
+
+def source(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"model": None, "models": {}, "pipeline": None, **fields})
+
+
+MEMBERS = ["rewards.vote.models.a", "rewards.vote.models.b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "rewards", "expected"),
+    [
+        ("reward", {}, ["models.reward"]),
+        ("reward", {"short": source()}, ["models.reward"]),
+        ("/v", {"short": source()}, ["models.value"]),
+        ("/v", {"r": source(pipeline="/models/z")}, ["models.value", "rewards.r.pipeline"]),
+        ("reward", {"other": source(model="/models/x")}, ["models.reward", "rewards.other.model"]),
+        ("/v", {"vote": source(models={"a": "/models/x", "b": "/models/y"})}, ["models.value", *MEMBERS]),
+    ],
+)
+def test_ppo_needs_the_reward_model_only_if_something_reads_it(value: str, rewards: Any, expected: list[str]) -> None:
+    keys = [reference.key for reference in runs.references(ppo_config(Path("run"), value, **rewards))]
+    assert keys == ["models.sft", *expected]
+
+
+def test_judges_that_are_functions_are_not_parents() -> None:
+    models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
+    config = SimpleNamespace(
+        stage="eval", models=models, policies={}, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"}
+    )
+    keys = [reference.key for reference in runs.references(config)]
+    assert keys == ["models.sft", "models.ppo", "models.reward", "judges.other"]
+    models.base = "/b"
+    assert "models.base" in [reference.key for reference in runs.references(config)]
+
+
+def test_all_missing_parents_are_reported_at_once_and_a_stage_is_not_its_own(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as caught:
+        runs.open_parents(ppo_config(tmp_path))
+    assert [problem.where for problem in caught.value.problems] == ["ppo.yaml:models.sft", "ppo.yaml:models.reward"]
+    folder = make_stage(tmp_path, "sft")
+    config = FakeConfig(tmp_path, "sft", model=SimpleNamespace(path=str(folder), revision=None))
+    with pytest.raises(RLHFError, match="names the folder that this stage writes"):
+        runs.open_parents(config)
+
+
+# Tokenizers
+
+
+def parent(key: str, tokenizer: str | None = None, template: str | None = None) -> Parent:
+    manifest = {"tokenizer_sha256": tokenizer, "template_sha256": template} if tokenizer else {}
+    return Parent(
+        key,
+        Path("/runs") / key,
+        "reward" if manifest else "foreign",
+        Path("/m"),
+        "0" * 64,
+        Manifest.model_validate(manifest),
+    )
+
+
+def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes() -> None:
+    a = parent("models.sft", "a" * 64, "1" * 64)
+    runs.check_same_tokenizer(a, a, where="ppo.yaml:5")
+    for other, code, hashes in (
+        (parent("models.reward", "b" * 64, "1" * 64), "T04", ("a" * 12, "b" * 12)),
+        (parent("models.reward", "a" * 64, "2" * 64), "T05", ("1" * 12, "2" * 12)),
+        (parent("models.reward", "a" * 64, None), "T05", ("1" * 12, "none")),
+    ):
+        with pytest.raises(RLHFError) as caught:
+            runs.check_same_tokenizer(a, other, where="ppo.yaml:5")
+        assert (caught.value.problems[0].code, caught.value.problems[0].where) == (code, "ppo.yaml:5")
+        assert all(sha in str(caught.value) for sha in hashes)
+    a, foreign = parent("models.sft", "a", "1"), parent("models.reward")
+    runs.check_same_tokenizer(a, foreign, where="w")  # unknown
+    known = {"models.reward": Manifest(tokenizer_sha256="a", template_sha256=None)}
+    runs.check_same_tokenizer(a, foreign, where="w", foreign=known)
+    known["models.reward"] = Manifest(tokenizer_sha256="b", template_sha256=None)
+    with pytest.raises(RLHFError, match="T04"):
+        runs.check_same_tokenizer(a, foreign, where="w", foreign=known)

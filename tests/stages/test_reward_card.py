@@ -1,0 +1,111 @@
+"""The report card through the real CLI: a planted length bias is flagged, and a reward model without one is not."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ppo_folder import must_succeed, rlhf
+from scipy.stats import spearmanr
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_cli import data, jsonl
+from rlhf_cli.evaluation.reward_probes import PROBE_LABELS
+from rlhf_cli.models import tokenizers
+from rlhf_cli.runs.report import HEADLINE
+from rlhf_cli.stages import reward as reward_stage
+from tests.conftest import THINGS, WORDS, World
+
+pytestmark = pytest.mark.training
+
+
+def answer(draw: random.Random, thing: str, moods: list[str], length: int) -> str:
+    return "".join(f" The {thing} is {draw.choice(WORDS[draw.choice(moods)])}." for _ in range(length))
+
+
+def longer_is_better(draw: random.Random) -> dict[str, str]:
+    """Chosen is the longer answer, whatever it says."""
+    thing, (short, long) = draw.choice(THINGS), sorted(draw.sample((1, 2, 3, 4), 2))
+    chosen, rejected = (answer(draw, thing, ["good", "bad"], length) for length in (long, short))
+    prompt = "Please. " * draw.randint(0, 5) + f"Tell me about the {thing}."  # whose length must not count
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def kinder_is_better(draw: random.Random) -> dict[str, str]:
+    """Chosen is the kind answer, however long; rejected an unkind one, one beside the topic, or one that repeats."""
+    thing, other = draw.sample(THINGS[:3], 2)
+    chosen, length = answer(draw, thing, ["good"], draw.randint(1, 4)), draw.randint(1, 4)
+    rejected = draw.choice(
+        [
+            answer(draw, thing, ["bad"], length),
+            answer(draw, other, ["good"], length),
+            f" {draw.choice([thing, *WORDS['good']])}" * 3 * length,
+            chosen * 2,
+        ]
+    )
+    return {"prompt": f"Tell me about the {thing}.", "chosen": chosen, "rejected": rejected}
+
+
+def reward(
+    world: World, folder: Path, pair: Callable[[random.Random], dict[str, str]], *, n: int, steps: int
+) -> tuple[Any, dict[str, Any]]:
+    """The command's result, and the manifest, of a model trained on n such pairs and looked at on 128 others."""
+    for name, seed, count in (("train", 0, n), ("eval", 1, 128)):
+        draw = random.Random(seed)
+        jsonl.write_jsonl(folder / f"{name}.jsonl", [pair(draw) for _ in range(count)])
+    sections = {
+        "model": {"path": str(world.base)},
+        "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+        "reward": {"max_steps": steps, "learning_rate": 3e-3, "normalize": "none", "max_length": 100},
+    }
+    result = must_succeed(rlhf("reward", "-c", world.config(folder, "reward", **sections)))
+    return result, json.loads((folder / "reward/manifest.json").read_text())
+
+
+def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
+    result, manifest = reward(world, tmp_path, longer_is_better, n=96, steps=40)
+    card = manifest["card"]
+    assert (
+        f"warning[R10]: {tmp_path / 'reward'}: the score depends on the length of the answer: rank correlation 0.9"
+        in result.stderr
+    )
+    assert "the longer answer is the chosen one in 100% of the evaluation pairs\nhint: balance" in result.stderr
+    assert f"warning[R11]: {tmp_path / 'reward'}: the good answer to another prompt scores above" in result.stderr
+    assert {"R10", "R11"} <= {flag["code"] for flag in card["flags"]}
+    assert card["longer_answer"]["preferred"] > 0.95 and card["longer_answer"]["chosen"] == 1
+    # The headline's numbers are the card's, and those of a plain reader of the folder.
+    assert manifest["metrics"].keys() == {*HEADLINE}
+    assert all(card[name] == value for name, value in manifest["metrics"].items())
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model").eval()
+    tokenizer = tokenizers.load_tokenizer(tmp_path / "reward/model")
+    scores, lengths = [], []
+    for _, row in jsonl.read_jsonl(tmp_path / "eval.jsonl"):
+        for side in ("chosen", "rejected"):
+            prompt, ids = data.encode(tokenizer, row["prompt"], row[side])
+            with torch.no_grad():
+                scores.append(float(scorer(torch.tensor([prompt + ids])).logits))
+            lengths.append(len(ids))
+    assert card["length_correlation"] == pytest.approx(spearmanr(scores, lengths).statistic, abs=1e-3)
+
+
+def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = []
+    plain = reward_stage.raw_scores
+
+    def spy(scorer: Any, ids: list[list[int]], *how: Any, **options: Any) -> list[float]:
+        longest.append(max(map(len, ids)))
+        return plain(scorer, ids, *how, **options)
+
+    monkeypatch.setattr(reward_stage, "raw_scores", spy)
+    result, manifest = reward(world, tmp_path, kinder_is_better, n=512, steps=200)
+    card = manifest["card"]
+    assert card["flags"] == [] and not re.search(r"warning\[R", result.stderr), result.stderr
+    assert card["accuracy"] > 0.95 and card["n"] == 128
+    assert card["adversarial"]["n"] == 3, "one pair of each prompt"
+    assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
+    assert result.stdout.startswith("reward model: accuracy ") and "beaten by an empty answer" in result.stdout
+    assert max(longest) == 128, "probes are cut to the model's context"
