@@ -12,6 +12,7 @@ from canaries import Trap
 from chaos.fingerprint import differences, fingerprint
 from group import HELPERS, TORCHRUN, TWO_MACHINES, child, command, imported_at_start, stop_and_resume
 from ppo_folder import PPO, lines, must_succeed, ppo, rlhf, write
+from reference.comparison import compare_run, disagreements
 from run_cli import is_one_error
 from test_group_ppo import TWO
 
@@ -39,6 +40,7 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
     state = runs.state_at(sharded / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
     must_succeed(rlhf("verify", sharded, "--step", "6"))
+    assert disagreements(compare_run(sharded, 6)) == {}
     assert child(*command(sharded / "ppo.yaml", *changes, "--fresh", "-s", "ppo.fsdp=false")).returncode == 0
     for line, expected in zip(metrics, lines(sharded / "ppo/metrics.jsonl"), strict=True):
         for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg"):

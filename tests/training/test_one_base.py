@@ -11,6 +11,7 @@ import torch
 from adapter_folder import adapter_settings, run, some_ids, widen, write
 from bad_inputs import replace, rlhf
 from conftest import World
+from reference.comparison import compare_run, disagreements
 from safetensors.torch import load_file
 
 from rlhf_cli import runs
@@ -221,6 +222,7 @@ def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_pat
     assert (folders[1] / "ppo/value").exists() is (value != "none")
     if value == "none":
         ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1]))
+        assert disagreements(compare_run(folders[1])) == {}
         run(folders[1], "eval")
 
 
@@ -277,7 +279,8 @@ def test_eval_and_verify_read_adapters(copied: Path) -> None:
         assert result.exit_code == 0 and verified["exact"] and verified["agrees"], verified["told"]
         counts = {each["name"]: each["count"] for each in verified["quantities"]}
         shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
-        assert counts["policy weights, change"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
+        assert counts["policy weights"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
+        assert disagreements(compare_run(copied, int(step))) == {}
 
 
 def test_a_snapshot_of_adapters_is_evaluated_until_its_base_changes(copied: Path) -> None:

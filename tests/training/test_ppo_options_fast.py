@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from reference.sampling import exponential
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout

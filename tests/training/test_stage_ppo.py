@@ -28,6 +28,7 @@ from ppo_folder import (
     weights,
     write,
 )
+from reference.comparison import compare_run, disagreements
 from safetensors.torch import load_file, save_file
 from stand_in_vllm import StandIn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -191,6 +192,7 @@ def test_later_commands_read_a_run_without_a_value_model(run_folder):
     must_succeed(evaluate(run_folder))
     for words in (("verify", run_folder, "--step", "3"), ("export", run_folder, "--out", run_folder / "out")):
         must_succeed(rlhf(*words))
+    assert disagreements(compare_run(run_folder, 3)) == {}
     for words in (("check", "--deep"), ("status",), ("report",), ("plan",)):
         must_succeed(rlhf(words[0], run_folder, *words[1:]))
     weights_file = run_folder / "ppo/model/model.safetensors"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from reference.sampling import exponential
 
-from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
