@@ -19,7 +19,7 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Repeat one PPO update and compare it with the run's files, bit for bit.
+    """Repeat one PPO update and compare it with the run, bit for bit.
 
     Exits with 1 if a number differs. RUN is not modified.
     """

@@ -277,10 +277,10 @@ def test_eval_and_verify_read_adapters(copied: Path) -> None:
         result = ppo_folder.rlhf("verify", copied, "--step", step, "--json")
         verified = json.loads(result.stdout)
         assert result.exit_code == 0 and verified["exact"] and verified["agrees"], verified["told"]
-        counts = {each["name"]: each["count"] for each in verified["quantities"]}
-        shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
-        assert counts["policy weights"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
         assert disagreements(compare_run(copied, int(step))) == {}
+    counts = {each["name"]: each["count"] for each in verified["quantities"]}  # of step 5, with a checkpoint after it
+    shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
+    assert counts["policy weights"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
 
 
 def test_a_snapshot_of_adapters_is_evaluated_until_its_base_changes(copied: Path) -> None:
