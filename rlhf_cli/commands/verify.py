@@ -38,10 +38,11 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     Raises RLHFError M01 if there is no run, C06 for a step that cannot be repeated, C15 if the run's inputs changed,
     M05 for a damaged checkpoint, and as `rlhf ppo` does for its models and data.
     """
-    ppo_run = open_run(folder)
-    step = ppo_run.choose_step(step)
     with no_bytecode_files():
+        ppo_run = open_run(folder)
+        step = ppo_run.choose_step(step)
         comparison = Comparison(ppo_run, step, repeat_update(ppo_run, step, options))
+
     if as_json:
         comparison.print_json()
     else:
@@ -158,12 +159,15 @@ def _compare_samples(components: setup.PPOComponents, rows: Sequence[Mapping[str
     if not rows:
         return []
     experience = sample_tables.experience_to_show(components)
-    repeated = [flatten(sample_tables.sample_row(components.tokenizer, experience, row["index"])) for row in rows]
+    samples = [sample_tables.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
+    repeated = [flatten(sample) for sample in samples]
     recorded = [flatten(row) for row in rows]
-    return [
-        Quantity.of_values(f"samples: {name}", [row[name] for row in repeated], [row.get(name) for row in recorded])
-        for name in repeated[0]
-    ]
+    quantities = []
+    for name in repeated[0]:
+        values = [row[name] for row in repeated]
+        others = [row.get(name) for row in recorded]
+        quantities.append(Quantity.of_values(f"samples: {name}", values, others))
+    return quantities
 
 
 def _compare_weights(trainer: PPOTrainer, run: PPORun, step: int) -> list["Quantity"]:
@@ -202,11 +206,14 @@ class Quantity:
     @classmethod
     def of_weights(cls, name: str, repeated: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> "Quantity":
         """Compare tensors of the same names."""
-        count = sum(weight.numel() for weight in repeated.values())
-        sizes = [float(weight.abs().max()) for weight in repeated.values()]
-        differences = [
-            float((weight.cpu().double() - recorded[key].double()).abs().max()) for key, weight in repeated.items()
-        ]
+        count = 0
+        sizes = []
+        differences = []
+        for key, weight in repeated.items():
+            now = weight.cpu().double()
+            count += now.numel()
+            sizes.append(float(now.abs().max()))
+            differences.append(float((now - recorded[key].double()).abs().max()))
         return cls(name, count, max(sizes), max(differences))
 
 

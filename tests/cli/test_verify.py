@@ -1,4 +1,4 @@
-"""`rlhf verify`: trainer and reference agree for every option, planted errors are found, a run is not modified."""
+"""Trainer and float64 reference agree for every option; `rlhf verify` repeats a run's update to the last bit."""
 
 import ast
 import dataclasses
@@ -20,6 +20,8 @@ from reference.comparison import Quantity, compare_run, disagreements, only_roun
 from reference.optimization import learning_rate
 
 from rlhf_cli import jsonl
+from rlhf_cli.commands.verify import Comparison, PPORun
+from rlhf_cli.commands.verify import Quantity as RepeatedQuantity
 from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
@@ -375,6 +377,25 @@ def test_an_error_is_relative_to_the_quantity(
 
 
 # The command, on a run
+
+
+@pytest.mark.parametrize(
+    ("processes", "largest", "recorded", "agrees"),
+    [
+        (1, 1.0, 0.0, True),
+        (1, 1.0, 1e-16, False),
+        (2, 1.0, 9e-4, True),  # one process repeats what several did, and adds in another order
+        (2, 1.0, 2e-3, False),
+        (2, 50.0, 2e-3, True),
+        (2, 1e-9, 9e-4, True),
+    ],
+)
+def test_only_an_update_of_several_processes_may_differ_by_rounding(
+    processes: int, largest: float, recorded: float, agrees: bool
+) -> None:
+    run = PPORun(Path(), tiny.settings(), processes, lines={}, samples=())  # type: ignore[arg-type]
+    compared = Comparison(run, 1, [RepeatedQuantity("objective/kl", 1, largest, recorded)])
+    assert compared.agrees is agrees
 
 
 def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, float]]:

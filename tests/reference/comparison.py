@@ -182,8 +182,8 @@ def copy_weights(models: dict[str, Any], average: dict[str, Tensor]) -> Weights:
     """Return a copy of the trainable weights, and of the policy's average if it has one."""
     copies: Weights = {}
     for name, model in models.items():
-        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        copies[name] = {key: as_float64(p.detach()).clone() for key, p in trained.items()}
+        trained = {key: p.detach() for key, p in model.named_parameters() if p.requires_grad}
+        copies[name] = {key: as_float64(p).clone() for key, p in trained.items()}
     if average:
         copies["average"] = {key: as_float64(value).clone() for key, value in average.items()}
     return copies

@@ -53,8 +53,9 @@ def set_trainable(state: State) -> None:
 
 def minibatches(state: State, epoch: int) -> list[list[int]]:
     """Return the rows in random order, in num_mini_batches parts of equal size."""
-    seed = derive_seed(state.seed, "minibatches", state.update, epoch)
-    order = torch.randperm(len(state.rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator()
+    generator.manual_seed(derive_seed(state.seed, "minibatches", state.update, epoch))
+    order = torch.randperm(len(state.rows), generator=generator).tolist()
     size = len(order) // state.settings.num_mini_batches
     return [order[first : first + size] for first in range(0, len(order), size)]
 

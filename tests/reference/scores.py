@@ -120,9 +120,9 @@ def update_moments(moments: tuple[int, float, float], scores: list[float]) -> tu
     count, mean, squares = moments
     new_count = count + len(scores)
     new_mean = (count * mean + sum(scores)) / new_count
-    squares += count * (mean - new_mean) ** 2
-    squares += sum((score - new_mean) ** 2 for score in scores)
-    return new_count, new_mean, squares
+    old_squares = squares + count * (mean - new_mean) ** 2  # around the new mean
+    new_squares = sum((score - new_mean) ** 2 for score in scores)
+    return new_count, new_mean, old_squares + new_squares
 
 
 def final_score(state: State, row: int, score: float, moments: tuple[int, float, float]) -> float:
