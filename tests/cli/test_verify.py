@@ -20,8 +20,7 @@ from reference.comparison import Quantity, compare_run, disagreements, only_roun
 from reference.optimization import learning_rate
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.verify import Comparison, PPORun
-from rlhf_cli.commands.verify import Quantity as RepeatedQuantity
+from rlhf_cli.commands import verify
 from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
@@ -78,7 +77,7 @@ def prompts(trainer: PPOTrainer, seed: int) -> Any:
     return tiny.prompts(trainer.settings.prompts_per_update, seed)
 
 
-def verify(trainer: PPOTrainer, seed: int = 9) -> list[Quantity]:
+def compare_next_update(trainer: PPOTrainer, seed: int = 9) -> list[Quantity]:
     """Compare an update on responses of an engine whose log-probs are off; `seed` chooses the prompts."""
     rollout = trainer.generate(prompts(trainer, seed))
     noise = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(1)) / 3
@@ -164,7 +163,7 @@ NO_NUMBERS = {
 
 @cache
 def result(case: str, seed: int = 9) -> list[Quantity]:
-    return verify(trained(**CASES[case]), seed)
+    return compare_next_update(trained(**CASES[case]), seed)
 
 
 @pytest.mark.training
@@ -323,7 +322,7 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     name, changes, planted = ERRORS[error]
     trainer = trained(**changes)
     planted(monkeypatch)
-    found = apart(verify(trainer))
+    found = apart(compare_next_update(trainer))
     assert next(iter(found), None) == name
     assert max(found.values()) > 1e-4  # far from any tolerance
 
@@ -333,10 +332,10 @@ def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> No
     trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
     trained_reward.rewards["model"].model = trained_reward.value  # type: ignore[attr-defined]
     for trainer in (trained_ref, trained_reward):
-        assert next(iter(apart(verify(trainer)))) == "frozen weights, change"
+        assert next(iter(apart(compare_next_update(trainer)))) == "frozen weights, change"
     trainer = trained(lr_scheduler_type="linear", warmup_steps=3)
     trainer.scheduler.step()
-    assert {"lr", "policy weights, change"} <= apart(verify(trainer)).keys()
+    assert {"lr", "policy weights, change"} <= apart(compare_next_update(trainer)).keys()
 
 
 # Differences
@@ -349,7 +348,7 @@ def test_quantities_that_only_rounding_determines_are_not_compared() -> None:
     for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
         trainer = trained(**same, **changes)
         trainer.rewards = {"words": FunctionReward("words", length, tiny.Words())}  # above score_clip, each of them
-        found = by_name(verify(trainer))
+        found = by_name(compare_next_update(trainer))
         skipped = {name for name, quantity in found.items() if quantity.error is None}
         assert skipped >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
         assert ("policy weights, change" in skipped) is bool(more)
@@ -393,8 +392,8 @@ def test_an_error_is_relative_to_the_quantity(
 def test_only_an_update_of_several_processes_may_differ_by_rounding(
     processes: int, largest: float, recorded: float, agrees: bool
 ) -> None:
-    run = PPORun(Path(), tiny.settings(), processes, lines={}, samples=())  # type: ignore[arg-type]
-    compared = Comparison(run, 1, [RepeatedQuantity("objective/kl", 1, largest, recorded)])
+    run = verify.PPORun(Path(), tiny.settings(), processes, lines={}, samples=())  # type: ignore[arg-type]
+    compared = verify.Comparison(run, 1, [verify.Quantity("objective/kl", 1, largest, recorded)])
     assert compared.agrees is agrees
 
 
