@@ -19,15 +19,15 @@ def verify(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Repeat one PPO update and compare it with a float64 reference.
+    """Repeat one PPO update and compare it with the run, bit for bit.
 
-    Exits with 1 if the two differ by more than 1e-6 in float64. RUN is not modified.
+    Exits with 1 if a number differs. RUN is not modified.
     """
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands.verify import show
+        from rlhf_cli.commands import verify
 
     with system.translate_resource_errors(folder):
-        code = show.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
+        code = verify.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

@@ -27,8 +27,8 @@ __getattr__ = import_on_first_use(
         "runs.parents": "FOREIGN Parent find_base is_adapter_of is_available_locally open_parent",
         "runs.resolve": "LAST SELECTED Reference check_same_tokenizer open_parents open_reference references "
         "resolve_model",
-        "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder recorded_num_processes start_stage "
-        "shown versions write_json",
+        "runs.stage_folder": "CheckpointTimer complete_stage detect_moved_folder environment_changes "
+        "recorded_num_processes start_stage shown versions write_json",
         "runs.identity": "StageStatus compute_identity identity_difference quick_stage_status require_current "
         "stage_status",
     },

@@ -82,15 +82,14 @@ def start_stage(
         make_folder(path)  # a link may lead to a disk that is not there now
     clear_leftovers(folder)
 
-    environment = _environment(device)
     run_id: object = json_sha256(identity)[:16]
     if status.state == "resume":
         if status.step is not None:
             _require_same_num_processes(folder)
-        _warn_of_changes(folder, environment)
+        _warn_of_changes(folder, device)
         run_id = (read_identity(folder) or {}).get("run_id")  # none if an older version began the run
     begun = {"run_id": run_id} if run_id else {}
-    write_json(folder / "identity.json", identity | begun | {"environment": environment})
+    write_json(folder / "identity.json", identity | begun | {"environment": _environment(device)})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
@@ -121,15 +120,21 @@ def recorded_num_processes(folder: Path) -> int:
     return count if isinstance(count, int) and count > 0 else 1
 
 
-def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
+def environment_changes(folder: Path, device: str | None) -> list[str]:
+    """Return what has changed since a stage was started: versions, device, processes; each as `name old -> new`."""
     before = flatten((read_identity(folder) or {}).get("environment", {}))
-    after = flatten(now)
-    changed = []
-    for key, value in before.items():
-        if value != after.get(key):
-            changed.append(f"{key.removeprefix('versions.')} {value} -> {after.get(key)}")
-    if changed:
-        text = f"{shown(folder)} resumes in a different environment: {', '.join(changed)}"
+    after = flatten(_environment(device))
+    return [
+        f"{key.removeprefix('versions.')} {value} -> {after.get(key)}"
+        for key, value in before.items()
+        if value != after.get(key)
+    ]
+
+
+def _warn_of_changes(folder: Path, device: str | None) -> None:
+    changes = environment_changes(folder, device)
+    if changes:
+        text = f"{shown(folder)} resumes in a different environment: {', '.join(changes)}"
         terminal.warn("E05", text, hint="the result may differ from that of an uninterrupted run")
 
 

@@ -23,6 +23,7 @@ from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import reward
 from rlhf_cli.stages.common import lifecycle, model_loading, reading
+from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = pytest.mark.training
 
@@ -158,6 +159,7 @@ def test_verify_the_evaluation_and_the_best_of_n(stages: Path, scored: list[tupl
     write(stages, "ppo", PPO)
     must_succeed(rlhf("ppo", "-c", stages / "ppo.yaml", "--fresh", "-s", "output.save_steps=39"))
     must_succeed(rlhf("verify", stages, "--step", "40"))
+    assert disagreements(compare_run(stages, 40)) == {}
     for stage, config in (("eval", EVAL), ("sft", BEST_OF)):
         scored.clear()
         write(stages, stage, config)
@@ -208,6 +210,7 @@ def test_a_foreign_model_reads_what_its_template_writes_behind_an_answer(
     assert [score for _, score in scored] == pytest.approx(by_transformers(foreign, rendered), abs=1e-4)
     if stage == "ppo":
         must_succeed(rlhf("verify", folder))
+        assert disagreements(compare_run(folder)) == {}
 
 
 USER = {"role": "user", "content": "What is a sun?"}

@@ -1,4 +1,4 @@
-"""`rlhf verify`: trainer and reference agree for every option, planted errors are found, a run is not modified."""
+"""Trainer and float64 reference agree for every option; `rlhf verify` repeats a run's update to the last bit."""
 
 import ast
 import dataclasses
@@ -17,9 +17,7 @@ from bad_inputs import replace
 from ppo_folder import fails, lines, must_succeed, ppo, rlhf, settings
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.verify import reference, reference_update
-from rlhf_cli.commands.verify.comparison import Quantity, compare, difference, only_rounding, worst
-from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
+from rlhf_cli.commands import verify
 from rlhf_cli.config.ppo import SCHEDULERS, PPOSettings
 from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import losses
@@ -30,6 +28,9 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward
+from tests.reference import comparison
+from tests.reference.comparison import Quantity, compare_run, disagreements, only_rounding, relative_difference
+from tests.reference.optimization import learning_rate
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
@@ -76,14 +77,13 @@ def prompts(trainer: PPOTrainer, seed: int) -> Any:
     return tiny.prompts(trainer.settings.prompts_per_update, seed)
 
 
-def verify(trainer: PPOTrainer, seed: int = 9) -> list[Quantity]:
+def compare_next_update(trainer: PPOTrainer, seed: int = 9) -> list[Quantity]:
     """Compare an update on responses of an engine whose log-probs are off; `seed` chooses the prompts."""
     rollout = trainer.generate(prompts(trainer, seed))
     noise = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(1)) / 3
     rollout = dataclasses.replace(rollout, logprobs=rollout.logprobs + noise)
     updates, stop = trainer.settings.num_updates(), trainer.engine.stop_token_id  # type: ignore[attr-defined]
-    float64, expected = run_in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
-    return compare(expected, float64)
+    return comparison.compare_update(trainer, rollout, updates=updates, stop_token_id=stop)
 
 
 def by_name(quantities: list[Quantity]) -> dict[str, Quantity]:
@@ -91,14 +91,11 @@ def by_name(quantities: list[Quantity]) -> dict[str, Quantity]:
 
 
 def apart(quantities: list[Quantity]) -> dict[str, float]:
-    return {quantity.name: quantity.error for quantity in quantities if not quantity.error <= EXACT}
+    return disagreements(quantities, EXACT)
 
 
-def first_apart(quantities: list[Quantity]) -> str | None:
-    return next((quantity.name for quantity in quantities if quantity.error > EXACT), None)
-
-
-REFERENCE = sorted(Path(reference.__file__).parent.glob("reference*.py"))
+# Its chapters; comparison.py runs the trainer.
+REFERENCE = sorted(set(Path(comparison.__file__).parent.glob("*.py")) - {Path(comparison.__file__)})
 
 # The reference and the trainer agree for every option
 
@@ -166,7 +163,7 @@ NO_NUMBERS = {
 
 @cache
 def result(case: str, seed: int = 9) -> list[Quantity]:
-    return verify(trained(**CASES[case]), seed)
+    return compare_next_update(trained(**CASES[case]), seed)
 
 
 @pytest.mark.training
@@ -175,8 +172,7 @@ def test_the_reference_and_the_trainer_agree(case: str) -> None:
     quantities = result(case)
     assert not any(math.isnan(quantity.largest) for quantity in quantities)
     assert apart(quantities) == {}
-    not_compared = {quantity.name for quantity in quantities if quantity.float64 is None}
-    assert not_compared == {"response tokens", "tokens/padded"}
+    assert {quantity.name for quantity in quantities if quantity.error is None} == {"tokens/padded"}
     trained_models = ("policy",) if "advantage" in CASES[case] else ("value",)
     assert all(by_name(quantities)[f"{name} weights, change"].largest > 0 for name in trained_models)
 
@@ -209,10 +205,10 @@ def test_learning_rates_of_a_whole_run(kind: str) -> None:
     warm = {} if kind == "constant" else {"warmup_steps": 3, "value_warmup_steps": 0}
     for changes in ({}, warm):
         trainer = trained(steps=0, lr_scheduler_type=kind, value_learning_rate=0.03, total_episodes=40, **changes)
-        start = reference_state_of(trainer, tiny.rollout(), updates=10, stop_token_id=tiny.EOS)
+        start = comparison.copy_state(trainer, tiny.rollout(), updates=10, stop_token_id=tiny.EOS)
         for start.update in range(10):
             groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
-            ours = {name: reference_update.learning_rate(start, name) for name in ("policy", "value")}
+            ours = {name: learning_rate(start, name) for name in ("policy", "value")}
             assert ours == pytest.approx({name: groups[name] for name in ours}, rel=1e-12, abs=1e-15)
             trainer.optimizer.step()
             trainer.scheduler.step()
@@ -232,7 +228,6 @@ def test_the_reference_shares_no_arithmetic_with_the_trainer() -> None:
             found.add(node.module or "")
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    found -= {f"rlhf_cli.commands.verify.{path.stem}" for path in REFERENCE}
     shared = {name for name in found if name.startswith("rlhf_cli")}
     assert shared == {"rlhf_cli.data.sampling", "rlhf_cli.config.ppo"}
     assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
@@ -327,9 +322,9 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     name, changes, planted = ERRORS[error]
     trainer = trained(**changes)
     planted(monkeypatch)
-    quantities = verify(trainer)
-    assert first_apart(quantities) == name
-    assert worst(quantities).error > 1e-4  # far from any tolerance
+    found = apart(compare_next_update(trainer))
+    assert next(iter(found), None) == name
+    assert max(found.values()) > 1e-4  # far from any tolerance
 
 
 def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> None:
@@ -337,10 +332,10 @@ def test_a_change_of_a_frozen_model_and_a_scheduler_off_by_one_are_found() -> No
     trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
     trained_reward.rewards["model"].model = trained_reward.value  # type: ignore[attr-defined]
     for trainer in (trained_ref, trained_reward):
-        assert first_apart(verify(trainer)) == "frozen weights, change"
+        assert next(iter(apart(compare_next_update(trainer)))) == "frozen weights, change"
     trainer = trained(lr_scheduler_type="linear", warmup_steps=3)
     trainer.scheduler.step()
-    assert {"lr", "policy weights, change"} <= {q.name for q in verify(trainer) if q.error > EXACT}
+    assert {"lr", "policy weights, change"} <= apart(compare_next_update(trainer)).keys()
 
 
 # Differences
@@ -353,51 +348,68 @@ def test_quantities_that_only_rounding_determines_are_not_compared() -> None:
     for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
         trainer = trained(**same, **changes)
         trainer.rewards = {"words": FunctionReward("words", length, tiny.Words())}  # above score_clip, each of them
-        found = by_name(verify(trainer))
-        skipped = {name for name, quantity in found.items() if quantity.float64 is None}
+        found = by_name(compare_next_update(trainer))
+        skipped = {name for name, quantity in found.items() if quantity.error is None}
         assert skipped >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
         assert ("policy weights, change" in skipped) is bool(more)
-        assert worst(list(found.values())).error < 1e-6
-    assert only_rounding({"returns": torch.tensor([1.0, 2.0]), "advantages": torch.tensor([1e-3, 0.0])}) == {}
+        assert disagreements(list(found.values())) == {}
+    assert only_rounding({"returns": torch.tensor([1.0, 2.0]), "advantages": torch.tensor([1e-3, 0.0])}) == set()
 
 
 @pytest.mark.parametrize(
-    ("name", "a", "b", "expected"),
+    ("name", "values", "expected", "error"),
     [
-        ("kl", [1.0, 2.0], [1.0, 2.5], 0.5),
+        ("kl", [2.0, 1.0], [2.0, 1.5], 0.25),
         ("kl", [], [], 0.0),
         ("kl", [1.0], [1.0, 2.0], math.inf),
         ("kl", [math.nan], [1.0], math.inf),
-        ("response tokens", [1, 2, 3], [1, 5, 9], 2),
+        ("kl", [2e-9], [1e-9], 1e-6),  # values near 0 need not agree to a millionth of themselves
+        ("policy weights, change", [2e-9], [1e-9], 1.0),  # but changes of weights must
+        ("policy weights, change", [0.0], [0.0], 0.0),
+        ("policy weights, change", [1e-12], [0.0], math.inf),
     ],
 )
-def test_differences(name: str, a: list[float], b: list[float], expected: float) -> None:
-    assert difference(name, torch.tensor(a), torch.tensor(b)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "largest", "difference", "expected"),
-    [
-        ("kl", 50.0, 1e-3, 2e-5),
-        ("kl", 1e-9, 1e-9, 1e-6),  # values near 0 need not agree to a millionth of themselves
-        ("policy weights, change", 1e-9, 1e-9, 1.0),  # but changes of weights must
-        ("policy weights, change", 0.0, 0.0, 0.0),
-        ("policy weights, change", 0.0, 1e-12, math.inf),
-        ("response tokens unexplained", 0.0, 1.0, 1.0),
-    ],
-)
-def test_an_error_is_relative_to_the_quantity(name: str, largest: float, difference: float, expected: float) -> None:
-    assert Quantity(name, 1, largest, None, difference, None).error == pytest.approx(expected)
+def test_an_error_is_relative_to_the_quantity(
+    name: str, values: list[float], expected: list[float], error: float
+) -> None:
+    assert relative_difference(name, torch.tensor(values), torch.tensor(expected)) == pytest.approx(error)
 
 
 # The command, on a run
 
 
-def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the report of a verified update, and its quantities by name."""
+@pytest.mark.parametrize(
+    ("processes", "largest", "recorded", "agrees"),
+    [
+        (1, 1.0, 0.0, True),
+        (1, 1.0, 1e-16, False),
+        (2, 1.0, 9e-4, True),  # one process repeats what several did, and adds in another order
+        (2, 1.0, 2e-3, False),
+        (2, 50.0, 2e-3, True),
+        (2, 1e-9, 9e-4, True),
+    ],
+)
+def test_only_an_update_of_several_processes_may_differ_by_rounding(
+    processes: int, largest: float, recorded: float, agrees: bool
+) -> None:
+    run = verify.PPORun(Path(), tiny.settings(), processes, lines={}, samples=())  # type: ignore[arg-type]
+    compared = verify.Comparison(run, 1, [verify.Quantity("objective/kl", 1, largest, recorded)])
+    assert compared.agrees is agrees
+
+
+def verify_json(folder: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the report of a verified update, and the differences of its quantities by name."""
     result = must_succeed(rlhf("verify", folder, "--json", *(["--step", step] if step else [])))
     report = json.loads(result.stdout)
-    return report, {quantity["name"]: quantity for quantity in report["quantities"]}
+    return report, {quantity["name"]: quantity["recorded"] for quantity in report["quantities"]}
+
+
+# first quantity that differs -> file, key and change of its values
+CHANGED_VALUES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "objective/kl": ("metrics.jsonl", "objective/kl", lambda kl: math.nextafter(kl, math.inf)),
+    "samples: response": ("samples.jsonl", "response", lambda text: text + " "),
+    "samples: scores.short": ("samples.jsonl", "scores", lambda scores: scores | {"short": None}),
+}
 
 
 @pytest.mark.training
@@ -407,19 +419,30 @@ def test_verify_a_run(run_folder: Path) -> None:
     assert ppo(run_folder, *settings(*changes, "num_sample_generations=4")).exit_code == 0
     before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in run_folder.rglob("*")}
     for step in (1, 3, None):
-        report, found = verify_json(run_folder, step)
+        report, recorded = verify_json(run_folder, step)
         assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
-        assert max(quantity["error"] for quantity in found.values()) < EXACT
-        recorded = {name for name, quantity in found.items() if quantity.get("recorded") == 0}
+        assert set(recorded.values()) == {0}
         metrics = {name for name in lines(run_folder / "ppo/metrics.jsonl")[0] if not name.endswith("_s")} - {"step"}
-        assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
-        assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
+        samples = {f"samples: {name}" for name in ("prompt", "response", "kl", "score", "scores.short")}
+        assert metrics | samples <= recorded.keys()
+        assert ("policy weights" in recorded) is (step != 1)  # state 1 was dropped
     after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in run_folder.rglob("*")}
     assert after == before
     shown = rlhf("verify", run_folder / "ppo", "--step", 3).stdout
-    assert all(text in shown for text in ("update 3 agrees to 1e-06", "to the last bit", "\npolicy weights, change  "))
+    assert f"update 3: all {len(recorded)} quantities equal the run's to the last bit" in shown
+    assert "\npolicy weights  " in shown
     for step in (2, 99):
         fails(rlhf("verify", run_folder, "--step", step), "C06", "available steps: 1, 3, 4")
+    assert disagreements(compare_run(run_folder, 3)) == {}
+    for first, (name, key, change) in CHANGED_VALUES.items():
+        path = run_folder / "ppo" / name
+        rows = lines(path)
+        changed = [row | {key: change(row[key])} for row in rows]
+        jsonl.write_jsonl(path, changed)
+        result = rlhf("verify", run_folder, "--step", 3)
+        assert result.exit_code == 1 and f"update 3 differs: 1 of {len(recorded)} quantities" in result.stdout
+        assert f"first {first} by " in result.stdout
+        jsonl.write_jsonl(path, rows)
 
 
 @pytest.mark.training
@@ -428,8 +451,10 @@ def test_verify_exits_with_1_and_names_the_first_difference(ppo_run: Path, monke
     at(losses, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))(monkeypatch)
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
-    assert "verify    update 3 differs: advantages is the first of" in result.stdout
-    assert "differ from the run's, first val/explained_variance" in result.stdout
+    assert "verify    update 3 differs: " in result.stdout
+    assert "differ from the run's, first val/explained_variance by " in result.stdout
+    assert "another machine, number of threads, or version of the code" in result.stdout
+    assert next(iter(disagreements(compare_run(ppo_run)))) == "advantages"
 
 
 @pytest.mark.training
@@ -443,11 +468,11 @@ def test_verify_a_run_with_many_options(run_folder: Path, monkeypatch: pytest.Mo
     changes += ("average=0.5", "bf16=true", "ptx_coef=0.5", "num_shared_layers=1", "num_sample_generations=4")
     changes += ("generate_ref_response=true", "response_length={min: 4, max: 8}")
     assert ppo(run_folder, *settings(vote, *changes)).exit_code == 0
-    report, found = verify_json(run_folder, 3)
-    assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
-    assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
-    exact = ("samples: score vote", "policy weights, change", "average weights, change")
-    assert [found[name]["recorded"] for name in exact] == [0, 0, 0]
+    report, recorded = verify_json(run_folder, 3)
+    assert report["agrees"] and report["exact"]
+    assert recorded.keys() >= {"samples: scores.vote", "policy weights", "value weights", "average weights"}
+    compared = compare_run(run_folder, 3)
+    assert apart(compared) == {} and by_name(compared)["loss/ptx_avg"].error is not None
 
 
 @pytest.mark.training
@@ -460,7 +485,7 @@ def test_verify_an_unfinished_run(run_folder: Path) -> None:
         file.write('{"step": 5, "objective/k')
     (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
     result = rlhf("verify", run_folder)
-    assert result.exit_code == 0 and "update 4 agrees" in result.stdout and "to the last bit" in result.stdout
+    assert result.exit_code == 0 and "update 4: all" in result.stdout and "to the last bit" in result.stdout
     assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
 
 

@@ -20,6 +20,7 @@ from run_cli import is_one_error
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import parallel
 from rlhf_cli.models.parallel import SINGLE_PROCESS
+from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = pytest.mark.distributed
 
@@ -132,7 +133,9 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
     assert result.stdout.count("samples at step 2") == 1
     two = lines(group_folder / "ppo/metrics.jsonl")
     assert json.loads((group_folder / "ppo/identity.json").read_text())["environment"]["processes"] == 2
-    must_succeed(rlhf("verify", group_folder, "--step", "2"))
+    verified = must_succeed(rlhf("verify", group_folder, "--step", "2"))
+    assert "agrees up to rounding: " in verified.stdout and "processes 2 -> 1" in verified.stdout
+    assert disagreements(compare_run(group_folder, 2)) == {}
     (group_folder / "ppo/manifest.json").unlink()  # one process does not resume what two began
     other = ppo(group_folder)
     assert is_one_error(other, "E04") and "was started with 2 processes and cannot resume with 1" in other.stderr

@@ -21,6 +21,7 @@ from rlhf_cli import runs
 from rlhf_cli.models import load, save
 from rlhf_cli.runs import checkpoints
 from tests.distributed.test_ppo import TWO
+from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = pytest.mark.distributed
 
@@ -42,6 +43,7 @@ def test_the_stage_writes_the_files_of_an_unsharded_run(sharded: Path, value: st
     state = runs.state_at(sharded / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
     must_succeed(rlhf("verify", sharded, "--step", "6"))
+    assert disagreements(compare_run(sharded, 6)) == {}
     assert child(*command(sharded / "ppo.yaml", *changes, "--fresh", "-s", "ppo.fsdp=false")).returncode == 0
     for line, expected in zip(metrics, lines(sharded / "ppo/metrics.jsonl"), strict=True):
         for key in ("objective/scores", "objective/kl", "policy/grad_norm", "loss/policy_avg", "loss/value_avg"):

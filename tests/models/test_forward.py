@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.verify import reference
 from rlhf_cli.models import build, forward, save
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import reward
 from rlhf_cli.stages.common.scoring import warn_pad_is_end_token
+from tests.reference.scores import model_scores
 
 QUERIES, RESPONSES = [[5, 6, 7], [8], [9, 4, 5, 6]], [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
 ROLLOUT = Rollout.from_lists(QUERIES, RESPONSES)
@@ -69,8 +69,8 @@ def test_every_end_token_gets_the_score_of_the_pairs_own(family, packed):
     assert [rollout.response_tokens(row) for row in range(4)] == rows, "the policy trains on its own tokens"
     cut_off = ModelReward(model, 2, packed=packed, end_token_ids=(tiny.EOS,))
     close(cut_off(rollout), last_scores(model, queries, rows))
-    close(torch.tensor(reference.model_scores(model, ends, (), queries, rows)), expected)
-    close(torch.tensor(reference.model_scores(model, ends[:1], (), queries, rows)), last_scores(model, queries, rows))
+    close(torch.tensor(model_scores(model, ends, (), queries, rows)), expected)
+    close(torch.tensor(model_scores(model, ends[:1], (), queries, rows)), last_scores(model, queries, rows))
 
 
 def last_scores(model, queries, responses) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_a_foreign_scorer_whose_pad_is_its_eos_gives_every_end_token_its_own_sco
     pooled = torch.cat([model(input_ids=torch.tensor([q + r])).logits[0] for q, r in zip(QUERIES, ENDED, strict=True)])
     source = ModelReward(model, 2, packed=packed, end_token_ids=(tiny.EOS, other))
     close(source(Rollout.from_lists(QUERIES, rows)), pooled.detach())
-    close(torch.tensor(reference.model_scores(model, (tiny.EOS, other), (), QUERIES, rows)), pooled.detach())
+    close(torch.tensor(model_scores(model, (tiny.EOS, other), (), QUERIES, rows)), pooled.detach())
 
 
 def test_a_composite_model_has_its_pad_token_in_its_text_config(tmp_path):

@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import compiled, forward, lora, packing
 from rlhf_cli.models.batch import Prompts, Rollout
@@ -26,6 +25,7 @@ from rlhf_cli.ppo import fused_logprobs, rollout
 from rlhf_cli.ppo.forward_backward import logprobs_and_entropy
 from rlhf_cli.ppo.graph_engine import GraphEngine
 from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
+from tests.reference.sampling import exponential
 
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
 SDPA = [family for family in tiny.FAMILIES if family != "gemma2"]  # gemma2 caps its attention's scores: eager

@@ -254,4 +254,4 @@ def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder):
     assert torch.uint8 in {t.dtype for each in state.values() for t in each["__bnb_optimizer_quant_state__"].values()}
     must_succeed(ppo(wide_folder), "resumes at step 2")
     assert output(wide_folder) == straight
-    assert is_one_error(rlhf("verify", wide_folder / "ppo"), "C06", "ppo.optim", "cannot be repeated")
+    must_succeed(rlhf("verify", wide_folder / "ppo"))

@@ -6,10 +6,10 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.commands.verify.reference import exponential
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
+from tests.reference.sampling import exponential
 
 
 def seeded(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from rlhf_cli.rewards.classifier import ClassifierReward
+from tests.reference.comparison import compare_run, disagreements
 
 
 @pytest.fixture
@@ -116,6 +117,7 @@ def test_plan_and_verify_work_with_a_pipeline_and_another_makes_the_run_stale(cl
     assert rlhf("plan", classified / "ppo.yaml").exit_code == 0
     assert ppo(classified).exit_code == 0
     assert rlhf("verify", classified, "--step", "3").exit_code == 0
+    assert disagreements(compare_run(classified, 3)) == {}
     families.write_sentiment_classifier(classified / "sentiment", PROMPTS)
     fails(ppo(classified), "C15", "rewards.kind.pipeline")
 

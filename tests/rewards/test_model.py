@@ -16,6 +16,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
+from tests.reference.comparison import compare_run, disagreements
 
 TEXTS = ["entirely different words zebra quartz", *PROMPTS]
 TEMPLATE = (
@@ -58,6 +59,7 @@ def test_ppo_passes_text_to_a_model_of_another_tokenizer(run_folder):
     assert samples and [row["scores"]["other"] for row in samples] == pytest.approx(expected, abs=1e-4)
     assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
     must_succeed(rlhf("verify", run_folder, "--step", "3"))
+    assert disagreements(compare_run(run_folder, 3)) == {}
 
 
 def test_a_judge_of_another_tokenizer_scores_the_text(run_folder):

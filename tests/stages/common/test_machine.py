@@ -17,7 +17,7 @@ from run_cli import child
 from typer.testing import Result
 
 from rlhf_cli import distributed, runs, system
-from rlhf_cli.commands.verify import show
+from rlhf_cli.commands import verify
 from rlhf_cli.config.loading import load as config_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import devices, load, save
@@ -254,7 +254,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
     monkeypatch.setattr(load, "load_causal_lm", full)
-    monkeypatch.setattr(show, "open_run", full)
+    monkeypatch.setattr(verify, "open_run", full)
     assert refused(run_cli.rlhf(*command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 

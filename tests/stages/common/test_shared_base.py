@@ -29,6 +29,7 @@ from rlhf_cli.stages.common import model_loading
 from rlhf_cli.stages.common.shared_base import SharedBaseModels
 from rlhf_cli.stages.ppo.setup import PPOComponents, load_components
 from tests.conftest import World
+from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
@@ -224,6 +225,7 @@ def test_resume_equals_a_straight_run(adapters_run: Path, trained: Path, tmp_pat
     assert (folders[1] / "ppo/value").exists() is (value != "none")
     if value == "none":
         ppo_folder.must_succeed(ppo_folder.rlhf("verify", folders[1]))
+        assert disagreements(compare_run(folders[1])) == {}
         run(folders[1], "eval")
 
 
@@ -278,9 +280,10 @@ def test_eval_and_verify_read_adapters(copied: Path) -> None:
         result = ppo_folder.rlhf("verify", copied, "--step", step, "--json")
         verified = json.loads(result.stdout)
         assert result.exit_code == 0 and verified["exact"] and verified["agrees"], verified["told"]
-        counts = {each["name"]: each["count"] for each in verified["quantities"]}
-        shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
-        assert counts["policy weights, change"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
+        assert disagreements(compare_run(copied, int(step))) == {}
+    counts = {each["name"]: each["count"] for each in verified["quantities"]}  # of step 5, with a checkpoint after it
+    shapes = [tensor.shape for tensor in load_file("sft/model/adapter_model.safetensors").values()]
+    assert counts["policy weights"] == 3 * sum(shape[shape.index(4) - 1] for shape in shapes)
 
 
 def test_a_snapshot_of_adapters_is_evaluated_until_its_base_changes(copied: Path) -> None:

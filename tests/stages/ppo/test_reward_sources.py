@@ -27,6 +27,7 @@ from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward
 from rlhf_cli.stages.ppo import sample_tables
 from tests.conftest import SHARED
+from tests.reference.comparison import compare_run, disagreements
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SCORES = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -242,6 +243,7 @@ def test_a_reward_file_of_grpo_runs_as_it_is_and_resumes_to_the_same_bytes(grpo_
     must_succeed(ppo(grpo_folder), "resumes at step 3 of 4")
     assert (weights(grpo_folder), lines(out / "samples.jsonl")) == (straight, samples)
     must_succeed(rlhf("verify", grpo_folder))
+    assert disagreements(compare_run(grpo_folder)) == {}
 
 
 def test_a_judge_reads_columns_and_scores_every_row(grpo_folder):
@@ -348,6 +350,7 @@ def test_functions_of_openrlhf_and_trlx_run_as_they_are(shapes_folder, template)
         by_hand = {"tensors": len(response), "tensor": (response + end).count(row["columns"]["letter"])}
         assert row["scores"] == {**by_hand, "older": 1.0, "whole": 1.0, "reversed_": 1.0}
     must_succeed(rlhf("verify", shapes_folder))
+    assert disagreements(compare_run(shapes_folder)) == {}
 
 
 REFUSED = {
@@ -458,6 +461,7 @@ def test_verifiers_as_rewards_and_as_judges(grpo_folder):
     must_succeed(rlhf("check", grpo_folder))
     must_succeed(ppo(grpo_folder, "-s", "ppo.total_episodes=8", "ppo.missing_eos_penalty=null"))
     must_succeed(rlhf("verify", grpo_folder))
+    assert disagreements(compare_run(grpo_folder)) == {}
     printed = must_succeed(rlhf("eval", "-c", grpo_folder / "eval.yaml")).stdout
     trained, evaluated = (lines(grpo_folder / f"{stage}/samples.jsonl") for stage in ("ppo", "eval"))
     for row in trained + evaluated:

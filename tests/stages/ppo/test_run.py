@@ -39,6 +39,7 @@ from rlhf_cli.models import save, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.eval.policy_evaluator import sequence_kl
+from tests.reference.comparison import compare_run, disagreements
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 METRICS = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
@@ -194,6 +195,7 @@ def test_later_commands_read_a_run_without_a_value_model(run_folder):
     must_succeed(evaluate(run_folder))
     for words in (("verify", run_folder, "--step", "3"), ("export", run_folder, "--out", run_folder / "out")):
         must_succeed(rlhf(*words))
+    assert disagreements(compare_run(run_folder, 3)) == {}
     for words in (("check", "--deep"), ("status",), ("report",), ("plan",)):
         must_succeed(rlhf(words[0], run_folder, *words[1:]))
     weights_file = run_folder / "ppo/model/model.safetensors"
