@@ -109,14 +109,15 @@ class Conversion:
 def detect_version(source: TRLSettings) -> tuple[str, str]:
     """Return the TRL version of a file, and the reason."""
     names = [*sorted(source.classes), *source.options, *source.unread]
-    of_old = [name for name in names if name in ONLY_OF[OLD]]
-    of_new = [name for name in names if name in ONLY_OF[NEW]]
-    if not of_old and not of_new:
-        return NEW, "no option is specific to a version; use --trl 0.11 for the older one"
+    evidence = {version: [name for name in names if name in only] for version, only in ONLY_OF.items()}
+    version, other = (OLD, NEW) if len(evidence[OLD]) > len(evidence[NEW]) else (NEW, OLD)
+    if not evidence[version]:
+        return version, "no option is specific to a version; use --trl 0.11 for the older one"
 
-    version, evidence, contrary = (OLD, of_old, of_new) if len(of_old) > len(of_new) else (NEW, of_new, of_old)
-    doubt = f"; only the other has {', '.join(contrary[:3])}: check, or set --trl" if contrary else ""
-    return version, f"only that version has {', '.join(evidence[:3])}{doubt}"
+    reason = f"only that version has {', '.join(evidence[version][:3])}"
+    if evidence[other]:
+        reason += f"; only the other has {', '.join(evidence[other][:3])}: check, or set --trl"
+    return version, reason
 
 
 def local_path(value: Any) -> Any:

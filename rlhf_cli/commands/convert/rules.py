@@ -94,8 +94,8 @@ def _prompts(conversion: Conversion) -> None:
 
 def _rewards(conversion: Conversion) -> None:
     """Convert a reward model that is a URL or a text-classification pipeline, TASK:MODEL."""
-    for name in conversion.options.keys() & {"reward_model", "reward_model_path"}:
-        value = str(conversion.options[name])
+    for name in ("reward_model", "reward_model_path"):
+        value = str(conversion.options.get(name, ""))
         if URL.match(value):
             note = 'it must answer {"scores": [...]}, or set protocol; see docs/rewards.md'
             conversion.set("rewards.server.url", name, note=note)
@@ -142,16 +142,20 @@ def _complete(conversion: Conversion) -> None:
         if problem is None:
             return
 
-        where = problem.where or ""
-        named = [f"{where}.{word}" for word in problem.text.split()]
-        key = next((key for key in (where, where.rpartition(".")[0], *named) if key in rows), "")
-        if not key:
+        key = next((key for key in _possible_causes(problem) if key in rows), None)
+        if key is None:
             raise RLHFError.from_problems([problem])
         row = rows.pop(key)
         if row is defaults.get(key):
             del defaults[key]
         reason = f"{problem.text}; {problem.hint}" if problem.hint else problem.text
         conversion.unconverted[row.option or key] = f"{to_yaml(row.trl_value)} ({reason})"
+
+
+def _possible_causes(problem: Problem) -> list[str]:
+    """Return the key of a problem, that of its list, and the words of its text as keys of its section."""
+    where = problem.where or ""
+    return [where, where.rpartition(".")[0], *(f"{where}.{word}" for word in problem.text.split())]
 
 
 def _first_problem(conversion: Conversion) -> Problem | None:

@@ -53,11 +53,11 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
 
 def page(conversion: Conversion, name: str) -> str:
     """Return the text of ppo.yaml; `name` is the converted file."""
-    keys = conversion.tree()
-    in_order = {section: keys[section] for section in config.PPOConfig.model_fields if section in keys}
-    lines = [HEAD.format(name=_line(name), version=conversion.version)]
-    lines += _keys(in_order, "", conversion)
-    lines += [f"# {line}" if line else "" for line in _lists(conversion)]
+    tree = conversion.tree()
+    in_order = {section: tree[section] for section in config.PPOConfig.model_fields if section in tree}
+    lines = [HEAD.format(name=_line(name), version=conversion.version), *_keys(in_order, "", conversion)]
+    for line in _lists(conversion):
+        lines.append(f"# {line}" if line else "")
     return "\n".join(lines) + "\n"
 
 
@@ -90,12 +90,15 @@ def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[
 
 def _remark(conversion: Conversion, row: Row, name: str) -> str:
     """Return the comment of a key: the TRL option, its value in TRL if that differs, and the note."""
-    option = "" if row.option == name else row.option
+    parts = []
     if row.option and to_yaml(row.value) != to_yaml(row.trl_value):
-        option = f"{row.option}: {to_yaml(row.trl_value)}"
-    is_default = row.option and row.option not in conversion.source.options
-    default = f"default of TRL {conversion.version}" if is_default else ""
-    return "; ".join(part for part in (option, row.note, default) if part)
+        parts.append(f"{row.option}: {to_yaml(row.trl_value)}")
+    elif row.option != name:
+        parts.append(row.option)
+    parts.append(row.note)
+    if row.option and row.option not in conversion.source.options:
+        parts.append(f"default of TRL {conversion.version}")
+    return "; ".join(filter(None, parts))
 
 
 def _line(text: str) -> str:
