@@ -305,7 +305,7 @@ ODD = st.one_of(
     st.sampled_from(
         [[], [1, "x"], {}, {"repo_id": "a/b"}, {"a": {"b": []}}, "a\nb: c", "#\u2028x", "é: 1", "null", "yes", "..."]
     ),
-    st.text(CHARACTERS, max_size=8),
+    st.text(CHARACTERS, max_size=8).filter(lambda text: "\0" not in text),  # YAML has none
     st.integers(-(10**17), 10**17),
 )
 
@@ -342,6 +342,8 @@ def test_a_script_is_never_run_and_only_literals_are_read() -> None:
         "run_name": "not a literal, line 6", "**": "not a literal, line 6",
         "PPOConfig in line 9": "only the first one is converted",
     }  # fmt: skip
+    both = "def debug():\n    return PPOConfig(seed=1)\nconfig = PPOConfig(seed=2)\n"
+    assert (values(both), list(read(both, ".py").unread)) == ({"seed": 1}, ["PPOConfig in line 3"])
     line = "ppo.kl_coef: not read: not a literal, line 5\n"
     assert f"\n{line}" in output and f"\n# {line}" in written
 
@@ -354,6 +356,7 @@ def test_a_script_is_never_run_and_only_literals_are_read() -> None:
         ("RATE = 1e-6\nRATE *= 2\nPPOConfig(seed=1, learning_rate=RATE)", None),
         ("RATE = 1e-6\nif fast:\n    RATE = 1e-5\nPPOConfig(seed=1, learning_rate=RATE)", None),
         ("RATE = 1e-6\ndef main(RATE):\n    PPOConfig(seed=1, learning_rate=RATE)", None),
+        ("rest = {'learning_rate': 1e-6}\nPPOConfig(seed=1, **rest)", 1e-6),
         ("RATE = 1e-6 * 2\nPPOConfig(seed=1, learning_rate=RATE)", None),
         ("def main():\n    RATE = 1e-6\n    PPOConfig(seed=1, learning_rate=RATE)", None),
     ],
@@ -559,10 +562,12 @@ def test_the_version_is_detected(text: str, arguments: tuple[str, ...], line: st
 
 
 def test_paths_are_written_as_absolute_ones() -> None:
-    for folder in ("models/sft", "data"):
+    for folder in ("models/sft", "data", "lora", "main"):  # the last two are no paths in the file
         Path(folder).mkdir(parents=True)
     Path("data/p.jsonl").write_text('{"prompt": "a"}\n')
-    result, text, _ = run_convert("sft_model_path: models/sft\nreward_model_path: ./none\ndataset_name: data/p.jsonl\n")
+    paths = "sft_model_path: models/sft\nreward_model_path: ./none\ndataset_name: data/p.jsonl\n"
+    result, text, _ = run_convert(f"{paths}use_peft: true\nmodel_revision: main\n")
+    assert result.models.adapters and (result.models.adapters.kind, result.models.revision) == ("lora", "main")
     assert result.models.sft == os.path.abspath("models/sft") and result.models.reward == os.path.abspath("none")
     assert result.data.prompts == os.path.abspath("data/p.jsonl") and "# sft_model_path: models/sft" in text
 

@@ -25,6 +25,7 @@ ONLY_OF = {
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
 KEYS = {path for path, key in keys_of(PPOConfig).items() if not key.is_section}
 KEYS -= {"stage", "run", "rewards", "ppo.recipe"}
+PATHS = ("models.sft", "models.reward", "models.value", "rewards.classifier.pipeline")
 LISTS = ("output.report_to", "models.adapters.target_modules")
 
 
@@ -64,7 +65,7 @@ class Conversion:
         """Set a key to `value`, or to that of an option of the file, unless another option has already set it."""
         trl_value = self.source.options[option]
         value = trl_value if value is None else value
-        if key.startswith("models."):
+        if key in PATHS:
             value = local_path(value)
         if key in LISTS and isinstance(value, str) and value != "all-linear":
             value = [value]

@@ -77,7 +77,8 @@ def _read_script(text: str, name: str) -> TRLSettings:
     source = TRLSettings(classes={node.id for node in nodes if isinstance(node, ast.Name)})
     constants = _constants(tree)
     converted = set()
-    for call in (node for node in nodes if isinstance(node, ast.Call)):
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: node.lineno):
         kind = getattr(call.func, "id", getattr(call.func, "attr", ""))  # of PPOConfig() or trl.PPOConfig()
         if kind in converted:
             source.unread[f"{kind} in line {call.lineno}"] = "only the first one is converted"
@@ -93,12 +94,12 @@ def _read_script(text: str, name: str) -> TRLSettings:
 def _read_arguments(call: ast.Call, constants: Mapping[str, ast.expr], source: TRLSettings) -> None:
     """Read the keyword arguments that are literals or constants."""
     for keyword in call.keywords:
-        name = keyword.arg or "**"
-        value = constants.get(getattr(keyword.value, "id", ""), keyword.value)
+        expression = constants.get(getattr(keyword.value, "id", ""), keyword.value)
         try:
-            source.options[name] = _literal(value)
+            value = _literal(expression)
+            source.options |= {keyword.arg: value} if keyword.arg else value  # a dict behind **
         except (ValueError, TypeError, RecursionError):
-            source.unread[name] = f"not a literal, line {keyword.value.lineno}"
+            source.unread[keyword.arg or "**"] = f"not a literal, line {keyword.value.lineno}"
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:

@@ -10,7 +10,7 @@ from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
-from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
+from rlhf_cli.errors import RLHFError, shell_path, shown
 
 FILE = "ppo.yaml"
 HEAD = """\
@@ -28,7 +28,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     folder cannot be written.
     """
     if version not in (None, OLD, NEW):
-        hint = did_you_mean(version, (OLD, NEW)) or f"use {NEW} for every version after the step() API"
+        hint = f"use {NEW} for every version after the step() API"
         raise RLHFError("C07", f"--trl {version}: not one of {OLD}, {NEW}", hint=hint)
     source = read_settings(file)
     if not {*source.options, *source.unread} & {*OPTIONS[OLD], *OPTIONS[NEW]}:
