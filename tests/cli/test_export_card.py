@@ -60,12 +60,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def card(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None, **options: Any) -> str:
     """Return the card of a stage's last model, or of PPO's policy after `step`."""
-    manifest = json.loads((run / stage / "manifest.json").read_text())
+    path = run / options.pop("folder", stage)
+    manifest = json.loads((path / "manifest.json").read_text())
     has_report = (run / "eval/report.json").is_file()
     evaluation = read_report(run / "eval") if has_report else None
-    parent = Parent(
-        "RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], Manifest.model_validate(manifest)
-    )
+    parent = Parent("RUN", path, stage, path / "model", manifest["model_sha256"], Manifest.model_validate(manifest))
     end = manifest.get("step") if stage == "ppo" else None
     resolved = ResolvedModel(parent, step or end, step in (None, end), evaluation)
     model = options.pop("model", None) or (tiny.scorer() if stage == "reward" else tiny.causal())
@@ -151,6 +150,12 @@ def test_all_stages_above_are_shown_with_their_hashes(run: Path, tokenizer: Any)
     text = card(run, tokenizer)
     assert "\n| sft | sft `base-model` | " in text and "\n| sft | fresh weights | " in text
     assert "| `data.train` | `base.jsonl` |" in text
+
+
+def test_a_stage_folder_may_have_another_name(run: Path, tokenizer: Any) -> None:
+    before = card(run, tokenizer)
+    (run / "ppo").rename(run / "best")
+    assert card(run, tokenizer, folder="best") == before
 
 
 def test_a_snapshot_has_its_own_numbers(run: Path, tokenizer: Any) -> None:

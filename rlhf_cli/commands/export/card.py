@@ -21,16 +21,17 @@ from rlhf_cli.evaluation import report_text, reward_card
 from rlhf_cli.report import diagnosis, tables
 from rlhf_cli.report.rules import ILL
 from rlhf_cli.report.tables import visible
-from rlhf_cli.runs.layout import POLICY_STAGES
+from rlhf_cli.runs.layout import POLICY_STAGES, STAGES
 from rlhf_cli.runs.manifest import ParentEntry
 from rlhf_cli.runs.model_files import read_adapter
 from rlhf_cli.runs.parents import FOREIGN, is_hub_id
-from rlhf_cli.runs.read import Run, Stage, at_step, read_run, read_stage_with_logs
+from rlhf_cli.runs.read import Run, Stage, at_step, read_stage_with_logs
 from rlhf_cli.runs.report import RewardModelCard
 from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.runs.settings import from_defaults
 from rlhf_cli.stages.common import prompt_forms
 from rlhf_cli.statistics import with_interval
+from rlhf_cli.tracking.logs import read_log
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TASKS = dict.fromkeys(POLICY_STAGES, "text-generation") | {"reward": "text-classification"}
@@ -59,7 +60,7 @@ def render_card(
     stages = list(_lineage(read_stage_with_logs(chosen.model.stage, chosen.model.path)))
     stage = stages[0]
     base = _hub_base(stages)
-    run = _run_at(chosen)
+    run = _run_at(chosen, stages)
     points = (run.report.interpolated if run.report else None) or []
     if share is not None or run.report is None or stage.name not in run.report.models:
         run = replace(run, report=None)  # of other policies
@@ -176,9 +177,15 @@ def _lineage(stage: Stage) -> Iterator[Stage]:
                 waiting.append(above)
 
 
-def _run_at(chosen: ResolvedModel) -> Run:
+def _run_at(chosen: ResolvedModel, lineage: Sequence[Stage]) -> Run:
     """Return the run with the evaluation of the chosen step; without one if it was not evaluated."""
-    run = replace(read_run(chosen.model.path), report=chosen.report)
+    root = chosen.model.path.resolve().parent
+    stages = {name: Stage(name, root / name) for name in STAGES}
+    stages |= {stage.name: stage for stage in reversed(lineage)}  # whatever their folders are called
+    if chosen.report:
+        stages["eval"] = read_stage_with_logs("eval", root / "eval")
+    firings = tuple(read_log(chosen.model.path / "watchdog.jsonl"))
+    run = Run(name=root.name, folder=root, stages=stages, report=chosen.report, firings=firings)
     try:
         return run if chosen.last else at_step(run, str(chosen.step))
     except RLHFError:
