@@ -13,7 +13,7 @@ from report_run import CARD, change, draws_nothing, report, write_run
 
 from rlhf_cli import jsonl, runs
 from rlhf_cli.commands import status as status_table
-from rlhf_cli.commands.export.card import Card
+from rlhf_cli.commands.export.card import render_card
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.files import hash_files, list_files
 from rlhf_cli.models import tokenizers
@@ -66,7 +66,7 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
         mutation = mutate(folder, random.Random(seed))
         try:
             found = runs.resolve_model(folder, None, "last")
-            assert str(Card(found, model, tokenizer, dtype="float32", name="name", address="./x")), mutation
+            assert render_card(found, model, tokenizer, dtype="float32", name="name", address="./x"), mutation
             written += 1
         except RLHFError as error:
             assert error.problems[0].code in ("M10", "M05"), mutation

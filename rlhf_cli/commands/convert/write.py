@@ -2,17 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import config, system, terminal
+from rlhf_cli import config, files, system, terminal
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
-from rlhf_cli.config.machinery.paths import path_entries, relative, resolve_paths
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
-from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
+from rlhf_cli.errors import RLHFError, shell_path, shown
 
 FILE = "ppo.yaml"
 HEAD = """\
@@ -30,34 +28,23 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     folder cannot be written.
     """
     if version not in (None, OLD, NEW):
-        hint = did_you_mean(version, (OLD, NEW)) or f"use {NEW} for every version after the step() API"
+        hint = f"use {NEW} for every version after the step() API"
         raise RLHFError("C07", f"--trl {version}: not one of {OLD}, {NEW}", hint=hint)
     source = read_settings(file)
-    if not {setting.name for setting in source.settings} & {*OPTIONS[OLD], *OPTIONS[NEW]}:
+    if not {*source.options, *source.unread} & {*OPTIONS[OLD], *OPTIONS[NEW]}:
         hint = "use a YAML or JSON file, a script with PPOConfig(...), or a text file with the command line"
         raise RLHFError("C09", "the file has no option of TRL's PPO", where=str(file), hint=hint)
     target = folder / FILE
     if os.path.lexists(target):
         text = f"{shown(folder)} already contains {FILE}"
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
+
     detected, reason = detect_version(source)
     conversion = convert_settings(source, version or detected)
-    tree = conversion.tree()
-    working_dir = os.getcwd()
-    resolve_paths(config.PPOConfig, tree, lambda key: working_dir)
-    for container, name, key, field in path_entries(config.PPOConfig, tree):
-        row = conversion.rows.get(key)
-        if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
-            conversion.rows[key] = replace(row, value=relative(container[name], field, Path(os.path.abspath(folder))))
     system.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".tmp-{FILE}"
-    try:
-        scratch.write_text(page(conversion, str(file)), encoding="utf-8")
-        config.load("ppo", scratch)
-        scratch.rename(target)  # atomic
-    finally:
-        scratch.unlink(missing_ok=True)
+    files.write_text(target, page(conversion, str(file)))
+
     terminal.out(f"{shown(file)} is of TRL {conversion.version}: {'set by --trl' if version else reason}")
     for line in _lists(conversion):
         terminal.out(line)
@@ -66,11 +53,11 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
 
 def page(conversion: Conversion, name: str) -> str:
     """Return the text of ppo.yaml; `name` is the converted file."""
-    keys = conversion.tree()
-    in_order = {section: keys[section] for section in config.PPOConfig.model_fields if section in keys}
-    lines = [HEAD.format(name=_line(name), version=conversion.version)]
-    lines += _keys(in_order, "", conversion)
-    lines += [line and f"# {line}" for line in _lists(conversion)]
+    tree = conversion.tree()
+    in_order = {section: tree[section] for section in config.PPOConfig.model_fields if section in tree}
+    lines = [HEAD.format(name=_line(name), version=conversion.version), *_keys(in_order, "", conversion)]
+    for line in _lists(conversion):
+        lines.append(f"# {line}" if line else "")
     return "\n".join(lines) + "\n"
 
 
@@ -83,8 +70,8 @@ def _lists(conversion: Conversion) -> Iterator[str]:
 
     if conversion.unconverted:
         yield from ("", "Not converted:")
-    for row in conversion.unconverted:
-        yield _line(f"{row.option}: {to_yaml(row.trl_value)} ({row.note})")
+    for option, text in conversion.unconverted.items():
+        yield _line(f"{option}: {text}")
 
 
 def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[str]:
@@ -93,7 +80,7 @@ def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[
     for name, value in tree.items():
         row = conversion.rows.get(above + name)
         if row:
-            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(row, name)))
+            yield with_comment(f"{indent}{name}: {to_yaml(value)}", _line(_remark(conversion, row, name)))
             continue
         if not above:
             yield ""
@@ -101,13 +88,17 @@ def _keys(tree: dict[str, Any], above: str, conversion: Conversion) -> Iterator[
         yield from _keys(value, f"{above}{name}.", conversion)
 
 
-def _remark(row: Row, name: str) -> str:
+def _remark(conversion: Conversion, row: Row, name: str) -> str:
     """Return the comment of a key: the TRL option, its value in TRL if that differs, and the note."""
-    is_same = row.value == row.trl_value and isinstance(row.value, bool) == isinstance(row.trl_value, bool)
-    option = row.option
-    if option and not is_same:
-        option += f": {to_yaml(row.trl_value)}"
-    return "; ".join(part for part in (option, row.note) if part and part != name)
+    parts = []
+    if row.option and to_yaml(row.value) != to_yaml(row.trl_value):
+        parts.append(f"{row.option}: {to_yaml(row.trl_value)}")
+    elif row.option != name:
+        parts.append(row.option)
+    parts.append(row.note)
+    if row.option and row.option not in conversion.source.options:
+        parts.append(f"default of TRL {conversion.version}")
+    return "; ".join(filter(None, parts))
 
 
 def _line(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rlhf_cli import __version__, config, data, runs, system, terminal
-from rlhf_cli.commands.export.card import Card, Prompt
+from rlhf_cli.commands.export.card import Prompt, render_card
 from rlhf_cli.commands.export.comparison import logits, stored_rows, verify_export, with_random_rows
 from rlhf_cli.commands.export.share import InterpolatedWeights, check_share, sft_of
 from rlhf_cli.config.base import Options
@@ -79,7 +79,7 @@ def run(
         name = f"{run_folder.name}-{chosen.model.stage}"
         address = HERE
     example = held_out_prompt(run_folder) if show_prompt else None
-    card = partial(Card, chosen, name=name, address=address, example=example, share=interpolate)
+    card = partial(render_card, chosen, name=name, address=address, example=example, share=interpolate)
 
     place = f": {shown(out)}" if out else ""
     with nullcontext(out.resolve()) if out else runs.scratch_folder(run_folder) as target:
@@ -115,7 +115,7 @@ def _write(
     options: Options,
     *,
     dtype: str | None,
-    card: "partial[Card]",
+    card: "partial[str]",
     place: str,
     between: InterpolatedWeights | None,
 ) -> None:
@@ -142,7 +142,7 @@ def _write(
         model = lora.merge_and_unload(model).to(export_dtype)
         parameters = model.num_parameters()
         with runs.new_folder(target) as scratch:
-            save.save_model(model, tokenizer, scratch, str(card(model, tokenizer, dtype=dtype_name)))
+            save.save_model(model, tokenizer, scratch, card(model, tokenizer, dtype=dtype_name))
             for path in scratch.glob("*.safetensors"):  # safetensors makes them readable only by the owner
                 path.chmod((scratch / "README.md").stat().st_mode)
             del model  # frees memory for the exported model

@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from report_run import CARD, begin, change, configs, finish, metrics, report, sha_of, win, write_run
 
 from rlhf_cli import data
-from rlhf_cli.commands.export.card import Card
+from rlhf_cli.commands.export.card import render_card
 from rlhf_cli.commands.export.model_folder import held_out_prompt
 from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.errors import RLHFError
@@ -60,16 +60,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def card(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None, **options: Any) -> str:
     """Return the card of a stage's last model, or of PPO's policy after `step`."""
-    manifest = json.loads((run / stage / "manifest.json").read_text())
+    path = run / options.pop("folder", stage)
+    manifest = json.loads((path / "manifest.json").read_text())
     has_report = (run / "eval/report.json").is_file()
     evaluation = read_report(run / "eval") if has_report else None
-    parent = Parent(
-        "RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], Manifest.model_validate(manifest)
-    )
+    parent = Parent("RUN", path, stage, path / "model", manifest["model_sha256"], Manifest.model_validate(manifest))
     end = manifest.get("step") if stage == "ppo" else None
     resolved = ResolvedModel(parent, step or end, step in (None, end), evaluation)
     model = options.pop("model", None) or (tiny.scorer() if stage == "reward" else tiny.causal())
-    return str(Card(resolved, model, tokenizer, **{"dtype": "float32", "name": "policy", "address": "."} | options))
+    return render_card(resolved, model, tokenizer, **{"dtype": "float32", "name": "policy", "address": "."} | options)
 
 
 # Numbers
@@ -92,11 +91,10 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
         ("| PPO over SFT | gold | 0.630 [0.570, 0.690] | 0.610 | 3 | 256 |", "| PPO over SFT | gold | 0.200 [0.140"),
         ("| PPO | 12.30 | 21.5 | 97% |", "| PPO | 33.25 | "),
         ("Accuracy 0.750 [0.690, 0.800] on 200 held-out pairs", "Accuracy 0.500 [0.440, 0.560] on 200 held-out"),
-        ("| ppo | `ppo.kl_coef` | `0.2` | `0.05` |", "| ppo | `ppo.kl_coef` | `0.375` | `0.05` |"),
+        ("| `ppo.kl_coef` | `0.2` | `0.05` |", "| `ppo.kl_coef` | `0.375` | `0.05` |"),
         ("- `reward`: a reward model (reward `reward-model`), weight 1", "weight 0.25"),
         ("minus 0.2 times the KL from", "minus 0.375 times the KL from"),
-        ("| sft | `sft.learning_rate` | `0.001` | `2e-05` |", "| ppo | `ppo.gamma` | `0.5` | `1` |"),
-        ("Starts at 0, ends at 1.7", "Starts at 5.5, ends at 1.25"),
+        ("| `sft.learning_rate` | `0.001` | `2e-05` |", "| `ppo.gamma` | `0.5` | `1` |"),
     ):
         assert old in before and new in after and new not in before, (old, new)
     assert "was at revision `a1b2`." in after and "may be no better than chance" in after
@@ -144,27 +142,20 @@ def test_changed_stages_and_missing_evaluations_are_omitted(run: Path, tokenizer
     assert ModelCard(text).data.eval_results is None and not re.search("over SFT|gold|heldout", text)
 
 
-def test_two_stages_of_a_kind_have_different_labels(run: Path, tokenizer: Any) -> None:
-    for place, key in (("base/sft", "base-model"), ("older/base/sft", "older-model")):
-        begin(run / place, {**configs()["sft"], "sft": {"learning_rate": 0.5}, "data": {"train": f"../{key}.jsonl"}})
-        finish(run / place, step=450, model_sha256=key, data={"data.train": "ab" * 32})
-    older = {"model.path": {"path": "../../older/base/sft", "stage": "sft", "sha256": "older-model"}}
-    change(run / "base/sft/manifest.json", parents=older)
+def test_all_stages_above_are_shown_with_their_hashes(run: Path, tokenizer: Any) -> None:
+    begin(run / "base/sft", {**configs()["sft"], "data": {"train": "../base.jsonl"}})
+    finish(run / "base/sft", step=450, model_sha256="base-model", data={"data.train": "ab" * 32})
     below = {"model.path": {"path": "../base/sft", "stage": "sft", "sha256": "base-model"}}
     change(run / "sft/manifest.json", parents=below)
-    evaluated = json.loads((run / "eval/manifest.json").read_text())["parents"]
-    change(run / "eval/manifest.json", parents={**evaluated, "models.base": below["model.path"]})
-    models = report()["models"]
-    change(run / "eval/report.json", models={"base": models["sft"], **models})
     text = card(run, tokenizer)
-    assert (
-        "| sft | base/sft base `base-model` | " in text and "| base/sft base | base/sft olde `older-model` | " in text
-    )
-    for line in ("`sft.learning_rate` | `0.5` | `2e-05` |", "`data.train` | `base-model.jsonl` |"):
-        assert f"| base/sft base | {line}" in text and f"\n| sft | {line}" not in text
-    rows = re.findall(r"^\| [a-z/ ]+ \| `[^|]*` \|", text, re.MULTILINE)
-    assert len(rows) == len(set(rows)) >= 8
-    assert "- base: base/sft base `base-model`\n- SFT: sft `sft-model`\n- PPO: this model\n" in text
+    assert "\n| sft | sft `base-model` | " in text and "\n| sft | fresh weights | " in text
+    assert "| `data.train` | `base.jsonl` |" in text
+
+
+def test_a_stage_folder_may_have_another_name(run: Path, tokenizer: Any) -> None:
+    before = card(run, tokenizer)
+    (run / "ppo").rename(run / "best")
+    assert card(run, tokenizer, folder="best") == before
 
 
 def test_a_snapshot_has_its_own_numbers(run: Path, tokenizer: Any) -> None:
@@ -173,12 +164,11 @@ def test_a_snapshot_has_its_own_numbers(run: Path, tokenizer: Any) -> None:
     change(run / "eval/report.json", **evaluation)
     text = card(run, tokenizer, step=5)
     assert "policy after update 5 of 20." in text and "| PPO over SFT | gold | 0.740 [" in text and "12.3" not in text
-    assert "near-greedy |" not in text and "| ppo | " in text and "| 5 updates | " in text
-    assert "ends at 0.4;" in text and "1.9" not in re.findall("Reward score.*", text)[0], "no later updates"
+    assert "near-greedy |" not in text and "| ppo | " in text
     assert "`ppo-model` at its end" in text and "selected it" not in text
     assert "no evaluation of this model" in card(run, tokenizer, step=7)
     selected = "The evaluation selected it by the highest mean of gold; the selection raises its mean on these prompts "
-    assert selected + "by about 0.010, which the numbers below do not have. Within" in card(run, tokenizer, step=10)
+    assert selected + "by about 0.010, which the numbers below do not have." in card(run, tokenizer, step=10)
 
 
 def test_the_selected_snapshot_has_its_numbers_without_the_selection_bias(run: Path, tokenizer: Any) -> None:
@@ -233,8 +223,6 @@ def test_judges_are_described_and_the_own_reward_model_is_no_proof(run: Path, to
     change(run / "eval/report.json", **only | {"greedy": {}, "best_of": [], "frontier": []})
     alone = card(run, tokenizer)
     assert "Only its own reward model judged its answers" in alone
-    headline = re.search(r"^- PPO .* by reward.*$", alone, re.MULTILINE)
-    assert headline and "alone this proves nothing" in headline[0] and "alone this" not in text
 
 
 def test_other_rewards_and_warnings_show_no_address_and_no_path(run: Path, tokenizer: Any) -> None:
@@ -265,7 +253,9 @@ def test_texts_of_others_stay_texts(run: Path, tokenizer: Any, monkeypatch: pyte
     monkeypatch.setenv("MY_TOKEN", "a-secret-of-mine")
     name = HOSTILE.replace("/", "").replace("\n", " ") + "a-secret-of-mine.jsonl"
     configure(run, "eval", data={"prompts": f"../{name}"})
-    configure(run, "sft", data={"prompts": f"/home/me/{name}"}, model={"new": {"x": HOSTILE, "note": "/home/me/x"}})
+    configure(
+        run, "sft", data={"prompts": f"/home/me/{name}"}, sft={"x": HOSTILE.replace("/", ""), "note": "/home/me/x"}
+    )
     for stage in ("eval", "sft"):
         change(run / stage / "manifest.json", data={"data.prompts": "ab" * 32})
     change(run / "ppo/manifest.json", stopped=HOSTILE, versions={"rlhf": HOSTILE})
@@ -275,8 +265,8 @@ def test_texts_of_others_stay_texts(run: Path, tokenizer: Any, monkeypatch: pyte
     assert yaml.safe_load(head.removeprefix("---\n"))["model-index"][0]["name"].startswith("a|b`c*[x](")
     page = MarkdownIt("commonmark").enable("table").render(body)
     assert "<img" not in page and 'href="http://e.vil' not in page and "<h1>e" not in page
-    rows = re.findall(r"^\| (?:sft|ppo|reward|eval) \| `.*", body, re.MULTILINE)
-    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {6, 7}, "settings have four cells, data five"
+    rows = re.findall(r"^\| (?:(?:sft|ppo|reward|eval) \| )?`[a-z]+\..*", body, re.MULTILINE)
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5, 7}, "settings have three cells, data five"
 
 
 # Code
@@ -382,5 +372,5 @@ def test_the_card_in_the_docs_has_the_same_sections(run: Path, tokenizer: Any) -
         return re.findall(r"^(?:#+ .*|\| .*\n(?=\| ---)|[a-z_-]+:)", text, re.MULTILINE)
 
     change(run / "ppo/manifest.json", metrics={"objective/scores": 0.5})
-    text = card(run, tokenizer, name="ci-ppo").replace("| 200 pairs, 128 probed |", "| 60 pairs, 60 probed |")
+    text = card(run, tokenizer, name="ci-ppo").replace("| 200 pairs, 128 probed |", "| 60 pairs, 59 probed |")
     assert skeleton(example) == skeleton(text) and ModelCard(example).data.tags == ModelCard(text).data.tags
