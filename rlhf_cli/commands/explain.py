@@ -76,7 +76,9 @@ def explain(name: str) -> None:
         terminal.out(f"no key is called {name}; this has to do with it:")
         _show_lines(related)
     else:
-        known = [*CODES, *ALIASES, *(part for _, key in _all_keys() for part in (key.name, key.path))]
+        known = [*CODES, *ALIASES]
+        for _, key in _all_keys():
+            known += [key.name, key.path]
         hint = alias.note if alias else did_you_mean(path, known)
         raise RLHFError("C01", f"unknown key {name}", hint=hint or "rlhf explain --all lists all keys and codes")
 
@@ -109,16 +111,16 @@ def _all_keys() -> list[StageKey]:
 
 def _find(path: str) -> list[StageKey]:
     """Return the keys with this path, else all that end in it, such as every learning_rate, else fields of TRL."""
-    field_name = path.removeprefix("trainer.")
-    in_configs: list[tuple[str, Key | None]] = []
-    if field_name == path:
-        in_configs = [(stage, key_or_table_at(model, path.split("."))) for stage, model in config.CONFIGS.items()]
-    in_trainers = [(stage, trl_fields.trainer_keys(config.CONFIGS[stage]).get(field_name)) for stage in config.CONFIGS]
-    return _existing(in_configs) or _keys_ending_in(path) or _existing(in_trainers)
-
-
-def _existing(found: Iterable[tuple[str, Key | None]]) -> list[StageKey]:
-    return [(stage, key) for stage, key in found if key]
+    exact: list[StageKey] = []
+    of_trl: list[StageKey] = []
+    for stage, model in config.CONFIGS.items():
+        trl_key = trl_fields.trainer_keys(model).get(path.removeprefix("trainer."))
+        if trl_key:
+            of_trl.append((stage, trl_key))
+        key = key_or_table_at(model, path.split("."))
+        if key and not path.startswith("trainer."):
+            exact.append((stage, key))
+    return exact or _keys_ending_in(path) or of_trl
 
 
 def _keys_ending_in(path: str) -> list[StageKey]:
