@@ -5,12 +5,13 @@ RUN is not modified or locked: a stage may run at the same time.
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import ValidationError
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.chat.models import open_models
@@ -68,7 +69,8 @@ def open_session(folder: Path, chat_options: ChatOptions, options: Options) -> C
     models, scorer = open_models(folder, chosen.stage, chosen.step, chosen.compare, options)
     defaults = scorer.config.ppo
     temperature = defaults.temperature if chosen.temperature is None else chosen.temperature
-    sampling = ReplySampling(temperature, chosen.max_new_tokens or defaults.max_response_length, chosen.seed)
+    length = chosen.max_new_tokens or defaults.max_response_length
+    sampling = ReplySampling(temperature=temperature, max_new_tokens=length, seed=chosen.seed)
     form = prompt_forms.training_prompt_form(scorer.policy.parent)
     prompt_format = ConversationFormat(prompt_forms.prompt_format(form, scorer.tokenizer), scorer.tokenizer)
     return ChatSession(models, scorer, prompt_format, sampling, live=terminal.is_interactive())
@@ -194,20 +196,11 @@ class Command(NamedTuple):
     needs_turn: bool = False  # of the conversation
 
 
-class Parameter(NamedTuple):
-    """A sampling parameter that a command sets."""
-
-    field: str
-    parse: type[int] | type[float]
-    minimum: int
-    maximum: float
-    needed: str
-
-
+# Sampling parameters that a command sets, and the numbers that they take.
 PARAMETERS = {
-    "temp": Parameter("temperature", float, 0, sys.float_info.max, "a number from 0 up"),
-    "max": Parameter("max_new_tokens", int, 1, sys.maxsize, "a whole number from 1 up"),
-    "seed": Parameter("seed", int, 0, 2**32 - 1, f"a whole number from 0 to {2**32 - 1}"),
+    "temp": ("temperature", "a number from 0 up"),
+    "max": ("max_new_tokens", "a whole number from 1 up"),
+    "seed": ("seed", f"a whole number from 0 to {2**32 - 1}"),
 }
 
 
@@ -229,17 +222,15 @@ def _system(session: ChatSession, text: str) -> None:
 
 def _set_parameter(name: str, session: ChatSession, text: str) -> None:
     """Set a sampling parameter, if there is a text; show all. Raises RLHFError C06 for an invalid number."""
-    parameter = PARAMETERS[name]
+    field, needed = PARAMETERS[name]
     if text:
+        values = session.sampling.model_dump() | {field: text}
+        if name == "seed":
+            values["draw"] = 0
         try:
-            value = parameter.parse(text)
-        except ValueError:
-            value = math.nan
-        if not parameter.minimum <= value <= parameter.maximum:
-            raise RLHFError("C06", f"/{name} {text}: {parameter.needed} is needed")
-        draw = 0 if name == "seed" else session.sampling.draw
-        changes: dict[str, Any] = {parameter.field: value, "draw": draw}
-        session.sampling = replace(session.sampling, **changes)
+            session.sampling = ReplySampling.model_validate(values)
+        except ValidationError:
+            raise RLHFError("C06", f"/{name} {text}: {needed} is needed") from None
     terminal.say(str(session.sampling))
 
 

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from rlhf_cli import data, terminal
 from rlhf_cli.commands.chat.models import ChatModel, ReplyMetrics, ReplyScorer
 from rlhf_cli.data.sampling import derive_seed
@@ -20,13 +22,12 @@ from rlhf_cli.stages.common import prompt_forms
 _MARKER = "system-prompt-marker"
 
 
-@dataclass(frozen=True)
-class ReplySampling:
+class ReplySampling(BaseModel, frozen=True):
     """Sampling parameters of a reply. Its noise depends on the seed and `draw`, the number of the reply."""
 
-    temperature: float
-    max_new_tokens: int
-    seed: int
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    max_new_tokens: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**32)
     draw: int = 0
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ class Reply:
     def fields(self) -> dict[str, Any]:
         """Return the sampling parameters and metrics as JSON; unknown metrics are absent."""
         known = {name: value for name, value in asdict(self.metrics).items() if value not in (None, {})}
-        return {**asdict(self.sampling), "length": len(self.ids), "ended": self.ending == "ended", **known}
+        return {**self.sampling.model_dump(), "length": len(self.ids), "ended": self.ending == "ended", **known}
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class ChatSession:
     def _add_turn(self, text: str, history: list[Turn]) -> None:
         """Generate and show the replies; those that have a token are added to the history before they are scored."""
         replies = [self._new_reply(model, text, history) for model in self.models]
-        self.sampling = replace(self.sampling, draw=self.sampling.draw + 1)
+        self.sampling = self.sampling.model_copy(update={"draw": self.sampling.draw + 1})
         self.stopped = False
 
         turn = Turn(text, {})
