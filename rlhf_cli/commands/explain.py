@@ -207,27 +207,26 @@ def _describe_values(key: Key) -> str:
     return separator.join(words)
 
 
-def _describe_type(part: Any, key: Key, bounds: str) -> str | None:
-    """Describe one of the types that a key accepts, or return None for a marker."""
+def _describe_type(part: Any, key: Key, bounds: str) -> str:
+    """Describe one of the types that a key accepts; empty for a marker."""
+    text = ""
     arguments = get_args(part)
     if part is str and key.path_field:
         mark = key.path_field
-        return _one_of([*mark.keywords, PATH_TEXTS["model" if mark.keywords else mark.kind]])
-    if part in (int, float) and bounds:
-        return f"{TYPE_TEXTS[part]}, {bounds}"
-    if part in TYPE_TEXTS:
-        return TYPE_TEXTS[part]
-    if isinstance(part, type) and issubclass(part, BaseModel):
-        return "{" + ", ".join(part.model_fields) + "}"
-
-    origin = get_origin(part)
-    if origin is Literal:
-        return _one_of(map(str, arguments))
-    if origin is list:
-        return f"a list, each {_describe_annotation(arguments[0])}"
-    if origin is dict:
-        return f"names, each with {_describe_annotation(arguments[1])}"
-    return None
+        text = _one_of([*mark.keywords, PATH_TEXTS["model" if mark.keywords else mark.kind]])
+    elif part in (int, float) and bounds:
+        text = f"{TYPE_TEXTS[part]}, {bounds}"
+    elif part in TYPE_TEXTS:
+        text = TYPE_TEXTS[part]
+    elif isinstance(part, type) and issubclass(part, BaseModel):
+        text = "{" + ", ".join(part.model_fields) + "}"
+    elif get_origin(part) is Literal:
+        text = _one_of(map(str, arguments))
+    elif get_origin(part) is list:
+        text = f"a list, each {_describe_annotation(arguments[0])}"
+    elif get_origin(part) is dict:
+        text = f"names, each with {_describe_annotation(arguments[1])}"
+    return text
 
 
 def _describe_annotation(annotation: Any) -> str:
