@@ -111,7 +111,7 @@ def keys_and_codes(incomplete: str) -> list[str]:
     codes = [code for code in CODES if code.startswith(incomplete)] if incomplete else []
     if codes:
         return codes
-    paths = _keys(layout.STAGES)
+    paths = values_by_key(layout.STAGES)
     offered = _next_parts(paths, incomplete)
     if incomplete and "." not in incomplete:
         offered += sorted({path.rpartition(".")[2] for path in paths})
@@ -123,7 +123,7 @@ def keys_and_codes(incomplete: str) -> list[str]:
 
 def assignments(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return KEY= of the configs that the command reads, a section at a time, then values that can be listed."""
-    keys = _keys(_stages_of(ctx))
+    keys = values_by_key(_stages_of(ctx))
     if bash_key := _key_before_equals_sign():
         return keys.get(bash_key, [])
     key, sign, _ = incomplete.partition("=")
@@ -179,15 +179,22 @@ def _paths(ctx: typer.Context) -> list[Path]:
     return [Path(str(path)) for path in (*paths, *ctx.args)]
 
 
-def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys of stages, with the allowed values of each."""
-    from rlhf_cli import config
+def values_by_key(stages: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of stages and TRL's fields, with the values of each that can be listed.
 
-    keys: dict[str, list[str]] = {}
+    Without sections and without entries of tables, whose names the user chooses.
+    """
+    from rlhf_cli import config
+    from rlhf_cli.config.machinery.trl_fields import trainer_keys
+
+    values: dict[str, list[str]] = {}
     for stage in stages:
-        for key, choices in config.completion_values(stage).items():
-            keys[key] = list(dict.fromkeys([*keys.get(key, []), *choices]))
-    return keys
+        keys = [*config.keys(stage).values(), *trainer_keys(config.CONFIGS[stage]).values()]
+        sections = {key.path.rpartition(".")[0] for key in keys if ".NAME" not in key.path}
+        for key in keys:
+            if ".NAME" not in key.path and key.path not in sections:
+                values[key.path] = list(dict.fromkeys([*values.get(key.path, []), *key.suggestions()]))
+    return values
 
 
 def _next_parts(paths: Iterable[str], incomplete: str) -> list[str]:

@@ -248,7 +248,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
         "left_s": progress.left_s,
         "changed": _iso(progress.changed),
         "bytes": progress.bytes,
-        "process": process and {**asdict(process), "since": _iso(process.since)},
+        "process": process and {"pid": process.pid, "host": process.host, "since": _iso(process.since)},
         "unread": stage.unread,
     }
 

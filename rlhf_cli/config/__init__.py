@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __getattr__ = import_on_first_use(
     __name__,
     {
-        "config.json_schema": "completion_values schema",
+        "config.json_schema": "schema",
         "config.loading": "accepts_key keys load",
         "config.base": "Config",
         "config.ppo": "PPOConfig",

@@ -1,4 +1,4 @@
-"""JSON Schemas of the configs for editors, and the values that shell completion offers.
+"""JSON Schemas of the configs for editors.
 
 The schemas are draft 7, which all editors support, without references and titles, so that an editor shows the
 description, type, choices and default of each key.
@@ -123,15 +123,3 @@ def _trl_field_schema(key: Key, field: dict[str, Any]) -> dict[str, Any]:
     if "choices" in field:
         node["enum"] = field["choices"]
     return node | {"description": key.description}
-
-
-def completion_values(stage: str) -> dict[str, list[str]]:
-    """Return completions for each key of a stage, by key path: a number's default, choices, true, false, null.
-
-    Fields of TRL under `trainer:` are included; entries of tables, whose names the user chooses, are not.
-    """
-    model = CONFIGS[stage]
-    values = {path: key.suggestions() for path, key in keys_of(model).items() if ".NAME" not in path}
-    values |= {key.path: key.suggestions() for key in trl_fields.trainer_keys(model).values()}
-    sections = {path.rpartition(".")[0] for path in values}
-    return {path: suggestions for path, suggestions in values.items() if path not in sections}

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rlhf_cli import terminal
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
-from rlhf_cli.config.machinery.fields import Key, current_name, key_at, keys_of, with_current_names
+from rlhf_cli.config.machinery.fields import Key, current_name, key_at, key_or_table_at, keys_of, with_current_names
 from rlhf_cli.config.machinery.paths import resolve_paths
 from rlhf_cli.config.machinery.secret_values import remove_secrets
 from rlhf_cli.config.machinery.section import Origin
@@ -199,10 +199,7 @@ def accepts_key(stage: str, key: str) -> bool:
     parts = current_name(key.removeprefix("*.")).split(".")
     if parts[0] == "trainer" and len(parts) > 1:
         return stage in trl_fields.TRAINERS and parts[1] in trl_fields.fields_of(stage)
-    if key_at(CONFIGS[stage], parts) is not None:
-        return True
-    above = [key_at(CONFIGS[stage], parts[:depth]) for depth in range(1, len(parts))]
-    return any(table is not None and table.allows_any_key for table in above)
+    return key_or_table_at(CONFIGS[stage], parts) is not None
 
 
 def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:

@@ -1,22 +1,25 @@
 """Upload models to the Hugging Face Hub, with the user's token: HF_TOKEN, or the one that `hf auth login` stored."""
 
-import glob
-import hashlib
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, logging, validate_repo_id
+from huggingface_hub.utils import (
+    disable_progress_bars,
+    enable_progress_bars,
+    filter_repo_objects,
+    logging,
+    validate_repo_id,
+)
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.data.sources import is_offline
 from rlhf_cli.errors import RLHFError, shell_path, shell_word, short_reason, shown
-from rlhf_cli.files import file_sha256, list_files
+from rlhf_cli.files import list_files
 from rlhf_cli.runs.model_files import MODEL_SUFFIXES
 
 CARD = "README.md"
@@ -86,16 +89,13 @@ def require_access(repo: str, *, public: bool) -> None:
 
 
 def _require_namespace(repo: str, user: dict[str, Any]) -> None:
-    """Raise RLHFError E07 if the user cannot create repositories of this owner, as far as the Hub's answer shows."""
-    owner, user_name = repo.split("/")[0], str(user.get("name"))
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        text = f"the token of {user_name} is read-only and cannot create {repo}"
-        raise RLHFError("E07", text, hint="use a token with write access")
+    """Raise RLHFError E07 if the token cannot create repositories of this owner, as far as the Hub's answer shows."""
     organizations = [str(org.get("name")) for org in user.get("orgs", []) if org.get("roleInOrg") != "read"]
-    if owner.casefold() not in map(str.casefold, [user_name, *organizations]):
-        text = f"{repo} does not exist, and {user_name} can create repositories only for "
-        hint = f"--push {user_name}/{repo.split('/')[1]}"
-        raise RLHFError("E07", text + ", ".join([user_name, *organizations]), hint=hint)
+    owners = [str(user.get("name")), *organizations]
+    is_read_only = user.get("auth", {}).get("accessToken", {}).get("role") == "read"
+    if is_read_only or repo.split("/")[0].casefold() not in map(str.casefold, owners):
+        text = f"{repo} does not exist, and the token of {owners[0]} cannot create it"
+        raise RLHFError("E07", text, hint=f"use a token with write access, and one of the owners {', '.join(owners)}")
 
 
 def _access_error(repo: str, error: Exception) -> RLHFError:
@@ -113,30 +113,27 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     """Upload a model's folder to `repo` OWNER/NAME in one commit; a new repository is private unless `public`.
 
     The same commit deletes files of the repository that loading would read and the folder does not have. All other
-    files and older commits stay. Then each uploaded file's hash is compared. Raises RLHFError R17.
+    files and older commits stay. Raises RLHFError R17.
     """
     names = [name for name in list_files(folder) if name not in LOCAL_FILES]
     unknown = [name for name in names if name != CARD and Path(name).suffix not in MODEL_SUFFIXES]
     if unknown:  # such as a pickle: `save.save_model` does not write it
         text = f"{shown(folder / unknown[0])} is not a file of a model: nothing was uploaded"
         raise RLHFError("R17", text, hint="remove it; only safetensors, JSON and text files are uploaded")
-    hub, removed = HfApi(), list[str]()
+    hub = HfApi()
+    removed: list[str] = []
     try:
         logging.set_verbosity_error()
         (enable_progress_bars if bars else disable_progress_bars)()
         with warnings.catch_warnings(action="ignore"):
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
-            existing = [file.rfilename for file in before.siblings or []]
-            removed = [name for name in existing if name not in names and _is_loaded(name)]
-            commit = hub.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                commit_message=terminal.clean(message),
-                allow_patterns=[glob.escape(name) for name in names],
-                delete_patterns=[glob.escape(name) for name in removed] or None,
-            ).oid
-            _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
+            existing = [file.rfilename for file in before.siblings or [] if "/" not in file.rfilename]
+            loaded = filter_repo_objects(existing, allow_patterns=[*LOADED_FILES])
+            removed = [name for name in loaded if name not in names]
+            operations: list[Any] = [CommitOperationAdd(name, folder / name) for name in names]
+            operations += [CommitOperationDelete(name) for name in removed]
+            commit = hub.create_commit(repo, operations, commit_message=terminal.clean(message)).oid
     except Exception as error:  # a network has many ways to fail
         text = f"the push to {repo} failed, {shown(folder)} is complete: {short_reason(error)}"
         raise RLHFError("R17", text, hint=f"resume with: {_upload_command(folder, repo, public, removed)}") from error
@@ -151,28 +148,6 @@ def push_best(folder: Path, repo: str, message: str) -> None:
         push(folder, repo, message)
     except RLHFError as error:
         terminal.warn("R09", error.problems[0].text, hint=error.problems[0].hint)
-
-
-def _is_loaded(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in LOADED_FILES) and "/" not in name
-
-
-def _require_same(uploaded: Collection[Any], folder: Path, names: Collection[str]) -> None:
-    """Raise ValueError if a file of the repository differs from the folder's, or is left from another upload."""
-    files = {file.rfilename: file for file in uploaded}
-    if leftover := [name for name in files if name not in names and _is_loaded(name)]:
-        raise ValueError(f"the repository has {leftover[0]} of another upload")
-    for name in names:
-        path, file = folder / name, files.get(name)
-        if file is None:
-            raise ValueError(f"the hub does not list {name}")
-        if file.lfs is not None:
-            same = file.lfs.sha256 == file_sha256(path)
-        else:  # git's hash of a file
-            content = path.read_bytes()
-            same = file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        if not same:
-            raise ValueError(f"{name} on the hub differs from the uploaded file")
 
 
 def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:

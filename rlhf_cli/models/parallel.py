@@ -262,32 +262,21 @@ class ReplicatedModels:
 class ShardedModels(ReplicatedModels):
     """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2).
 
-    The models' weights are rank 0's; those of the other ranks may be empty (`sharding.broadcast_weights`). If `hybrid`,
-    each machine has all shards (HSDP): only gradients cross the network, once per optimizer step.
+    The models' weights are rank 0's; those of the other ranks may be empty (`sharding.broadcast_weights`).
     """
 
-    def __init__(
-        self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any], *, hybrid: bool = False
-    ) -> None:
+    def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
         super().__init__(process_group)
-        self.loading, self.trained, self.replicas = process_group, trained, SINGLE_PROCESS
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if hybrid:
-            shape, names = _machines_and_processes(process_group), ("replicate", "shard")
-            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-            self.replicas, self.shard_group = (
-                ProcessGroup(mesh.get_local_rank(name), size, mesh.get_group(name))
-                for name, size in zip(names, shape, strict=True)
-            )
-            self.mesh = mesh["shard"]
-        else:
-            self.mesh = init_device_mesh(device, (process_group.world_size,))
+        self.loading = process_group
+        self.trained = trained
+        mesh = self.make_mesh("cuda" if torch.cuda.is_available() else "cpu")
+        self.mesh = mesh
         for model in (*trained, *frozen):
-            sharding.shard(model, self.mesh, trained=model in trained)
+            sharding.shard(model, mesh, trained=model in trained)
 
-    def all_reduce_gradients(self, model: nn.Module) -> None:
-        super().all_reduce_gradients(model)
-        self.replicas.all_reduce_gradients(filter(sharding.is_sharded_tensor, model.parameters()))
+    def make_mesh(self, device: str) -> DeviceMesh:
+        """Return the mesh of the processes that have shards of one copy of the models."""
+        return init_device_mesh(device, (self.process_group.world_size,))
 
     def micro_batches_of_rank(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """Pad each rank's items to the same number: a layer's pass is collective. Padding does not count."""
@@ -308,18 +297,3 @@ class ShardedModels(ReplicatedModels):
 
     def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         sharding.load_full_state_dict(model, state)
-
-
-def _machines_and_processes(process_group: ProcessGroup) -> tuple[int, int]:
-    """Return the number of machines and of processes on each. Raises RLHFError E04 if machines differ in it."""
-    places = process_group.all_gather_object((distributed.local_rank(), distributed.local_world_size()))
-    _, count = places[0]
-    wrong = [rank for rank, place in enumerate(places) if place != (rank % count, count)]
-    if wrong or len(places) % count:
-        rank = (wrong or [len(places) - 1])[0]
-        number, of = places[rank]
-        text = "fsdp: hybrid needs the same number of processes on each machine, with consecutive ranks: "
-        text += f"process {rank} is number {number + 1} of {of} on its machine, process 0 is one of {count}"
-        hint = "start as many processes on each machine with torchrun, or set ppo.fsdp: true"
-        raise RLHFError("E04", text, where="LOCAL_WORLD_SIZE", hint=hint)
-    return len(places) // count, count

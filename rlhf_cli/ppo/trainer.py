@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -142,7 +143,7 @@ class PPOTrainer:
 
         if shards:
             frozen = [] if settings.offload else [self.ref]
-            self.parallel = ShardedModels(self.process_group, backbones, frozen, hybrid=settings.fsdp == "hybrid")
+            self.parallel = _sharded_models(settings)(self.process_group, backbones, frozen)
         if self.model_runner.has_value_head:
             if shards:
                 sharding.broadcast_weights(self.value, self.policy.device)
@@ -586,3 +587,11 @@ def _train_something(model: Any) -> None:
     """Train all parameters of a model, if none requires a gradient, e.g. of a copy of a frozen model."""
     if not any(weight.requires_grad for weight in model.parameters()):
         model.requires_grad_(True)
+
+
+def _sharded_models(settings: PPOSettings) -> type[ShardedModels]:
+    """Return the class of `ppo.fsdp`; nothing else imports `experimental`."""
+    if settings.fsdp != "hybrid":
+        return ShardedModels
+    hybrid: type[ShardedModels] = import_module("rlhf_cli.experimental.hybrid_sharding").HybridShardedModels
+    return hybrid

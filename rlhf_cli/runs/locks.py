@@ -6,26 +6,24 @@ does not see.
 
 import errno
 import fcntl
-import json
 import os
 import platform
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, Field
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import atomic_folder, list_files, read_json_object, remove, sync_files
 from rlhf_cli.terminal import duration
 
-START_TIME_TOLERANCE_S = 5.0  # except on Linux, setting the clock changes the start time of processes
+CLOCK_TOLERANCE_S = 5.0  # the system's clock may be set while a process runs
 _exclusive: dict[Path, FileLock] = {}
 _shared: dict[Path, int] = {}  # file descriptors
 NEW_FOLDER_HINT = "name a new or an empty folder"
@@ -33,13 +31,13 @@ SCRATCH_NAME, OUT_HINT = ".export", "name another folder: --out DIR"
 LOCKED = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 
-@dataclass(frozen=True)
-class LockOwner:
-    """The process that has locked a folder."""
+class LockOwner(BaseModel):
+    """The process that has locked a folder, as the lock file records it."""
 
-    pid: int
+    pid: int = Field(gt=0, lt=2**31)
     host: str
-    since: float  # seconds of the epoch
+    since: float = Field(ge=0, lt=2**32)  # seconds of the epoch
+    inode: int  # of the lock file: a copy of a folder that is being written has another
 
     def __str__(self) -> str:
         place = "" if self.host == platform.node() else f" on {self.host}"
@@ -70,8 +68,9 @@ def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` 
         text = f"{shown(lock_path(folder))} is a link or a folder, and rlhf needs that name for a lock"
         raise RLHFError("C15", text, hint="move it away, then run the same command again") from error
     _exclusive[folder] = lock
-    owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
-    _note(folder, asdict(owner) | {"started": _since_boot(psutil.Process()), "inode": lock_path(folder).stat().st_ino})
+    inode = lock_path(folder).stat().st_ino
+    owner = LockOwner(pid=os.getpid(), host=platform.node(), since=round(time.time(), 3), inode=inode)
+    _note(folder, owner.model_dump_json())
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def release(folder: Path | None = None) -> None:
         release_shared()
     for path in [folder] if folder else list(_exclusive):
         if lock := _exclusive.pop(path, None):
-            _note(path, None)
+            _note(path, "")
             lock.release()
 
 
@@ -143,23 +142,15 @@ def lock_owner(folder: Path) -> LockOwner | None:
 
     A process of another machine cannot be checked and counts as running.
     """
-    record: dict[str, Any] = {}
-    with suppress(RLHFError):  # unreadable
-        record = read_json_object(lock_path(folder)) or {}
-    pid, host, since = record.get("pid"), record.get("host"), record.get("since")
-    if not (isinstance(pid, int) and 0 < pid < 2**31 and isinstance(host, str)):
+    try:
+        owner = LockOwner.model_validate(read_json_object(lock_path(folder)))
+        is_own_file = owner.inode == lock_path(folder).stat().st_ino
+    except (RLHFError, OSError, ValueError):  # missing, unreadable, or no such record
         return None
-    if not (isinstance(since, int | float) and 0 <= since < 2**32):
-        return None
-    if host == platform.node() and not _runs(pid, record.get("started")):
-        return None
-    with suppress(OSError):
-        if record.get("inode") == lock_path(folder).stat().st_ino:  # else a copy of a folder that was being written
-            return LockOwner(pid, host, since)
-    return None
+    return owner if is_own_file and _is_running(owner) else None
 
 
-def _note(folder: Path, record: dict[str, Any] | None) -> None:
+def _note(folder: Path, record: str) -> None:
     """Write the owner into the lock file. Failures are ignored, and a missing file is not created."""
     if not lock_path(folder).is_file():
         return
@@ -168,25 +159,21 @@ def _note(folder: Path, record: dict[str, Any] | None) -> None:
             return  # without flock, the file itself is filelock's lock
         file.truncate(0)
         file.seek(0)
-        file.write(json.dumps(record).encode() if record else b"")
+        file.write(record.encode())
 
 
-def _runs(pid: int, started: Any) -> bool:
-    """Return True if the process that began at `started` is running; with another start time the pid was reused."""
+def _is_running(owner: LockOwner) -> bool:
+    """Return True unless the process has ended; one that began after the lock was taken has only its number."""
+    if owner.host != platform.node():
+        return True
     try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return not isinstance(started, int | float) or abs(_since_boot(process) - started) < START_TIME_TOLERANCE_S
+        process = psutil.Process(owner.pid)
+        started = float(process.create_time())
+        return process.status() != psutil.STATUS_ZOMBIE and started < owner.since + CLOCK_TOLERANCE_S
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
         return True  # another user's process
-
-
-def _since_boot(process: psutil.Process) -> float:
-    """psutil adds the boot time, which changes when the clock is set; subtracting it makes the result stable."""
-    return float(process.create_time() - psutil.boot_time())
 
 
 def require_empty(folder: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_run_with_dpo_yaml_trains_it_and_evaluates_it_as_a_policy(finished: Pa
 def test_its_model_chats_is_exported_and_served(finished: Path, tmp_path: Path) -> None:
     replies = must_succeed(rlhf("chat", finished, "--stage", "dpo", input="Tell me about the sun.\n"))
     assert replies.stdout.strip() and "KL" in replies.stderr and "mine/dpo" in replies.stderr
-    fails(rlhf("chat", finished, "--compare", "sft,dpo"), "C07", "dpo is not one of sft, ppo")
+    fails(rlhf("chat", finished, "--compare", "sft,dpo"), "C07", "not sft,ppo or ppo,sft")
     must_succeed(rlhf("export", finished, "--stage", "dpo", "--out", tmp_path / "policy"))
     exported, own = (load_causal_lm(path) for path in (tmp_path / "policy", finished / "dpo/model"))
     assert all((a == b).all() for a, b in zip(exported.parameters(), own.parameters(), strict=True))

@@ -15,8 +15,8 @@ from ppo_folder import lines, must_succeed, write
 from typer.testing import Result
 
 from rlhf_cli import data, jsonl, terminal
-from rlhf_cli.commands.chat import loop, slash_commands
-from rlhf_cli.commands.chat.models import ReplyMetrics, resolve_models
+from rlhf_cli.commands.chat import loop
+from rlhf_cli.commands.chat.models import ReplyMetrics
 from rlhf_cli.commands.chat.session import ChatSession, ConversationFormat, Reply, Turn
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
@@ -55,10 +55,7 @@ def piped(*arguments: object, typed: str | bytes = "what is a cat?\n") -> Result
 
 
 def opened(folder: Path, **options: Any) -> ChatSession:
-    models = resolve_models(
-        folder, options.pop("stage", None), options.pop("step", "last"), options.pop("compare", None)
-    )
-    return loop.open_session(models, loop.ChatOptions(**options), Options())
+    return loop.open_session(folder, loop.ChatOptions(**options), Options())
 
 
 def is_error(result: Result, code: str, *texts: str) -> bool:
@@ -75,7 +72,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 def test_every_command_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/commands.md").read_text(encoding="utf-8")
-    for name, command in slash_commands.COMMANDS.items():
+    for name, command in loop.COMMANDS.items():
         assert f"`/{name} {command.argument}`".replace(" `", "`") in page, name
 
 
@@ -95,8 +92,8 @@ def test_the_metrics_are_those_of_the_evaluation(run: Path) -> None:
         engine = HFEngine(model.weights, session.scorer.stop_token_id, 0, session.sampling.temperature)
         response = list(engine.stream(prompts))
         assert session.prompt_format.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
-        metrics = session.scorer.score(model.weights, row["prompt"], ids, response)
-        assert metrics.scores == pytest.approx(row["scores"], abs=1e-5) and metrics.total is None
+        metrics = session.scorer.score(model, row["prompt"], ids, response)
+        assert metrics.scores == pytest.approx(row["scores"], abs=1e-5) and metrics.sum is None
         assert (metrics.kl or 0.0) == pytest.approx(row["kl"], rel=1e-6, abs=1e-5)
         assert (metrics.kl is None) == (row["model"] == "sft")  # 0 by definition
 
@@ -318,13 +315,18 @@ def test_the_first_error_ends_it(run: Path) -> None:
         assert is_error(piped(run, typed=typed), code, *texts), typed
 
 
-def test_a_reward_that_fails_does_not_end_a_chat_at_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_that_fails_does_not_end_a_chat_at_a_terminal(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     session = opened(run)
     session.scorer.sources["reward"] = lambda rollout: float("nan")
     with pytest.raises(RLHFError, match="gave nan"):
         session.send("a")
+    session.turns = []
     session.live = True
-    session.send("a")
+    typed = iter(["a", None])
+    monkeypatch.setattr(terminal, "ask", lambda prompt: next(typed))
+    loop.run_loop(session)
     assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(session.turns) == 1
     assert session.turns[0].replies["ppo"].metrics == ReplyMetrics()
 
@@ -348,17 +350,15 @@ def test_ctrl_c_keeps_the_partial_reply(run: Path, monkeypatch: pytest.MonkeyPat
     session.send("a")
     assert session.stopped and [list(turn.replies) for turn in session.turns] == [["sft"]]
     (reply,) = session.turns[0].replies.values()
-    assert (len(reply.ids), reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.metrics.scores
+    assert (len(reply.ids), reply.ending) == (3, "stopped") and "reward" in reply.metrics.scores
     interrupt_after(0)
     session.send("b")
     session.retry()
     assert [turn.prompt for turn in session.turns] == ["a"] and session.turns[0].replies == {"sft": reply}
     monkeypatch.setattr(session.scorer, "score", interrupt)
-    interrupt_after(3)
-    with pytest.raises(KeyboardInterrupt):  # the second one
-        session.send("c")
     monkeypatch.setattr(HFEngine, "stream", lambda *_: iter([30]))
-    session.send("c")
+    with pytest.raises(KeyboardInterrupt):
+        session.send("c")
     assert session.turns[-1].replies["sft"].metrics == ReplyMetrics() and session.turns[-1].prompt == "c"
 
 
@@ -412,8 +412,8 @@ def test_invalid_selections(run: Path) -> None:
         (("--step", "best"), "C07", "--step best: not last, selected or a number"),
         (("--step", "selected"), "C06", "selected no policy"),
         (("--stage", "reward"), "C11", "run/reward is a reward model, which generates no text"),
-        (("--compare", "sft,pp"), "C07", "pp is not one of sft, ppo"),
-        (("--compare", "ppo,ppo"), "C11", "name two different models"),
+        (("--compare", "sft,pp"), "C07", "--compare sft,pp: not sft,ppo or ppo,sft"),
+        (("--compare", "ppo,ppo"), "C07", "not sft,ppo or ppo,sft"),
         (("--compare", "sft,ppo", "--stage", "sft"), "C11", "both select the models"),
         (("--temperature", "inf"), "C06", "--temperature inf: a number from 0 up"),
         (("--temperature", "-1"), "C11", "--temperature"),

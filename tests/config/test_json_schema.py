@@ -18,6 +18,7 @@ from bad_configs import HEAD
 from pydantic import ValidationError
 
 from rlhf_cli import config, errors
+from rlhf_cli.cli import completion
 from rlhf_cli.commands.init import presets
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.machinery import trl_fields, yaml_io
@@ -99,10 +100,10 @@ WRONG = [[], [[1]], {"no such": 1}, "no such word", -7, 1.5, 10**12, True, None]
 def altered(stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configs with one key changed to each of many values, and with one key too much in each section."""
     head = yaml.safe_load(HEAD[stage])
-    for key in config.completion_values(stage):
+    for key in completion.values_by_key([stage]):
         for value in WRONG:
             yield key, put(head, key.split("."), value)
-    for section in {key.rpartition(".")[0] for key in config.completion_values(stage)}:
+    for section in {key.rpartition(".")[0] for key in completion.values_by_key([stage])}:
         yield section, put(head, [*filter(None, section.split(".")), "no_such_key"], 1)
 
 

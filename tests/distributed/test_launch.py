@@ -13,7 +13,8 @@ from torch.distributed.launcher import api
 
 from rlhf_cli import config, distributed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models.parallel import ProcessGroup, _machines_and_processes
+from rlhf_cli.experimental.hybrid_sharding import machines_and_processes
+from rlhf_cli.models.parallel import ProcessGroup
 from rlhf_cli.runs.resolve import weights_bytes
 
 
@@ -75,7 +76,7 @@ def test_hybrid_sharding_needs_equal_machines(
 ) -> None:
     monkeypatch.setattr(ProcessGroup, "all_gather_object", lambda self, value: places)
     if wrong is None:
-        assert _machines_and_processes(ProcessGroup(1, 4)) == (2, 2)
+        assert machines_and_processes(ProcessGroup(1, 4)) == (2, 2)
         return
     with pytest.raises(RLHFError, match=rf"error\[E04\]: LOCAL_WORLD_SIZE: .*{wrong}"):
-        _machines_and_processes(ProcessGroup(1, len(places)))
+        machines_and_processes(ProcessGroup(1, len(places)))

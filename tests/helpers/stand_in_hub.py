@@ -61,8 +61,6 @@ class Hub:
     faults: dict[str, int] = field(default_factory=dict)
     token: str | None = TOKEN  # None: reading needs no token
     role: str = "write"
-    changed_file: str | None = None  # a file that a commit stores with other bytes
-    extra_file: str | None = None  # a file that another push adds at the same time
 
     def writes(self) -> list[str]:
         """Return the requests that changed something."""
@@ -149,10 +147,6 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 stored = kind == "lfsFile"
                 files[value["path"]] = self.hub.store[value["oid"]] if stored else base64.b64decode(value["content"])
-        if self.hub.changed_file in files:
-            files[self.hub.changed_file] += b" "
-        if self.hub.extra_file:
-            files[self.hub.extra_file] = b""
         repo.commits.append(Commit(title, files, tuple(deleted)))
         oid = repo.head.oid
         self.send_json({"commitUrl": f"{self.hub.address}/{name}/commit/{oid}", "commitOid": oid})

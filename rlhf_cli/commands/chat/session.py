@@ -3,8 +3,10 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from pydantic import BaseModel, Field
 
 from rlhf_cli import data, terminal
 from rlhf_cli.commands.chat.models import ChatModel, ReplyMetrics, ReplyScorer
@@ -13,21 +15,20 @@ from rlhf_cli.data.texts import render_transcript
 from rlhf_cli.data.tokens import Conversation, render
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load
-from rlhf_cli.models.batch import Prompts, StopTokenId, stop_ids
+from rlhf_cli.models.batch import Prompts, stop_ids
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.common import prompt_forms
 
 _MARKER = "system-prompt-marker"
 
 
-@dataclass(frozen=True)
-class ReplySampling:
-    """Sampling parameters of a reply. Its noise depends on the seed and `reply_index`, the number of the reply."""
+class ReplySampling(BaseModel, frozen=True):
+    """Sampling parameters of a reply. Its noise depends on the seed and `draw`, the number of the reply."""
 
-    temperature: float
-    max_new_tokens: int
-    seed: int
-    reply_index: int = 0
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    max_new_tokens: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**32)
+    draw: int = 0
 
     def __str__(self) -> str:
         return f"temperature {self.temperature:g}, at most {self.max_new_tokens} tokens, seed {self.seed}"
@@ -77,66 +78,45 @@ class ConversationFormat:
         return ids
 
 
+@dataclass
 class Reply:
-    """A model's reply, generated while its text is iterated over.
+    """A model's reply: its tokens so far, the seconds they took, and how it ended."""
 
-    `ids` are its tokens so far, `seconds` the time they took; `stopped`: Ctrl-C ended it.
-    Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only on
-    the seed and the number of the reply, so that compared models get the same.
-    Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `ConversationFormat.encode` does.
-    """
-
-    def __init__(
-        self, model: ChatModel, prompt_format: ConversationFormat, prompt: str | Conversation,
-        stop_token_id: StopTokenId, sampling: ReplySampling,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.tokenizer = prompt_format.tokenizer
-        self.prompt = prompt
-        self.stop_token_id = stop_token_id
-        self.sampling = sampling
-        self.prompt_ids = prompt_format.encode(prompt)
-        self.ids: list[int] = []
-        self.seconds = 0.0
-        self.stopped = False
-        self.metrics = ReplyMetrics()
-
-        context = load.context_length(model.weights.config)
-        self._room = sampling.max_new_tokens
-        if context is not None:
-            self._room = min(self._room, context - len(self.prompt_ids))
-        if self._room < 1:
-            limit = f"the context of {model.name} has {context}, reply included"
-            text = f"the prompt has {len(self.prompt_ids)} tokens, and {limit}"
-            raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
-
-    def __iter__(self) -> Iterator[str]:
-        return data.decode_stream(self.tokenizer, self._tokens())
-
-    def _tokens(self) -> Iterator[int]:
-        seed = derive_seed(self.sampling.seed, "chat", self.sampling.reply_index)
-        prompts = replace(Prompts.from_lists([self.prompt_ids]), seeds=(seed,), response_length=self._room)
-        pad_token_id = self.tokenizer.pad_token_id or 0
-        engine = HFEngine(self.model.weights, self.stop_token_id, pad_token_id, self.sampling.temperature)
-        stream = engine.stream(prompts)
-        while True:
-            start = time.perf_counter()
-            token = next(stream, None)
-            self.seconds += time.perf_counter() - start
-            if token is None:
-                return
-            self.ids.append(token)
-            yield token
+    model: ChatModel
+    prompt: str | Conversation
+    prompt_ids: list[int]
+    sampling: ReplySampling
+    ids: list[int] = field(default_factory=list)
+    text: str = ""  # without special tokens
+    seconds: float = 0.0
+    ending: str = "cut off"  # else ended, with the stop token, or stopped, by Ctrl-C
+    metrics: ReplyMetrics = field(default_factory=ReplyMetrics)
 
     @property
-    def text(self) -> str:
-        """Text so far, without special tokens."""
-        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+    def room(self) -> int:
+        """Return the maximum length that the context and the sampling leave."""
+        context = load.context_length(self.model.weights.config)
+        if context is None:
+            return self.sampling.max_new_tokens
+        return min(self.sampling.max_new_tokens, context - len(self.prompt_ids))
 
-    @property
-    def ended(self) -> bool:
-        """Return True if it ended with the stop token."""
-        return bool(self.ids) and self.ids[-1] in stop_ids(self.stop_token_id)
+    def summary(self) -> str:
+        """Return the metrics as one line."""
+        metrics = self.metrics
+        parts = [f"{name} {score:.3f}" for name, score in metrics.scores.items()]
+        if metrics.sum is not None:
+            parts.append(f"sum {metrics.sum:.3f}")
+        if metrics.kl is not None:
+            parts.append(f"KL {metrics.kl:.2f}")
+        length = len(self.ids)
+        parts.append(f"{length} {'token' if length == 1 else 'tokens'}, {self.ending}")
+        parts.append(f"{length / self.seconds:.0f} tokens/s")
+        return "  ".join(parts)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the sampling parameters and metrics as JSON; unknown metrics are absent."""
+        known = {name: value for name, value in asdict(self.metrics).items() if value not in (None, {})}
+        return {**self.sampling.model_dump(), "length": len(self.ids), "ended": self.ending == "ended", **known}
 
 
 @dataclass(frozen=True)
@@ -147,24 +127,21 @@ class Turn:
     replies: dict[str, Reply]
 
 
+@dataclass
 class ChatSession:
     """The models, their sampling parameters, and the turns since the last /clear.
 
-    `live`: on a terminal, where Ctrl-C stops a reply and errors are printed; otherwise both end the command.
+    `live`: on a terminal, where Ctrl-C stops a reply; otherwise it ends the command.
     """
 
-    def __init__(
-        self, models: list[ChatModel], scorer: ReplyScorer, prompt_format: ConversationFormat,
-        sampling: ReplySampling, *, live: bool,
-    ) -> None:  # fmt: skip
-        self.models = models
-        self.scorer = scorer
-        self.prompt_format = prompt_format
-        self.sampling = sampling
-        self.live = live
-        self.system: str | None = None
-        self.turns: list[Turn] = []
-        self.stopped = False  # Ctrl-C ended the last reply
+    models: list[ChatModel]
+    scorer: ReplyScorer
+    prompt_format: ConversationFormat
+    sampling: ReplySampling
+    live: bool
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    stopped: bool = False  # Ctrl-C ended the last reply
 
     def send(self, prompt: str) -> None:
         """Add a turn. Raises RLHFError C13, D06, D08 for an invalid prompt, and as `ReplyScorer.score` does."""
@@ -176,78 +153,69 @@ class ChatSession:
         self._add_turn(last.prompt, history)
 
     def _add_turn(self, text: str, history: list[Turn]) -> None:
-        """Generate and show all replies, and add them to the history, unless Ctrl-C came before the first token."""
-        replies = []
-        for model in self.models:
-            prompt = self.prompt_format.prompt(self.system, history, model.name, text)
-            replies.append(Reply(model, self.prompt_format, prompt, self.scorer.stop_token_id, self.sampling))
-        self.sampling = replace(self.sampling, reply_index=self.sampling.reply_index + 1)
+        """Generate and show the replies; those that have a token are added to the history before they are scored."""
+        replies = [self._new_reply(model, text, history) for model in self.models]
+        self.sampling = self.sampling.model_copy(update={"draw": self.sampling.draw + 1})
         self.stopped = False
 
         turn = Turn(text, {})
         for reply in replies:
-            label = reply.model.name if len(replies) > 1 else ""
-            if not self.stopped:
-                self._show(reply, label)
+            name = reply.model.name
+            is_compared = len(replies) > 1
+            self._generate(reply, f"{name}: " if is_compared else "")
             if reply.ids:
-                turn.replies[reply.model.name] = reply
-                self._score(reply, label)
+                turn.replies[name] = reply
+                self.turns = [*history, turn]
+                reply.metrics = self.scorer.score(reply.model, reply.prompt, reply.prompt_ids, reply.ids)
+                terminal.say(f"{name}  {reply.summary()}" if is_compared else reply.summary(), dim=True)
+            if self.stopped:
+                break
         if self.live:
             terminal.out()
-        if turn.replies:
-            self.turns = [*history, turn]
 
-    def _show(self, reply: Reply, label: str) -> None:
-        """Print a reply while it is generated."""
-        terminal.out(f"{label}: " if label else "", end="")
+    def _new_reply(self, model: ChatModel, text: str, history: list[Turn]) -> Reply:
+        """Return an empty reply. Raises RLHFError C13 if the context has no room for it."""
+        prompt = self.prompt_format.prompt(self.system, history, model.name, text)
+        reply = Reply(model, prompt, self.prompt_format.encode(prompt), self.sampling)
+        if reply.room < 1:
+            limit = f"the context of {model.name} has {load.context_length(model.weights.config)}, reply included"
+            text = f"the prompt has {len(reply.prompt_ids)} tokens, and {limit}"
+            raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
+        return reply
+
+    def _generate(self, reply: Reply, label: str) -> None:
+        """Generate a reply and print it meanwhile, until Ctrl-C.
+
+        Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only
+        on the seed and the number of the reply, so that compared models get the same.
+        """
+        sampling = reply.sampling
+        tokenizer = self.prompt_format.tokenizer
+        seed = derive_seed(sampling.seed, "chat", sampling.draw)
+        prompts = replace(Prompts.from_lists([reply.prompt_ids]), seeds=(seed,), response_length=reply.room)
+        stop = self.scorer.stop_token_id
+        engine = HFEngine(reply.model.weights, stop, tokenizer.pad_token_id or 0, sampling.temperature)
+
+        def tokens() -> Iterator[int]:
+            for token in engine.stream(prompts):
+                reply.ids.append(token)
+                yield token
+
+        terminal.out(label, end="")
+        start = time.perf_counter()
         try:
-            for piece in reply:
+            for piece in data.decode_stream(tokenizer, tokens()):
                 terminal.out(piece, end="")
         except KeyboardInterrupt:
-            self._stop()
-        terminal.out()
-
-    def _stop(self) -> None:
-        if not self.live:
-            raise KeyboardInterrupt
-        self.stopped = True
-
-    def _score(self, reply: Reply, label: str) -> None:
-        reply.stopped = self.stopped and not reply.ended
-        try:
-            reply.metrics = self.scorer.score(reply.model.weights, reply.prompt, reply.prompt_ids, reply.ids)
-        except RLHFError as error:
             if not self.live:
                 raise
-            terminal.say(str(error))
-        except KeyboardInterrupt:
-            if self.stopped:  # the second one
-                raise
-            self._stop()
-        metrics = format_metrics(reply)
-        terminal.say(f"{label}  {metrics}" if label else metrics, dim=True)
-
-
-def format_metrics(reply: Reply) -> str:
-    """Return the metrics of a reply as one line."""
-    metrics = reply.metrics
-    parts = [f"{name} {score:.3f}" for name, score in metrics.scores.items()]
-    if metrics.total is not None:
-        parts.append(f"sum {metrics.total:.3f}")
-    if metrics.kl is not None:
-        parts.append(f"KL {metrics.kl:.2f}")
-
-    length = len(reply.ids)
-    tokens = "1 token" if length == 1 else f"{length} tokens"
-    parts.append(f"{tokens}, {_ending(reply)}")
-    parts.append(f"{length / reply.seconds:.0f} tokens/s")
-    return "  ".join(parts)
-
-
-def _ending(reply: Reply) -> str:
-    if reply.ended:
-        return "ended"
-    return "stopped" if reply.stopped else "cut off"
+            self.stopped = True
+            reply.ending = "stopped"
+        reply.seconds = time.perf_counter() - start
+        terminal.out()
+        reply.text = tokenizer.decode(reply.ids, skip_special_tokens=True)
+        if reply.ids and reply.ids[-1] in stop_ids(stop):
+            reply.ending = "ended"
 
 
 def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
@@ -260,25 +228,11 @@ def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
         about: dict[str, Any] = {"model": model.name, "from": model.description}
         if model.sha256:
             about["sha256"] = model.sha256
-        replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
         if session.prompt_format.kind == "text":
-            for turn, fields in zip(turns, replies, strict=True):
-                yield {"prompt": turn.prompt, "completion": turn.replies[model.name].text, "chat": about | fields}
+            for turn in turns:
+                reply = turn.replies[model.name]
+                yield {"prompt": turn.prompt, "completion": reply.text, "chat": about | reply.fields()}
         elif turns:
             messages = session.prompt_format.conversation(session.system, turns, model.name)
+            replies = [turn.replies[model.name].fields() for turn in turns]
             yield {"messages": messages, "chat": about | {"replies": replies}}
-
-
-def _reply_fields(reply: Reply) -> dict[str, Any]:
-    """Return the sampling parameters and metrics of a reply; unknown metrics are absent."""
-    sampling, metrics = reply.sampling, reply.metrics
-    optional = {"scores": metrics.scores or None, "sum": metrics.total, "kl": metrics.kl}
-    return {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_new_tokens,
-        "seed": sampling.seed,
-        "draw": sampling.reply_index,
-        "length": len(reply.ids),
-        "ended": reply.ended,
-        **{name: value for name, value in optional.items() if value is not None},
-    }

@@ -186,6 +186,6 @@ def _push(chosen: ResolvedModel, target: Path, repository: Repository, between: 
 
     visibility = "private" if push.private else "public"
     commit = f"commit {push.commit[:12]}" if push.changed else f"unchanged since commit {push.commit[:12]}"
-    terminal.out(f"push     {push.url} ({visibility}), {commit}; file hashes verified")
+    terminal.out(f"push     {push.url} ({visibility}), {commit}")
     if push.removed:
         terminal.out(f"push     removed files of an older upload: {', '.join(push.removed)}")

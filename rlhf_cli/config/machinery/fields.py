@@ -176,6 +176,15 @@ def key_at(model: type[BaseModel], path: Sequence[str], prefix: str = "") -> Key
     return None
 
 
+def key_or_table_at(model: type[BaseModel], path: Sequence[str]) -> Key | None:
+    """Return the key at a path, else the innermost key above it with names that the user chooses (data.columns)."""
+    for depth in range(len(path), 0, -1):
+        key = key_at(model, path[:depth])
+        if key and (depth == len(path) or key.allows_any_key):
+            return key
+    return None
+
+
 @cache
 def texts_by_class() -> dict[str, dict[str, str]]:
     """Return the texts of keys.toml by class and key; `sources` has the short names of sources."""
