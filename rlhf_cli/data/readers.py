@@ -55,7 +55,8 @@ def describe_value(value: Any) -> str:
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list) else "an object"
 
 
-RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
+Row = dict[str, Any]
+RowIterator = Iterator[tuple[RowLocation, Row]]
 
 
 def read(path: Path, where: str | None = None, stream: BinaryIO | None = None) -> RowIterator:
