@@ -10,7 +10,7 @@ from rlhf_cli import config, system, terminal
 from rlhf_cli.commands.convert.mapping import NEW, OLD, OPTIONS, Conversion, Row, detect_version
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import convert_settings
-from rlhf_cli.config.machinery.paths import path_entries, relative, resolve_paths
+from rlhf_cli.config.machinery.paths import path_values, resolve_paths
 from rlhf_cli.config.machinery.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import RLHFError, did_you_mean, shell_path, shown
 
@@ -45,10 +45,10 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     tree = conversion.tree()
     working_dir = os.getcwd()
     resolve_paths(config.PPOConfig, tree, lambda key: working_dir)
-    for container, name, key, field in path_entries(config.PPOConfig, tree):
-        row = conversion.rows.get(key)
+    for path in path_values(config.PPOConfig, tree):
+        row = conversion.rows.get(path.key)
         if row and not row.is_default:  # relative to the working directory in TRL, to the folder here
-            conversion.rows[key] = replace(row, value=relative(container[name], field, Path(os.path.abspath(folder))))
+            conversion.rows[path.key] = replace(row, value=path.relative_to(Path(os.path.abspath(folder))))
     system.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".tmp-{FILE}"
