@@ -148,8 +148,13 @@ def _alpaca_messages(row: Row) -> list[Row]:
     for question, answer in history:
         messages.append(_user_turn(_text(question, "history")))
         messages.append(_answer(answer, "history"))
-    parts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
-    messages.append(_user_turn("\n\n".join(filter(None, parts))))
+
+    parts = []
+    for name in ("instruction", "input"):
+        if row.get(name) is not None:
+            parts.append(_text(row[name], name))
+    question = "\n\n".join(filter(None, parts))
+    messages.append(_user_turn(question))
     return messages
 
 
@@ -373,10 +378,15 @@ def _is_message(value: Any) -> bool:
 
 def answers_repeat_prompt(rows: Sequence[Row], answers: Sequence[str]) -> bool:
     """Return True if in most rows each answer begins with the prompt; then the answers are whole texts."""
-    columns = ["prompt", *answers]
-    rows_of_text = [row for row in rows if all(isinstance(row.get(name), str) for name in columns)]
-    repeating = [row for row in rows_of_text if all(begins_with(row[name], row["prompt"]) for name in answers)]
-    return len(repeating) > len(rows_of_text) / 2
+    num_texts = 0
+    num_repeating = 0
+    for row in rows:
+        values: list[Any] = [row.get(name) for name in ("prompt", *answers)]
+        if all(isinstance(value, str) for value in values):
+            num_texts += 1
+            prompt, *texts_of_answers = values
+            num_repeating += all(begins_with(text, prompt) for text in texts_of_answers)
+    return num_repeating > num_texts / 2
 
 
 def begins_with(text: str, prompt: str) -> bool:

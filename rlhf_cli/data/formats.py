@@ -503,9 +503,10 @@ class DatasetReader:
     def _column_mapping(self, mapping: Mapping[str, str]) -> str:
         """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
         if self.source.where == "--data":
-            return " ".join(f"--column {shell_word(f'{name}={column}')}" for name, column in mapping.items())
-        pairs = ", ".join(f"{name}: {column}" for name, column in mapping.items())
-        return f"data.columns: {{{pairs}}}"
+            pairs = [f"{name}={column}" for name, column in mapping.items()]
+            return " ".join(f"--column {shell_word(pair)}" for pair in pairs)
+        pairs = [f"{name}: {column}" for name, column in mapping.items()]
+        return f"data.columns: {{{', '.join(pairs)}}}"
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
