@@ -108,10 +108,9 @@ def _resolve(text: str, field: PathField, base: str, run: str) -> str:
         case "template":
             path = _absolute(text, base)
             return path if os.path.isfile(path) else text
-        case "judge" if FUNCTION.fullmatch(text):
-            return text
 
-    if text in field.keywords:
+    is_function = field.kind == "judge" and FUNCTION.fullmatch(text)
+    if is_function or text in field.keywords:
         return text
     if text == "RUN" or text.startswith("RUN/"):
         return os.path.normpath(os.path.join(run, text[4:]))
