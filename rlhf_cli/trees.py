@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+Tree = dict[str, Any]
+
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted path: value} of nested tables; an empty table is a value."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr
 
 from rlhf_cli.config.machinery.fields import PathField
-from rlhf_cli.config.machinery.paths import FUNCTION, is_path, path_entries, relative
-from rlhf_cli.config.machinery.section import Origin, Section, invalid
+from rlhf_cli.config.machinery.paths import FUNCTION, path_values
+from rlhf_cli.config.machinery.section import AtLeastTwo, Origin, Section, invalid
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathField("data")]
@@ -48,9 +48,9 @@ TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
 class Output(Section):
     """Checkpoints, snapshots and trackers of a stage."""
 
-    save_steps: int | None = Field(None, gt=0)
-    keep: int = Field(2, ge=2)
-    snapshots: int = Field(8, ge=0)
+    save_steps: PositiveInt | None = None
+    keep: AtLeastTwo = 2
+    snapshots: NonNegativeInt = 8
     run_name: Name | None = None
     report_to: list[TrackerName] = Field(default=[])
     project: Name | None = None
@@ -112,8 +112,8 @@ class Config(Section):
         tree = self.model_dump(mode="json")
         if relative_to is not None:
             folder = Path(os.path.abspath(relative_to))
-            for container, name, _, path_field in path_entries(type(self), tree):
-                container[name] = relative(container[name], path_field, folder)
+            for value in path_values(type(self), tree):
+                value.replace(value.relative_to(folder))
         return tree
 
     def identity(self) -> dict[str, Any]:
@@ -122,11 +122,13 @@ class Config(Section):
         The content of input files is hashed elsewhere; a chat template file is included here as text.
         """
         tree = self.model_dump(mode="json", exclude={"stage", "output"})
-        for container, name, _, path_field in list(path_entries(type(self), tree)):
-            if path_field.kind == "template" and is_path(container[name], path_field):
-                container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
-            elif path_field.kind in ("data", "model") or is_path(container[name], path_field):
-                del container[name]
+        tree["output"] = {"snapshots": self.output.snapshots}
+        for value in list(path_values(type(self), tree)):
+            if value.field.kind == "template" and value.is_path:
+                value.replace(Path(value.text).read_text(encoding="utf-8", errors="replace"))
+            elif value.field.kind in ("data", "model") or value.is_path:
+                del value.container[value.name]
+
         for key in ("subset", "revision", "max_dropped"):  # max_dropped can stop a run but not change its result
             tree["data"].pop(key)
         for key in (*self.CADENCE, "require", "require_reward"):
@@ -134,7 +136,7 @@ class Config(Section):
         for source in tree.get("rewards", {}).values():  # a run can resume with another timeout
             for key in ("timeout", "retries", "headers", "concurrency"):
                 del source[key]
-        return {**tree, "output": {"snapshots": self.output.snapshots}}
+        return tree
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""

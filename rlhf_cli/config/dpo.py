@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from rlhf_cli.config.machinery.section import invalid
 from rlhf_cli.config.sections import PairConfig, TrainerSettings
@@ -11,8 +11,8 @@ from rlhf_cli.config.sections import PairConfig, TrainerSettings
 class DPOSettings(TrainerSettings):
     """Direct preference optimization by TRL's DPOTrainer."""
 
-    learning_rate: float = Field(1e-6, ge=0)
-    beta: float = Field(0.1, gt=0)
+    learning_rate: NonNegativeFloat = 1e-6
+    beta: PositiveFloat = 0.1
     loss_type: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
 

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name
 from rlhf_cli.config.machinery.paths import FUNCTION
-from rlhf_cli.config.machinery.section import Section, invalid
+from rlhf_cli.config.machinery.section import AtLeastTwo, InsideUnitInterval, Section, invalid
 from rlhf_cli.config.ppo import BUILTINS, VERIFIERS
 from rlhf_cli.config.sections import Dtype, EvalData
 from rlhf_cli.errors import did_you_mean
@@ -32,10 +32,11 @@ class EvalModels(Section):
 
 
 def _comparison(value: Any) -> Any:
-    number = COMPARISON.fullmatch(f"<= {value}")
-    if number or (isinstance(value, str) and not COMPARISON.fullmatch(value.strip())):
-        hint = f'write "<= {value}" or ">= {value}"' if number else 'e.g. ">= 0.6"'
-        raise invalid("expected a comparison operator and a number", hint, code="C07")
+    text = "expected a comparison operator and a number"
+    if COMPARISON.fullmatch(f"<= {value}"):  # a number alone
+        raise invalid(text, f'write "<= {value}" or ">= {value}"', code="C07")
+    if isinstance(value, str) and not COMPARISON.fullmatch(value.strip()):
+        raise invalid(text, 'e.g. ">= 0.6"', code="C07")
     return value
 
 
@@ -58,7 +59,7 @@ class Select(Section):
     """Selection of a policy from the frontier."""
 
     judge: Name
-    kl_max: float | None = Field(None, gt=0)
+    kl_max: PositiveFloat | None = None
 
 
 class LimitSettings(Section):
@@ -70,24 +71,25 @@ class LimitSettings(Section):
 class EvalSettings(Section):
     """Options of the comparison."""
 
-    n: int = Field(512, gt=0)
+    n: PositiveInt = 512
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
-    best_of: list[Annotated[int, Field(ge=2)]] = Field(default=[2, 4, 8])
+    best_of: list[AtLeastTwo] = Field(default=[2, 4, 8])
     limit: LimitSettings | None = None
     frontier: bool = True
-    interpolate: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
+    interpolate: list[InsideUnitInterval] = Field(default=[])
     select: Name | Select | None = None
     by: str | None = Field(None, min_length=1)
-    temperature: float | None = Field(None, gt=0)
-    response_length: int | None = Field(None, gt=0)
-    per_device_batch_size: int = Field(64, gt=0)
+    temperature: PositiveFloat | None = None
+    response_length: PositiveInt | None = None
+    per_device_batch_size: PositiveInt = 64
     bf16: bool | None = None
     require: dict[str, Annotated[str, BeforeValidator(_comparison)]] = Field(default_factory=dict)
 
     @property
     def draws(self) -> int:
         """Return the number of SFT answers to each prompt, beside those that are compared with PPO's."""
-        return max([*self.best_of, self.limit.samples if self.limit else 0])
+        samples = self.limit.samples if self.limit else 0
+        return max([*self.best_of, samples])
 
     @property
     def selection(self) -> Select | None:
@@ -100,10 +102,10 @@ class EvalSettings(Section):
             raise invalid("the summary of the report needs sampled answers", "add sampled to eval.modes")
         if self.select is not None and not self.frontier:
             raise invalid("eval.select needs the frontier", "set eval.frontier: true, or remove eval.select", "select")
-        selected_key = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
-        if selected_key is not None and self.select is None:
-            text = f"eval.require: {selected_key} needs eval.select"
-            raise invalid(text, "set eval.select to the name of a judge", "require")
+        for key in self.require:
+            if self.select is None and key.split(".")[0] in ("selected", "selected_step"):
+                text = f"eval.require: {key} needs eval.select"
+                raise invalid(text, "set eval.select to the name of a judge", "require")
         return self
 
 
@@ -115,10 +117,10 @@ SECTIONS = {
 
 def _require_known(name: str, known: set[str], noun: str, *, key: str, location: str = REQUIRE) -> None:
     """Raise C17 unless `name`, which is the value or a part of `key`, is known."""
-    if name in known:
-        return
-    hint = did_you_mean(name, known) or f"available: {', '.join(sorted(known)) or 'none'}"
-    raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
+    if name not in known:
+        available = ", ".join(sorted(known)) or "none"
+        hint = did_you_mean(name, known) or f"available: {available}"
+        raise invalid(f"{location}: {key} does not name a {noun}", hint, location)
 
 
 class BuiltinJudge(Section):
@@ -147,15 +149,17 @@ class EvalConfig(Config):
 
     @model_validator(mode="after")
     def _check_judges(self) -> Self:
-        if "reward" in self.judges and self.models.reward is not None:
-            text = "judges.reward: the name reward is reserved for models.reward"
-            raise invalid(text, "rename the judge, or set models.reward: null", "judges.reward")
-        no_reward = self.models.reward is None and "reward" not in self.judges
-        for key, value, off in (("best_of", self.eval.best_of, "[]"), ("limit", self.eval.limit, "null")):
-            if value and no_reward:
+        judges = set(self.judges)
+        if self.models.reward is not None:
+            if "reward" in judges:
+                text = "judges.reward: the name reward is reserved for models.reward"
+                raise invalid(text, "rename the judge, or set models.reward: null", "judges.reward")
+            judges.add("reward")
+
+        for key, off in {"best_of": "[]", "limit": "null"}.items():
+            if getattr(self.eval, key) and "reward" not in judges:
                 text = f"eval.{key} needs a reward, but models.reward is null"
                 raise invalid(text, f"add a judge named `reward`, or set eval.{key}: {off}", f"eval.{key}")
-        judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
         if self.eval.selection:
             judge = self.eval.selection.judge
             _require_known(judge, judges, "judge of this file", key=judge, location="eval.select")
@@ -165,16 +169,19 @@ class EvalConfig(Config):
 
     def identity(self) -> dict[str, Any]:
         """Return the identity and output.snapshots of PPO, whose policies the frontier shows; None if unknown."""
-        kept = at(read_json_object(Path(self.models.ppo) / "identity.json") or {}, "config.output.snapshots")
-        return {**super().identity(), "snapshots_of_ppo": kept}
+        tree = super().identity()
+        of_ppo = read_json_object(Path(self.models.ppo) / "identity.json")
+        tree["snapshots_of_ppo"] = at(of_ppo, "config.output.snapshots")
+        return tree
 
     def _check_required(self, key: str, judges: set[str]) -> None:
         """Refuse a key of `eval.require` for which the report will have no value."""
-        base = {"base"} if self.models.base else set()
-        policies = {"ppo", "sft", *base, *self.policies}
-        pairs = {f"ppo_vs_{name}" for name in policies - {"ppo"}}
-        pairs |= {f"{name}_vs_sft" for name in self.policies}
-        pairs |= {f"sft_vs_{name}" for name in base}
+        policies = {"ppo", "sft", *self.policies}
+        pairs = {f"{name}_vs_sft" for name in self.policies}
+        if self.models.base:
+            policies.add("base")
+            pairs.add("sft_vs_base")
+        pairs |= {f"ppo_vs_{name}" for name in policies - {"ppo"}}
 
         parts = key.removeprefix("greedy.").split(".")
         _require_known(parts[0], SECTIONS, "section of the report", key=key)

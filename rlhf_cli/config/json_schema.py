@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields
 from rlhf_cli.config.machinery.fields import Key, fields_of, keys_of, parse_source
@@ -50,18 +52,24 @@ def with_modeline(text: str, file: Path, schema_file: Path) -> str:
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
     definitions = tree.get("$defs", {})
-    sections = {(key.entry or key).section for key in keys_of(model).values()} - {None}
-    schemas = {model: tree} | {section: definitions[section.__name__] for section in sections if section}
-    for section, node in schemas.items():
-        for name, key in fields_of(section).items():
-            node["properties"][name]["description"] = _editor_description(key)
+    _add_descriptions(tree, model)
+    for section in {(key.entry or key).section for key in keys_of(model).values()}:
+        if section:
+            _add_descriptions(definitions[section.__name__], section)
     simplified: dict[str, Any] = _simplify(tree, definitions)
 
-    if keys := trl_fields.trainer_keys(model):
+    keys = trl_fields.trainer_keys(model)
+    if keys:
         fields = trl_fields.fields_of(model.model_fields["stage"].default)
-        properties = {name: _trl_field_schema(key, fields[name]) for name, key in keys.items()}
-        simplified["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
+        trainer = simplified["properties"]["trainer"]
+        trainer["properties"] = {name: _trl_field_schema(key, fields[name]) for name, key in keys.items()}
+        trainer["additionalProperties"] = False
     return simplified
+
+
+def _add_descriptions(node: dict[str, Any], section: type[BaseModel]) -> None:
+    for name, key in fields_of(section).items():
+        node["properties"][name]["description"] = _editor_description(key)
 
 
 def _editor_description(key: Key) -> str:
@@ -69,11 +77,8 @@ def _editor_description(key: Key) -> str:
     source = parse_source(key.source) if key.source else None
     if source is None or source.kind == "page":
         return key.meaning
-    parts = source.parts
-    if source.kind == "paper":
-        name = f"{parts['authors']} {parts['year']}, {parts['where']}, {parts['part']}"
-    else:
-        name = f"{parts['name']} {parts['version']}"
+    form = "{authors} {year}, {where}, {part}" if source.kind == "paper" else "{name} {version}"
+    name = form.format(**source.parts)
     if source.remark:
         name += f"; {source.remark}"
     return f"{key.meaning} Source of the default: {name}."
@@ -86,9 +91,11 @@ def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        target = definitions[node["$ref"].rpartition("/")[2]]
-        others = {key: value for key, value in node.items() if key != "$ref"}
-        return _simplify({**target, **others}, definitions)
+        name = node["$ref"].rpartition("/")[2]
+        inlined = definitions[name] | node
+        del inlined["$ref"]
+        return _simplify(inlined, definitions)
+
     simplified: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
@@ -102,12 +109,11 @@ def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
 
 def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
     """Merge `anyOf` of one type and null to a list of types, with the description of the key, not of its section."""
-    types = [item for item in node.get("anyOf", []) if item != {"type": "null"}]
-    if len(types) != 1:
-        return node
-    (only,) = types
-    if not isinstance(only.get("type"), str) or "const" in only:
-        return node
+    match [item for item in node.get("anyOf", []) if item != {"type": "null"}]:
+        case [{"type": str()} as only] if "const" not in only:
+            pass
+        case _:
+            return node
 
     merged: dict[str, Any] = only | node
     del merged["anyOf"]
@@ -122,4 +128,5 @@ def _trl_field_schema(key: Key, field: dict[str, Any]) -> dict[str, Any]:
     node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
     if "choices" in field:
         node["enum"] = field["choices"]
-    return node | {"description": key.description}
+    node["description"] = key.description
+    return node

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,6 +22,7 @@ from rlhf_cli.config.messages import check_trainer, format_value, invalid_keys, 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import Problem, RLHFError, shell_path, shown
+from rlhf_cli.trees import Tree
 
 
 def check_override(text: str) -> Problem | None:
@@ -46,19 +48,24 @@ def apply_overrides(
         key = current_name(old)
         if key != old:
             terminal.warn("C19", f"is now {key}", where=f"--set {old}")
-        # `>= 0.6` is a requirement; in YAML it would start a folded text.
-        is_requirement = value.lstrip().startswith((">", "<", "=="))
         try:
-            parsed = value.strip() if is_requirement else parse_value(value)
-            _write(source.tree, _split_key(model, key), parsed)
+            _write(source.tree, _split_key(model, key), _parse_override(value))
         except RLHFError as error:
-            problems += [Problem("C11", problem.text, f"--set {key}", problem.hint) for problem in error.problems]
+            problems += [replace(problem, code="C11", where=f"--set {key}") for problem in error.problems]
             continue
+
         written_keys.add(key)
         # The override replaces the value in the file, so its line numbers no longer apply.
-        for replaced in [path for path in source.lines if path == key or path.startswith(f"{key}.")]:
-            del source.lines[replaced]
+        for path in list(source.lines):
+            if path == key or path.startswith(f"{key}."):
+                del source.lines[path]
     return frozenset(written_keys), problems
+
+
+def _parse_override(value: str) -> Any:
+    """Return the value of an override; `>= 0.6` is a requirement, which in YAML would start a folded text."""
+    value = value.strip()
+    return value if value.startswith((">", "<", "==")) else parse_value(value)
 
 
 def _split_key(model: type[Config], key: str) -> list[str]:
@@ -66,20 +73,22 @@ def _split_key(model: type[Config], key: str) -> list[str]:
     parts = key.split(".")
     for depth in range(1, len(parts)):
         table = key_at(model, parts[:depth])
-        entry = table.entry if table else None
-        if entry and entry.section is None and entry.field.annotation is not Any:
+        if table is None or table.entry is None:
+            continue
+        if table.entry.section is None and table.entry.field.annotation is not Any:
             return [*parts[:depth], ".".join(parts[depth:])]
     return parts
 
 
-def _write(tree: dict[str, Any], segments: list[str], value: Any) -> None:
+def _write(tree: Tree, segments: list[str], value: Any) -> None:
     *sections, last = segments
     for depth, name in enumerate(sections, start=1):
         if tree.get(name) is None:
             tree[name] = {}
         tree = tree[name]
         if not isinstance(tree, dict):
-            raise RLHFError("C11", f"{'.'.join(segments[:depth])} is a single value without keys")
+            section = ".".join(segments[:depth])
+            raise RLHFError("C11", f"{section} is a single value without keys")
     tree[last] = value
 
 
@@ -89,32 +98,36 @@ def stage_of(path: Path) -> str:
     for stage in (tree.get("stage"), path.stem):
         if isinstance(stage, str) and stage in CONFIGS:
             return stage
+
     counts = _count_sections(tree)
     best = max(counts, key=lambda stage: (stage in tree, counts[stage]))
-    if best not in tree and list(counts.values()).count(counts[best]) > 1:
+    is_tied = list(counts.values()).count(counts[best]) > 1
+    if best not in tree and is_tied:
         hint = f"add stage: {' or '.join(CONFIGS)}"
         raise RLHFError("C07", "cannot tell which stage this config is for", where=str(path), hint=hint)
     return best
 
 
-def _count_sections(tree: dict[str, Any]) -> dict[str, int]:
+def _count_sections(tree: Tree) -> dict[str, int]:
     return {stage: len(model.model_fields.keys() & tree.keys()) for stage, model in CONFIGS.items()}
 
 
-def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
+def require_stage(stage: str, tree: Tree, origin: Origin) -> None:
     """Raise C07 if the file is for another stage, instead of listing its keys as unknown."""
     file_stage = tree.get("stage")
-    location = origin.where("stage")
-    if file_stage is None:
+    if file_stage is None and stage not in tree:
         counts = _count_sections(tree)
-        file_stage = stage if stage in tree else max(counts, key=lambda name: (counts[name], name == stage))
-    if file_stage == stage:
+        file_stage = max(counts, key=lambda name: (counts[name], name == stage))
+    if file_stage in (stage, None):
         return
-    if isinstance(file_stage, str) and file_stage in CONFIGS:
-        text = f"this config is for {file_stage}, not for {stage}"
-        hint = f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
-        raise RLHFError("C07", text, where=location, hint=hint)
-    raise RLHFError("C07", f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}", where=location)
+
+    location = origin.where("stage")
+    if file_stage not in list(CONFIGS):
+        text = f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}"
+        raise RLHFError("C07", text, where=location)
+    text = f"this config is for {file_stage}, not for {stage}"
+    hint = f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
+    raise RLHFError("C07", text, where=location, hint=hint)
 
 
 @overload
@@ -150,12 +163,11 @@ def load_partial(stage: str, path: str | Path, overrides: Sequence[str] = ()) ->
     problems += remove_secrets(source.tree, origin.where)
     is_incomplete = bool(problems)  # parts of the YAML or an override could not be read
 
-    folder = str(file.parent)
     working_dir = os.getcwd()
-    resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else folder)
+    resolve_paths(model, source.tree, lambda key: working_dir if origin.overridden(key) else str(file.parent))
 
-    trainer = source.tree.get("trainer") if "trainer" in model.model_fields else None
-    if isinstance(trainer, dict):
+    trainer = source.tree.get("trainer")
+    if "trainer" in model.model_fields and isinstance(trainer, dict):
         problems += check_trainer(trainer, model, origin.where)
     try:
         config: Config | None = model.model_validate(source.tree)
@@ -202,17 +214,18 @@ def accepts_key(stage: str, key: str) -> bool:
     return key_or_table_at(CONFIGS[stage], parts) is not None
 
 
-def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
+def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config], tree: Tree) -> Config | None:
     """Validate the config without its invalid keys; None if one is in a section with paths, or if that fails too."""
-    with_paths = {path.partition(".")[0] for path, key in keys_of(model).items() if (key.entry or key).path_field}
+    path_keys = [path for path, key in keys_of(model).items() if (key.entry or key).path_field]
+    with_paths = {path.partition(".")[0] for path in path_keys}
     tree = deepcopy(tree)
     for path in sorted(set(paths), key=len, reverse=True):
         if not path or path[0] not in model.model_fields or path[0] in with_paths:
             return None
         section: Any = tree
         for part in path[:-1]:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict):
+            section = section[part]
+        if not isinstance(section, dict):  # an entry of a list
             return None
         section.pop(path[-1], None)
     try:
@@ -224,6 +237,7 @@ def _without_invalid_keys(paths: Iterable[tuple[str, ...]], model: type[Config],
 def _line_number(problem: Problem) -> int:
     """Return the sort key of a problem: its line in the file; overrides come last."""
     where = problem.where or ""
-    if match := re.search(r":([0-9]+)(:[0-9]+)?$", where):
-        return int(match[1])
-    return 10**9 if where.startswith("--set") else 0
+    if where.startswith("--set"):
+        return 10**9
+    match = re.search(r":([0-9]+)(:[0-9]+)?$", where)
+    return int(match[1]) if match else 0

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,14 +11,15 @@ from pydantic_core import ErrorDetails
 
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.machinery import trl_fields, yaml_io
-from rlhf_cli.config.machinery.aliases import SET_BY_RLHF, Alias, find_alias
+from rlhf_cli.config.machinery.aliases import SET_BY_RLHF, find_alias
 from rlhf_cli.config.machinery.fields import BOUNDS, Key, key_at, keys_of
-from rlhf_cli.config.machinery.section import Section
+from rlhf_cli.config.machinery.section import Section, Where
 from rlhf_cli.config.machinery.trl_fields import TRAINERS
 from rlhf_cli.config.machinery.yaml_io import FLOAT, INTEGER, is_yaml_1_1
 from rlhf_cli.config.ppo import BUILTINS, RewardSourceSettings
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.errors import CODES, OVERRIDE, Problem, closest_match, did_you_mean
+from rlhf_cli.trees import Tree
 
 # pydantic's error -> what it expected
 TYPE_ERRORS = {
@@ -26,181 +27,227 @@ TYPE_ERRORS = {
     "list_type": "a list", "dict_type": "keys and values", "model_type": "keys and values",
     "model_attributes_type": "keys and values",
 }  # fmt: skip
+TYPE_OR_CHOICE_ERRORS = {*TYPE_ERRORS, "literal_error"}
 SIGNS = dict(zip(BOUNDS, (">", ">=", "<", "<="), strict=True))
+MAX_LISTED_KEYS = 8
 KeyPath = tuple[str, ...]
 
 
-def translate_validation_error(
-    error: ValidationError, tree: dict[str, Any], model: type[Config], where: Callable[[str], str]
-) -> list[Problem]:
+@dataclass(frozen=True)
+class InvalidKey:
+    """A key that pydantic refuses, with an error of each member of its union."""
+
+    path: KeyPath
+    errors: Sequence[ErrorDetails]
+    model: type[Config]
+    where: Where
+
+    @property
+    def name(self) -> str:
+        """Return the path as it is written, such as ppo.kl_coef."""
+        return ".".join(self.path)
+
+    @property
+    def error(self) -> ErrorDetails:
+        """Return the error to report: the first one behind a type that fits, if there is one."""
+        of_values = [error for error in self.errors if error["type"] not in TYPE_OR_CHOICE_ERRORS]
+        return of_values[0] if of_values else self.errors[0]
+
+    @property
+    def value(self) -> Any:
+        """Return the value that the user wrote."""
+        return self.error["input"]
+
+    @property
+    def key(self) -> Key | None:
+        """Return the key of the config, None for an entry of a list or table and for a section's own check."""
+        return key_at(self.model, self.path) if self.path else None
+
+    @property
+    def location(self) -> str:
+        """Return where the key is written. A validator of several keys can name the one to locate."""
+        located = self.error.get("ctx", {}).get("key")
+        path = (*self.path, located) if located else self.path
+        return self.where(".".join(path))
+
+    def bounds(self) -> str:
+        """Return the bounds of a number, such as " > 0 and <= 1"."""
+        limits = self.key.bounds if self.key else {}
+        limits = limits or self.error.get("ctx", {})
+        bounds = [f"{sign} {limits[name]:.15g}" for name, sign in SIGNS.items() if name in limits]
+        return f" {' and '.join(bounds)}" if bounds else ""
+
+    def problem(self, code: str, text: str, hint: str | None = None) -> Problem:
+        """Return a problem at this key."""
+        return Problem(code, text, self.location, hint)
+
+
+def translate_validation_error(error: ValidationError, tree: Tree, model: type[Config], where: Where) -> list[Problem]:
     """Return one problem per invalid key."""
-    by_key: dict[KeyPath, list[ErrorDetails]] = {}
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        by_key.setdefault(_key_path(detail, tree), []).append(detail)
+        by_path.setdefault(_key_path(detail, tree), []).append(detail)
 
     problems = []
-    for path, details in by_key.items():
+    for path, details in by_path.items():
         # If a value matches the type of one union member, only report the errors inside that member.
-        has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_key)
-        if has_inner and all(_is_type_or_choice(detail) for detail in details):
+        has_inner = any(len(inner) > len(path) and inner[: len(path)] == path for inner in by_path)
+        if has_inner and all(detail["type"] in TYPE_OR_CHOICE_ERRORS for detail in details):
             continue
-        problem = _translate_key(path, details, model, where)
-        if details[0]["type"] == "extra_forbidden" and (hint := _parameter_hint(path, tree)):
-            problem = replace(problem, hint=hint)
+        problem = _problem_of(InvalidKey(path, details, model, where))
+        if details[0]["type"] == "extra_forbidden":
+            problem = replace(problem, hint=_parameter_hint(path, tree) or problem.hint)
         problems.append(problem)
     return problems
 
 
-def _is_type_or_choice(detail: ErrorDetails) -> bool:
-    return detail["type"] in TYPE_ERRORS or detail["type"] == "literal_error"
-
-
-def _parameter_hint(path: KeyPath, tree: dict[str, Any]) -> str | None:
-    """Return how to write an unknown key of a built-in reward or judge, which may be one of its parameters."""
-    if path[0] not in ("rewards", "judges") or len(path) != 3:
-        return None
-    table, entry, name = path
-    section = tree[table][entry]
-    if "builtin" not in section or closest_match(name, RewardSourceSettings.model_fields, cutoff=0.8):
-        return None
-    return f"write parameters: {yaml_io.to_yaml({name: section[name]})}"
-
-
-def invalid_keys(error: ValidationError, tree: dict[str, Any]) -> list[KeyPath]:
+def invalid_keys(error: ValidationError, tree: Tree) -> list[KeyPath]:
     """Return the path of the invalid key for each error of pydantic."""
     return [_key_path(detail, tree) for detail in error.errors(include_url=False)]
 
 
-def _key_path(detail: ErrorDetails, tree: Any) -> KeyPath:
+def _key_path(detail: ErrorDetails, tree: Tree) -> KeyPath:
     """Return pydantic's location without names of union members, which are not keys of the file."""
+    location = detail["loc"]
     path: list[str] = []
-    node = tree
-    for depth, part in enumerate(detail["loc"], start=1):
-        is_in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
-        is_in_dict = isinstance(node, dict) and part in node
-        is_missing_key = detail["type"] == "missing" and depth == len(detail["loc"])
-        if is_in_list or is_in_dict:
+    node: Any = tree
+    for part in location:
+        try:
             node = node[part]
-        elif not is_missing_key:
+        except (KeyError, TypeError):
             continue
         path.append(str(part))
+    if detail["type"] == "missing":
+        path.append(str(location[-1]))
     return tuple(path)
 
 
-def _translate_key(
-    path: KeyPath, details: list[ErrorDetails], model: type[Config], where: Callable[[str], str]
-) -> Problem:
-    name = ".".join(path)
-    key = key_at(model, path) if path else None
-    detail = next((each for each in details if not _is_type_or_choice(each)), details[0])
-    kind = detail["type"]
-    value = detail["input"]
-    context = detail.get("ctx", {})
-    # Validators of several keys can name the key to locate.
-    location = where(".".join([*path, *context.get("key", "").split(".")]).strip("."))
-
-    if kind in CODES:
-        is_named = not path or re.search(rf"\b{re.escape(path[-1])}\b", detail["msg"])
-        text = detail["msg"] if is_named else f"{name}: {detail['msg']}"
-        return Problem(kind, text, location, context.get("hint"))
-    if kind == "extra_forbidden":
-        return _unknown_key(path, value, model, location)
-    if kind == "missing":
-        hint = f"{path[-1]}: {_first_sentence(key)}" if key else None
-        return Problem("C05", f"{name} is missing", location, hint)
-    if _is_type_or_choice(detail):
-        return _type_or_choice_error(name, details, key, location)
-    if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
-        number = " a finite number" if kind == "finite_number" else ""
-        bounds = (key and key.bounds) or context
-        text = f"{name}: must be{number}{_shown_bounds(bounds)}, got {format_value(value)}"
-        return Problem("C06", text, location)
-    if kind == "too_short":
-        text = f"{name}: needs at least {context['min_length']}, got {context['actual_length']}"
-        return Problem("C06", text, location)
-    if kind == "string_pattern_mismatch":
-        text = f"{name}: {format_value(value)} has the wrong form"
-        return Problem("C05", text, location, _first_sentence(key) if key else None)
-    return Problem("C05", f"{name}: {detail['msg']}", location)
+def _problem_of(invalid: InvalidKey) -> Problem:
+    name = invalid.name
+    value = format_value(invalid.value)
+    message = invalid.error["msg"]
+    context = invalid.error.get("ctx", {})
+    match invalid.error["type"]:
+        case "extra_forbidden":
+            return _unknown_key(invalid)
+        case "missing":
+            return invalid.problem("C05", f"{name} is missing", f"{invalid.path[-1]}: {_first_sentence(invalid)}")
+        case kind if kind in TYPE_OR_CHOICE_ERRORS:
+            return _type_or_choice_problem(invalid)
+        case "finite_number":
+            return invalid.problem("C06", f"{name}: must be a finite number{invalid.bounds()}, got {value}")
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return invalid.problem("C06", f"{name}: must be{invalid.bounds()}, got {value}")
+        case "too_short":
+            needs = f"needs at least {context['min_length']}, got {context['actual_length']}"
+            return invalid.problem("C06", f"{name}: {needs}")
+        case "string_pattern_mismatch":
+            return invalid.problem("C05", f"{name}: {value} has the wrong form", _first_sentence(invalid))
+        case code if code in CODES:  # of a validator of ours
+            is_named = not name or re.search(rf"\b{re.escape(invalid.path[-1])}\b", message)
+            return invalid.problem(code, message if is_named else f"{name}: {message}", context["hint"])
+    return invalid.problem("C05", f"{name}: {message}")
 
 
-def _first_sentence(key: Key) -> str:
-    return key.description.partition(". ")[0].rstrip(".")
-
-
-def _shown_bounds(limits: dict[str, Any]) -> str:
-    """Return the bounds of a number, such as " > 0 and <= 1"."""
-    bounds = [f"{sign} {limits[name]:.15g}" for name, sign in SIGNS.items() if name in limits]
-    return f" {' and '.join(bounds)}" if bounds else ""
+def _first_sentence(invalid: InvalidKey) -> str:
+    """Return the first sentence of the key's description."""
+    assert invalid.key
+    return invalid.key.description.partition(". ")[0].rstrip(".")
 
 
 # Unknown keys
 
 
-def _unknown_key(path: KeyPath, value: Any, model: type[Config], location: str) -> Problem:
+def _parameter_hint(path: KeyPath, tree: Tree) -> str | None:
+    """Return how to write an unknown key of a built-in reward or judge, which may be one of its parameters."""
+    match path:
+        case ("rewards" | "judges" as table, entry, name):
+            source = tree[table][entry]
+            if "builtin" in source and not closest_match(name, RewardSourceSettings.model_fields, cutoff=0.8):
+                return f"write parameters: {yaml_io.to_yaml({name: source[name]})}"
+    return None
+
+
+def _unknown_key(invalid: InvalidKey) -> Problem:
     """Return C01 with the closest key, or C02 with the section or file that the key belongs to."""
-    name = path[-1]
-    section = path[:-1]
-    siblings = _keys_in(section, model)
-    unknown = Problem("C01", f"unknown key {'.'.join(path)}", location)
+    *section, name = invalid.path
+    siblings = _siblings(invalid)
+    text = f"unknown key {invalid.name}"
+    if hint := _alias_hint(invalid, siblings):
+        return invalid.problem("C01", text, hint)
+    if problem := _misplaced(invalid):
+        return problem
 
-    alias = find_alias(name)
-    if alias and alias.key and section:
-        is_here = alias.key in siblings or ("." in alias.key and alias.key in keys_of(model))
-        if is_here:
-            return replace(unknown, hint=_alias_hint(alias.key, alias, value))
-    if alias and alias.key is None and section == ("ppo",):
-        return replace(unknown, hint=f"{alias.note}; remove the line")
-
-    if place := _correct_place(name, path, model, location):
-        text, hint = place
-        return Problem("C02", f"{'.'.join(path)} belongs {text}", location, hint)
-    if len(siblings) <= 8:
+    if len(siblings) <= MAX_LISTED_KEYS:
         listed = f"keys here: {', '.join(siblings)}"
     else:
         listed = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
-    return replace(unknown, hint=did_you_mean(name, siblings) or listed)
+    return invalid.problem("C01", text, did_you_mean(name, siblings) or listed)
 
 
-def _alias_hint(key: str, alias: Alias, value: Any) -> str:
-    """Return how to write another system's option with the key that replaces it here."""
-    if alias.note:
-        return f"use {key}; {alias.note}"
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return f"write {key}: {alias.values.get(str(value), value)}"
-    return f"use {key}"
-
-
-def _keys_in(section: KeyPath, model: type[Config]) -> list[str]:
+def _siblings(invalid: InvalidKey) -> list[str]:
+    """Return the keys of the section that an unknown key is in."""
+    section = invalid.path[:-1]
     if not section:
-        return list(model.model_fields)
-    key = key_at(model, section)
-    if key is None and len(section) > 1:  # an entry such as rewards.style
-        table = key_at(model, section[:-1])
-        key = table.entry if table else None
-    return list(key.section.model_fields) if key and key.section else []
+        return list(invalid.model.model_fields)
+    key = key_at(invalid.model, section)
+    if key is None:  # an entry such as rewards.style
+        table = key_at(invalid.model, section[:-1])
+        key = table and table.entry
+    assert key and key.section
+    return list(key.section.model_fields)
 
 
-def _correct_place(name: str, path: KeyPath, model: type[Config], location: str) -> tuple[str, str | None] | None:
-    """Return (location, hint) of a key of this name in this config, under trainer: or in another file, or None."""
-    stage = model.model_fields["stage"].default
-    if keys := _keys_named(name, model):
-        section = keys[0].rpartition(".")[0]
-        place = f"under {section}:" if section else "at the top of the file"
-        return place, _move_hint(keys[0], location)
-    if stage in TRAINERS and name in trl_fields.fields_of(stage) and path[0] != "trainer":
-        return "under trainer:", _move_hint(f"trainer.{name}", location)
+def _alias_hint(invalid: InvalidKey, siblings: list[str]) -> str | None:
+    """Return what replaces an option of another system in this section or file, or None."""
+    *section, name = invalid.path
+    alias = find_alias(name)
+    if alias is None or not section:
+        return None
+    if alias.key is None:
+        return f"{alias.note}; remove the line" if section == ["ppo"] else None
+    is_full_path = "." in alias.key and alias.key in keys_of(invalid.model)
+    if alias.key not in siblings and not is_full_path:
+        return None
 
+    if alias.note:
+        return f"use {alias.key}; {alias.note}"
+    value = invalid.value
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"write {alias.key}: {alias.values.get(str(value), value)}"
+    return f"use {alias.key}"
+
+
+def _misplaced(invalid: InvalidKey) -> Problem | None:
+    """Return the problem of a key that another section, `trainer:` or another file has, or None."""
+    name = invalid.path[-1]
+    stage = invalid.model.model_fields["stage"].default
+    keys = _keys_named(name, invalid.model)
+    if not keys and stage in TRAINERS and name in trl_fields.fields_of(stage):
+        keys = [f"trainer.{name}"]
+    if not keys:
+        return _of_another_file(invalid)
+
+    section = keys[0].rpartition(".")[0]
+    place = f"under {section}:" if section else "at the top of the file"
+    return invalid.problem("C02", f"{invalid.name} belongs {place}", _move_hint(keys[0], invalid.location))
+
+
+def _of_another_file(invalid: InvalidKey) -> Problem | None:
     files: dict[str, list[str]] = {}
-    for config_stage, config in CONFIGS.items():
-        for key in _keys_named(name, config)[:1]:
-            files.setdefault(key.rpartition(".")[0], []).append(f"{config_stage}.yaml")
+    for stage, model in CONFIGS.items():
+        for key in _keys_named(invalid.path[-1], model)[:1]:
+            section = key.rpartition(".")[0]
+            files.setdefault(section, []).append(f"{stage}.yaml")
     if not files:
         return None
+
     # A section of another file, such as ppo:, rather than a key of that name.
     section = min(files, key=len)
     place = f"in {' or '.join(files[section])}"
-    return (f"{place}, under {section}:" if section else place), None
+    if section:
+        place += f", under {section}:"
+    return invalid.problem("C02", f"{invalid.name} belongs {place}")
 
 
 def _move_hint(key: str, location: str) -> str:
@@ -212,6 +259,7 @@ def _move_hint(key: str, location: str) -> str:
 
 
 def _keys_named(name: str, model: type[Config]) -> list[str]:
+    """Return the keys of this name at the top of a file and in its sections."""
     return [path for path, key in keys_of(model).items() if key.name == name and path.count(".") <= 1]
 
 
@@ -220,78 +268,88 @@ def _keys_named(name: str, model: type[Config]) -> list[str]:
 
 def format_value(value: Any) -> str:
     """Format a value for a message, shortened to 60 characters."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, dict):
-        return "keys and values"
-    if isinstance(value, list):
-        return "a list"
-    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    match value:
+        case None:
+            return "nothing"
+        case dict():
+            return "keys and values"
+        case list():
+            return "a list"
+        case float():
+            text = str(value)
+        case _:
+            text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _type_or_choice_error(name: str, details: list[ErrorDetails], key: Key | None, location: str) -> Problem:
+def _type_or_choice_problem(invalid: InvalidKey) -> Problem:
     """Return the problem of a value that no member of a union accepts, by type, choice or both.
 
     C07 for a choice, with all of them and the nearest one; C06 for a boolean as number, C10 for a YAML 1.1 spelling,
     else C05.
     """
-    value = details[0]["input"]
+    value = invalid.value
     choices: list[str] = []
-    for detail in details:
-        if detail["type"] == "literal_error":
-            choices += re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-    types = [TYPE_ERRORS[detail["type"]] for detail in details if detail["type"] in TYPE_ERRORS]
-    if choices and (isinstance(value, str) or not types) and not is_yaml_1_1(value):
-        choices += types
-        text = f"{name}: {format_value(value)} is not one of {', '.join(choices)}"
-        hint = did_you_mean(value, choices) if isinstance(value, str) else None
-        return Problem("C07", text, location, hint)
+    types: list[str] = []
+    for error in invalid.errors:
+        if error["type"] == "literal_error":
+            choices += re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        else:
+            types.append(TYPE_ERRORS[error["type"]])
 
-    types = list(dict.fromkeys([*types, *choices]))
-    bounds = _shown_bounds(key.bounds if key else {})
-    bounded = [kind + bounds if kind.endswith("number") else kind for kind in types]
-    text = f"{name}: expected {' or '.join(bounded)}, got {format_value(value)}"
-    code, hint = _type_hint(name, value, types)
-    return Problem(code, text, location, hint)
+    is_choice = isinstance(value, str) or not types
+    if choices and is_choice and not is_yaml_1_1(value):
+        known = [*choices, *types]
+        text = f"{invalid.name}: {format_value(value)} is not one of {', '.join(known)}"
+        return invalid.problem("C07", text, did_you_mean(value, known) if isinstance(value, str) else None)
+
+    expected = list(dict.fromkeys([*types, *choices]))
+    bounded = [f"{kind}{invalid.bounds()}" if kind.endswith("number") else kind for kind in expected]
+    text = f"{invalid.name}: expected {' or '.join(bounded)}, got {format_value(value)}"
+    code, hint = _code_and_hint(invalid, expected)
+    return invalid.problem(code, text, hint)
 
 
-def _type_hint(name: str, value: Any, types: list[str]) -> tuple[str, str | None]:
+def _code_and_hint(invalid: InvalidKey, types: list[str]) -> tuple[str, str | None]:
     """Return the code and the hint for a value that is of none of these types."""
-    wants_number = any(kind.endswith("number") for kind in types)
-    if isinstance(value, bool):
-        if wants_number:
+    wants_text = "text" in types
+    wants_whole = "a whole number" in types
+    wants_number = wants_whole or "a number" in types
+    match invalid.value:
+        case bool() if wants_number:
             return "C06", None
-        return "C05", 'write it in quotes: "true"' if "text" in types else None
-    if isinstance(value, str) and wants_number and (INTEGER.fullmatch(value) or FLOAT.fullmatch(value)):
-        return "C05", f"remove the quotes: {value}"
-    if is_yaml_1_1(value) and "true or false" in types:
-        return "C10", "write true or false"
-    if is_yaml_1_1(value) and wants_number:
-        return "C10", "write a plain decimal number"
-    if "a whole number" in types and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return "C05", f"write {int(value)}"
-    if "text" in types and isinstance(value, int | float):
-        return "C05", f'write it in quotes: "{value}"'
-    if re.fullmatch(r"rewards\.[^.]+", name) and isinstance(value, str):
-        kind = f"builtin: {value}" if value in BUILTINS else "function: module:function"
-        return "C05", f"write {{{kind}}}"
-    if types == ["a list"] and isinstance(value, str | int | float):
-        return "C05", f"write [{value}]"
+        case bool():
+            return "C05", 'write it in quotes: "true"' if wants_text else None
+        case str(text) if wants_number and (INTEGER.fullmatch(text) or FLOAT.fullmatch(text)):
+            return "C05", f"remove the quotes: {text}"
+        case str(text) if "true or false" in types and is_yaml_1_1(text):
+            return "C10", "write true or false"
+        case str(text) if wants_number and is_yaml_1_1(text):
+            return "C10", "write a plain decimal number"
+        case float(number) if wants_whole and number.is_integer() and abs(number) < 1e15:
+            return "C05", f"write {int(number)}"
+        case int(number) | float(number) if wants_text:
+            return "C05", f'write it in quotes: "{number}"'
+        case str(text) if invalid.path[0] == "rewards" and len(invalid.path) == 2:
+            kind = f"builtin: {text}" if text in BUILTINS else "function: module:function"
+            return "C05", f"write {{{kind}}}"
+        case str(item) | int(item) | float(item) if types == ["a list"]:
+            return "C05", f"write [{item}]"
     return "C05", None
 
 
 # Fields of TRL
 
 
-def check_trainer(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
+def check_trainer(trainer: dict[str, Any], model: type[Config], where: Where) -> list[Problem]:
     """Return the problems of a `trainer:` section."""
-    problems = [_check_field(name, value, model, where(f"trainer.{name}")) for name, value in trainer.items()]
+    problems = [_check_field(name, value, model, where) for name, value in trainer.items()]
     return [problem for problem in problems if problem]
 
 
-def _check_field(name: str, value: Any, model: type[Config], location: str) -> Problem | None:
+def _check_field(name: str, value: Any, model: type[Config], where: Where) -> Problem | None:
     key = f"trainer.{name}"
+    location = where(key)
     stage = model.model_fields["stage"].default
     own_keys = trl_fields.settings_keys(model)
     if name in own_keys:
@@ -300,6 +358,7 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
         instead = SET_BY_RLHF.get(name)
         hint = f"use {instead.format(stage=stage)}" if instead else "remove the line"
         return Problem("C02", f"{key} is set by the pipeline", location, hint)
+
     field = trl_fields.trainer_keys(model).get(name)
     if field is None:
         text = f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}"
@@ -308,7 +367,7 @@ def _check_field(name: str, value: Any, model: type[Config], location: str) -> P
     try:
         TypeAdapter(annotation, config=Section.model_config).validate_python(value)
     except ValidationError as error:
-        return _translate_key(("trainer", name), error.errors(include_url=False), model, lambda key: location)
+        return _problem_of(InvalidKey(("trainer", name), error.errors(include_url=False), model, where))
     return None
 
 

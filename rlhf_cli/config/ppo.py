@@ -7,11 +7,29 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from rlhf_cli.config.base import ModelPath, Name
 from rlhf_cli.config.machinery.fields import PathField
-from rlhf_cli.config.machinery.section import Section, invalid
+from rlhf_cli.config.machinery.section import (
+    AboveOne,
+    AtLeastOne,
+    BelowOne,
+    InsideUnitInterval,
+    Section,
+    UnitInterval,
+    invalid,
+)
 from rlhf_cli.config.sections import LoRA, PPOData, Range, TrainingConfig
 from rlhf_cli.errors import RLHFError
 
@@ -22,12 +40,20 @@ KINDS = ("model", "models", "function", "builtin", "url", "pipeline")
 # Names of modules, which are not imported here.
 VERIFIERS = tuple(module.name for module in iter_modules([str(Path(__file__).parents[1] / "rewards/verifiers")]))
 BUILTINS = (*VERIFIERS, "length", "keyword", "repetition")
-# Kind of source -> its options. Only the kinds that list an option accept it.
-OPTIONS = {
-    "models": ("combine", "std_coef"),
-    "builtin": ("parameters",),
-    "url": ("protocol", "timeout", "retries", "headers", "batch_size", "concurrency", "output"),
-    "pipeline": ("label", "output", "input", "batch_size"),
+# Option of a source -> the kinds that have it.
+KINDS_WITH = {
+    "combine": ("models",),
+    "std_coef": ("models",),
+    "parameters": ("builtin",),
+    "protocol": ("url",),
+    "timeout": ("url",),
+    "retries": ("url",),
+    "headers": ("url",),
+    "batch_size": ("url", "pipeline"),
+    "concurrency": ("url",),
+    "output": ("url", "pipeline"),
+    "label": ("pipeline",),
+    "input": ("pipeline",),
 }
 
 
@@ -51,7 +77,7 @@ class RewardSourceSettings(Section):
     parameters: dict[str, Any] = Field(default_factory=dict)
     url: str | None = Field(None, pattern=r"^https?://[^\s/@?#]+(/[^\s@#]*)?$")
     protocol: Literal["scores", "pooling", "classify", "rerank"] = "scores"
-    timeout: float = Field(60.0, gt=0)
+    timeout: PositiveFloat = 60.0
     retries: int = Field(3, ge=0, le=20)
     concurrency: int = Field(8, gt=0, le=256)
     headers: dict[str, EnvName] = Field(default_factory=dict)
@@ -59,10 +85,10 @@ class RewardSourceSettings(Section):
     label: str | None = None
     output: Literal["logit", "probability"] = "logit"
     input: Literal["response", "both"] = "response"
-    batch_size: int = Field(64, gt=0)
+    batch_size: PositiveInt = 64
     combine: Literal["mean", "min", "mean_minus_std"] = "mean"
-    std_coef: float = Field(1.0, ge=0)
-    clip: float | None = Field(None, gt=0)
+    std_coef: NonNegativeFloat = 1.0
+    clip: PositiveFloat | None = None
     weight: float = 1.0
 
     @property
@@ -80,21 +106,19 @@ class RewardSourceSettings(Section):
         if self.clip is not None and self.weight == 0:
             raise invalid("clip has no effect on a source of weight 0", "remove it", "clip")
 
-        for options in OPTIONS.values():
-            for key in options:
-                default = type(self).model_fields[key].get_default(call_default_factory=True)
-                needs = self._missing(key)
-                if needs and getattr(self, key) != default:
-                    raise invalid(f"{key} has no effect without {needs}", "remove it", key)
+        for key in KINDS_WITH:
+            missing = self._missing(key)
+            if missing and not self.is_default(key):
+                raise invalid(f"{key} has no effect without {missing}", "remove it", key)
         return self
 
     def _missing(self, key: str) -> str | None:
         """Return what an option needs to have an effect and this source lacks, or None."""
-        kinds = [kind for kind, options in OPTIONS.items() if key in options]
+        if key == "std_coef" and self.combine != "mean_minus_std":
+            return "combine: mean_minus_std"
         if key == "output" and self.kind == "url" and self.protocol == "scores":
             return "a protocol that can apply a sigmoid: pooling, classify or rerank"
-        if key == "std_coef":
-            return None if self.kind in kinds and self.combine == "mean_minus_std" else "combine: mean_minus_std"
+        kinds = KINDS_WITH[key]
         return None if self.kind in kinds else " or ".join(kinds)
 
 
@@ -103,9 +127,9 @@ class VLLMServerSettings(Section):
 
     url: str = Field(pattern=r"^https?://[^\s/@?#]+$")
     sync: Literal["lora", "disk"] | None = None
-    timeout: float = Field(600.0, gt=0)
+    timeout: PositiveFloat = 600.0
     retries: int = Field(3, ge=0, le=20)
-    wait: float = Field(600.0, ge=0)
+    wait: NonNegativeFloat = 600.0
 
 
 class ServerEngine(Section):
@@ -146,7 +170,7 @@ class RolloutCorrection(Section):
     """Importance weights of the policy loss, for engines whose draws differ slightly from the policy's."""
 
     mode: Literal["token_truncate", "sequence_mask"]
-    cap: float = Field(3.0, gt=1)
+    cap: AboveOne = 3.0
 
 
 class ObjectiveSettings(Section):
@@ -155,17 +179,17 @@ class ObjectiveSettings(Section):
     # Scores
     use_score_scaling: bool = False
     use_score_norm: bool = False
-    score_clip: float | None = Field(None, gt=0)
+    score_clip: PositiveFloat | None = None
 
     # KL penalty
-    kl_coef: float = Field(0.05, ge=0)
+    kl_coef: NonNegativeFloat = 0.05
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     adap_kl_ctrl: bool = False
-    target: float = Field(6.0, gt=0)
-    horizon: int = Field(10000, gt=0)
-    kl_stop: float | None = Field(None, gt=0)
-    max_logprob_gap: float = Field(0.1, gt=0)
+    target: PositiveFloat = 6.0
+    horizon: PositiveInt = 10000
+    kl_stop: PositiveFloat | None = None
+    max_logprob_gap: PositiveFloat = 0.1
     rollout_correction: RolloutCorrection | None = None
 
     # Rewards and advantages
@@ -173,21 +197,21 @@ class ObjectiveSettings(Section):
     advantage: Literal["gae", "rloo", "grpo"] = "gae"
     advantage_norm: Literal["batch", "none"] = "batch"
     gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1)
+    lam: UnitInterval = 0.95
 
     # Loss
-    cliprange: float = Field(0.2, gt=0, lt=1)
-    cliprange_high: float | None = Field(None, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
-    cliprange_value: float = Field(0.2, gt=0)
-    vf_coef: float = Field(0.1, ge=0)
-    entropy_coef: float = Field(0.0, ge=0)
-    ptx_coef: float = Field(0.0, ge=0)
+    cliprange: InsideUnitInterval = 0.2
+    cliprange_high: PositiveFloat | None = None
+    dual_clip: AboveOne | None = None
+    cliprange_value: PositiveFloat = 0.2
+    vf_coef: NonNegativeFloat = 0.1
+    entropy_coef: NonNegativeFloat = 0.0
+    ptx_coef: NonNegativeFloat = 0.0
 
     # Early stopping
     early_stopping: bool = False
-    target_kl: float = Field(1.0, gt=0)
-    ratio_threshold: float | None = Field(10.0, gt=1)
+    target_kl: PositiveFloat = 1.0
+    ratio_threshold: AboveOne | None = 10.0
 
     @property
     def needs_value_model(self) -> bool:
@@ -220,21 +244,21 @@ def _refuse_fp16(value: object) -> object:
 class TrainingSettings(Section):
     """Options of AdamW, which trains policy and value model with separate learning rates."""
 
-    learning_rate: float = Field(3e-6, ge=0)
-    value_learning_rate: float | None = Field(None, ge=0)
+    learning_rate: NonNegativeFloat = 3e-6
+    value_learning_rate: NonNegativeFloat | None = None
     lr_scheduler_type: SCHEDULERS = "linear"
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_ratio: float | None = Field(None, ge=0, lt=1)
-    value_warmup_steps: int | None = Field(None, ge=0)
-    value_only_updates: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: NonNegativeInt | None = None
+    warmup_ratio: BelowOne | None = None
+    value_warmup_steps: NonNegativeInt | None = None
+    value_only_updates: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    average: float | None = Field(None, gt=0, lt=1)
-    num_shared_layers: int | None = Field(None, ge=1)
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
+    average: InsideUnitInterval | None = None
+    num_shared_layers: AtLeastOne | None = None
     gradient_checkpointing: bool = False
     offload: bool = False
     fsdp: bool | Literal["hybrid"] = False
@@ -288,14 +312,14 @@ class WatchdogSettings(Section):
 
     action: Action = "warn"
     actions: dict[Signal, Action] = Field(default_factory=dict)
-    window: int = Field(3, ge=1)
-    kl_factor: float = Field(1.5, gt=1)
-    judge: float | None = Field(4.0, gt=0)
-    disagreement: float | None = Field(2.0, gt=1)
-    kl: float | None = Field(0.5, gt=0)
-    length: float | None = Field(2.0, gt=1)
-    repetition: float | None = Field(0.1, gt=0, lt=1)
-    eos: float | None = Field(0.2, gt=0, lt=1)
+    window: AtLeastOne = 3
+    kl_factor: AboveOne = 1.5
+    judge: PositiveFloat | None = 4.0
+    disagreement: AboveOne | None = 2.0
+    kl: PositiveFloat | None = 0.5
+    length: AboveOne | None = 2.0
+    repetition: InsideUnitInterval | None = 0.1
+    eos: InsideUnitInterval | None = 0.2
 
     def action_on(self, signal: Signal) -> Action:
         """Return the action for a signal beyond its limit."""
@@ -308,13 +332,13 @@ class WatchdogSettings(Section):
                 text = f"watchdog.actions.{signal} has no effect: watchdog.{signal} is null"
                 raise invalid(text, f"set a limit for {signal}")
         acting = {self.action_on(signal) for signal in SIGNALS if getattr(self, signal) is not None}
-        if self.kl_factor != type(self).model_fields["kl_factor"].default and "raise_kl_coef" not in acting:
+        if "raise_kl_coef" not in acting and not self.is_default("kl_factor"):
             text = "watchdog.kl_factor has no effect: no action is raise_kl_coef"
             raise invalid(text, "set watchdog.action: raise_kl_coef")
         return self
 
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = NonNegativeInt
 
 
 class LengthRange(Range):
@@ -324,59 +348,59 @@ class LengthRange(Range):
 class OverlongPenalty(Section):
     """Penalty -factor x max(0, length - (limit - tokens)) / tokens, which grows over the last `tokens`."""
 
-    tokens: int = Field(ge=1)
-    factor: float = Field(gt=0)
+    tokens: AtLeastOne
+    factor: PositiveFloat
 
 
 class RolloutSettings(Section):
     """Episodes of a run and of an update, and sampling."""
 
-    total_episodes: int | None = Field(None, ge=1)
-    num_train_epochs: float | None = Field(None, gt=0)
-    per_device_train_batch_size: int = Field(16, ge=1)
-    gradient_accumulation_steps: int = Field(4, ge=1)
-    num_mini_batches: int = Field(1, ge=1)
-    num_ppo_epochs: int = Field(4, ge=1)
-    num_samples_per_prompt: int = Field(1, ge=1)
-    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    total_episodes: AtLeastOne | None = None
+    num_train_epochs: PositiveFloat | None = None
+    per_device_train_batch_size: AtLeastOne = 16
+    gradient_accumulation_steps: AtLeastOne = 4
+    num_mini_batches: AtLeastOne = 1
+    num_ppo_epochs: AtLeastOne = 4
+    num_samples_per_prompt: AtLeastOne = 1
+    micro_batch_tokens: AtLeastOne | Literal["auto"] = "auto"
     packing: bool = True
-    logits_at_a_time: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
-    local_rollout_forward_batch_size: int | None = Field(None, ge=1)
-    num_sample_generations: int = Field(10, ge=0)
+    logits_at_a_time: AtLeastOne | Literal["auto", "all"] = "auto"
+    local_rollout_forward_batch_size: AtLeastOne | None = None
+    num_sample_generations: NonNegativeInt = 10
     generate_ref_response: bool = False
 
     push_to_hub_if_best: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
 
-    response_length: Annotated[int, Field(ge=1)] | LengthRange = 53
-    temperature: float = Field(0.7, gt=0)
+    response_length: AtLeastOne | LengthRange = 53
+    temperature: PositiveFloat = 0.7
     stop_token: Literal["eos", "none"] = "eos"
     stop_token_id: TokenId | Annotated[list[TokenId], Field(min_length=1)] | None = None
-    missing_eos_penalty: float | None = Field(1.0, ge=0)
+    missing_eos_penalty: NonNegativeFloat | None = 1.0
     overlong_penalty: OverlongPenalty | None = None
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
         if self.stop_token == "none" and self.stop_token_id is not None:
             raise invalid("stop_token none and stop_token_id cannot be combined", "remove one of them")
-        limit = self.response_length.min if isinstance(self.response_length, LengthRange) else self.response_length
-        if self.overlong_penalty and self.overlong_penalty.tokens > limit:
-            text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {limit}"
-            raise invalid(text, f"at most {limit}", code="C06")
-        for key in ("num_mini_batches", "num_samples_per_prompt"):
-            self._check_divides_the_batch(key)
+        length = self.response_length
+        shortest = length.min if isinstance(length, LengthRange) else length
+        if self.overlong_penalty and self.overlong_penalty.tokens > shortest:
+            text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {shortest}"
+            raise invalid(text, f"at most {shortest}", code="C06")
+        self._check_divides_the_batch("num_mini_batches", self.num_mini_batches)
+        self._check_divides_the_batch("num_samples_per_prompt", self.num_samples_per_prompt)
         return self
 
-    def _check_divides_the_batch(self, key: str) -> None:
+    def _check_divides_the_batch(self, key: str, parts: int) -> None:
         batch = self.episodes_per_update
-        parts = getattr(self, key)
         if batch % parts == 0:
             return
         divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
-        nearest = sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2]
+        divisors.sort(key=lambda divisor: abs(divisor - parts))
+        nearest = [str(divisor) for divisor in sorted(divisors[:2])]
         sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
         text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
-        hint = f"nearest values that fit: {' or '.join(map(str, sorted(nearest)))}"
-        raise invalid(text, hint, key, code="C12")
+        raise invalid(text, f"nearest values that fit: {' or '.join(nearest)}", key, code="C12")
 
     @property
     def episodes_per_update(self) -> int:
@@ -388,16 +412,17 @@ class RolloutSettings(Section):
 
     @property
     def max_response_length(self) -> int:
-        return self.response_length.max if isinstance(self.response_length, LengthRange) else self.response_length
+        length = self.response_length
+        return length.max if isinstance(length, LengthRange) else length
 
 
 class RewardRequirements(Section):
     """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
 
-    accuracy: float | None = Field(None, ge=0, le=1)
-    accuracy_low: float | None = Field(None, ge=0, le=1)
-    ece: float | None = Field(None, ge=0, le=1)
-    length_correlation: float | None = Field(None, ge=0, le=1)
+    accuracy: UnitInterval | None = None
+    accuracy_low: UnitInterval | None = None
+    ece: UnitInterval | None = None
+    length_correlation: UnitInterval | None = None
 
     @model_validator(mode="after")
     def _check_not_empty(self) -> Self:
@@ -502,7 +527,8 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         for key, value in defaults.items():
             if isinstance(value, TimesLearningRate):
                 rate = keys.get("learning_rate", cls.model_fields["learning_rate"].default)
-                defaults[key] = float(f"{value.factor * rate:g}") if isinstance(rate, int | float) else None
+                is_number = isinstance(rate, int | float)
+                defaults[key] = float(f"{value.factor * rate:g}") if is_number else None
         return {**defaults, **keys}
 
     @model_validator(mode="after")
@@ -510,17 +536,22 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         if (self.total_episodes is None) == (self.num_train_epochs is None):
             raise invalid("set exactly one of total_episodes and num_train_epochs", "e.g. total_episodes: 10000")
         for key, switch in BELONGS_TO.items():
-            if getattr(self, key) != type(self).model_fields[key].default and not getattr(self, switch):
+            if not self.is_default(key) and not getattr(self, switch):
                 raise invalid(f"{key} has no effect without {switch}", f"add {switch}: true", key)
         self._check_group_advantage()
-        acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
+
+        watchdog = self.watchdog
+        acting = {watchdog.action, *watchdog.actions.values()} if watchdog else set()
         if self.kl_coef == 0 and "raise_kl_coef" in acting:
             text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
             raise invalid(text, "set kl_coef above 0, e.g. 0.01", "watchdog")
-        if self.total_episodes is not None and (problem := self.value_only_problem(self.num_updates())):
+
+        problem = self.value_only_problem(self.num_updates()) if self.total_episodes else None
+        if problem:
             raise invalid(*problem, "value_only_updates")
-        if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
-            episodes = self.episodes_per_update
+
+        episodes = self.episodes_per_update
+        if self.adap_kl_ctrl and 5 * self.horizon <= episodes:
             text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
             raise invalid(text, f"at least {episodes // 5 + 1}", "horizon", code="C06")
         return self
@@ -532,7 +563,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             text = f"advantage {self.advantage} compares the responses to a prompt, and num_samples_per_prompt is 1"
             raise invalid(text, "set num_samples_per_prompt: 4, or another number of at least 2", "advantage")
         for key in VALUE_KEYS:
-            if getattr(self, key) != type(self).model_fields[key].default:
+            if not self.is_default(key):
                 raise invalid(f"{key} has no effect with advantage {self.advantage}", "remove it", key)
         if self.whiten_rewards:  # it adds a constant to the reward of each token, and a return is the sum of them
             text = f"with advantage {self.advantage}, whiten_rewards would reward or penalize the length of a response"
@@ -548,8 +579,9 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
 
         Raises pydantic's ValidationError if that batch does not fit the other keys.
         """
-        parts = self.gradient_accumulation_steps * processes
-        return type(self).model_validate({**self.model_dump(exclude_unset=True), "gradient_accumulation_steps": parts})
+        keys = self.model_dump(exclude_unset=True)
+        keys["gradient_accumulation_steps"] = self.gradient_accumulation_steps * processes
+        return type(self).model_validate(keys)
 
     def num_updates(self, prompt_count: int | None = None) -> int:
         """Return the number of updates; the last one is full too. num_train_epochs needs `prompt_count`."""
@@ -564,14 +596,17 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         if self.value_only_updates < updates:
             return None
         text = f"value_only_updates {self.value_only_updates} leaves no updates for the policy out of {updates} updates"
-        longer = "total_episodes" if self.total_episodes is not None else "num_train_epochs"
-        return text, f"at most {updates - 1}" if updates > 1 else f"raise {longer}"
+        if updates > 1:
+            return text, f"at most {updates - 1}"
+        return text, "raise total_episodes" if self.total_episodes else "raise num_train_epochs"
 
     def num_warmup(self, updates: int, *, value: bool = False) -> int:
         """Return the warm-up updates of the policy or of the value model, out of `updates`."""
         if value and self.value_warmup_steps is not None:
             return self.value_warmup_steps
-        return self.warmup_steps if self.warmup_steps is not None else math.ceil((self.warmup_ratio or 0.0) * updates)
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return math.ceil((self.warmup_ratio or 0.0) * updates)
 
 
 # The file
@@ -611,10 +646,10 @@ class PPOConfig(TrainingConfig):
         if settings.get("advantage", "gae") != "gae":
             return {**keys, "models": {"value": "none", **models}}
 
-        entries = rewards.values() if isinstance(rewards, dict) else ()
-        sources = [source for source in entries if isinstance(source, dict)]
-        has_reward_model = any({"model", "models"} & source.keys() for source in sources)
-        if sources and not has_reward_model:
+        sources = list(rewards.values()) if isinstance(rewards, dict) else []
+        kinds = [source.keys() for source in sources if isinstance(source, dict)]
+        has_reward_model = any("model" in kind or "models" in kind for kind in kinds)
+        if kinds and not has_reward_model:
             return {**keys, "models": {"value": "policy_head", **models}}
         return keys
 
@@ -622,16 +657,17 @@ class PPOConfig(TrainingConfig):
     @classmethod
     def _fill_in_reward(cls, keys: Any) -> Any:
         """Fill in the reward model if there are no sources, or if `reward` has no kind."""
-        models = keys.get("models") if isinstance(keys, dict) else None
-        path = models.get("reward") if isinstance(models, dict) else None
-        if path is None or not isinstance(keys.get("rewards"), dict | None):
+        models = keys.get("models")
+        sources = keys.get("rewards")
+        if sources is None or sources == {}:
+            sources = {"reward": {}}
+        if not isinstance(models, dict) or not isinstance(sources, dict) or models.get("reward") is None:
             return keys
 
-        sources = keys.get("rewards") or {"reward": {}}
-        if "reward" in sources:
-            source = {} if sources["reward"] is None else sources["reward"]
-            if isinstance(source, dict) and not source.keys() & set(KINDS):
-                sources = {**sources, "reward": {"model": path, **source}}
+        source = sources.get("reward", "absent")
+        has_kind = isinstance(source, dict) and source.keys() & set(KINDS)
+        if isinstance(source, dict | None) and not has_kind:
+            sources = {**sources, "reward": {"model": models["reward"], **(source or {})}}
         return {**keys, "rewards": sources}
 
     @model_validator(mode="after")
@@ -685,10 +721,11 @@ class PPOConfig(TrainingConfig):
             "disagreement": (ensembles, "an ensemble in rewards"),
         }
         for signal, (sources, what) in needs.items():
-            acts = signal in watchdog.actions
-            is_default = getattr(watchdog, signal) == WatchdogSettings.model_fields[signal].default
-            if not sources and (acts or not is_default):
-                key = f"ppo.watchdog.actions.{signal}" if acts else f"ppo.watchdog.{signal}"
+            if sources:
+                continue
+            has_action = signal in watchdog.actions
+            if has_action or not watchdog.is_default(signal):
+                key = f"ppo.watchdog.actions.{signal}" if has_action else f"ppo.watchdog.{signal}"
                 raise invalid(f"{key} has no effect without {what}", "docs/rewards.md has an example", key)
 
     def identity(self) -> dict[str, Any]:

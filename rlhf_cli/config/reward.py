@@ -2,8 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
+from rlhf_cli.config.machinery.section import AtLeastTwo
 from rlhf_cli.config.sections import PairConfig, TrainerSettings
 
 SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normalize
@@ -12,10 +13,10 @@ SAMPLING_BATCH_SIZE = 64  # answers that are sampled at a time for reward.normal
 class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""
 
-    learning_rate: float = Field(1e-5, ge=0)
-    center_rewards_coefficient: float | None = Field(0.01, ge=0)
+    learning_rate: NonNegativeFloat = 1e-5
+    center_rewards_coefficient: NonNegativeFloat | None = 0.01
     normalize: Literal["none", "sft"] = "sft"
-    normalize_samples: int = Field(256, ge=2)
+    normalize_samples: AtLeastTwo = 256
 
 
 class RewardConfig(PairConfig):

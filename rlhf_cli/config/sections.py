@@ -2,16 +2,32 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from rlhf_cli.config.base import Config, DataPath, ModelPath
 from rlhf_cli.config.machinery.fields import PathField, fields_of
-from rlhf_cli.config.machinery.section import Section, invalid
+from rlhf_cli.config.machinery.section import (
+    AtLeastOne,
+    BelowOne,
+    InsideUnitInterval,
+    Section,
+    UnitInterval,
+    Where,
+    invalid,
+)
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 
 MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
@@ -23,8 +39,8 @@ LEARNING_RATE_FACTOR = 10
 class Range(Section):
     """Integer that is sampled uniformly from min..max (inclusive) on each use."""
 
-    min: int = Field(ge=1)
-    max: int = Field(ge=1)
+    min: AtLeastOne
+    max: AtLeastOne
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -45,8 +61,6 @@ class TrainingConfig(Config):
     @classmethod
     def _raise_learning_rates(cls, keys: Any) -> Any:
         """Multiply the default learning rates if the config has adapters."""
-        if not isinstance(keys, dict):
-            return keys
         models = keys.get("models" if "models" in cls.model_fields else "model")
         if not isinstance(models, dict) or not models.get("adapters"):
             return keys
@@ -85,8 +99,8 @@ class LoRA(Section):
     """
 
     kind: Literal["lora", "qlora"]
-    r: int = Field(16, gt=0)
-    lora_alpha: int = Field(32, gt=0)
+    r: PositiveInt = 16
+    lora_alpha: PositiveInt = 32
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     use_rslora: bool = False
     use_dora: bool = False
@@ -95,14 +109,14 @@ class LoRA(Section):
 class Adapters(LoRA):
     """Adapters of SFT and reward training."""
 
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: BelowOne = 0.0
 
 
 class NewTokenizer(Section):
     """New byte-level BPE tokenizer."""
 
     train: DataPath
-    vocab_size: int = Field(gt=0)
+    vocab_size: PositiveInt
 
 
 class NewModel(Section):
@@ -128,7 +142,9 @@ class _ModelKeys(Section):
     @model_validator(mode="after")
     def _check_chat_template(self) -> Self:
         template = self.chat_template
-        if template is None or template == "chatml" or "{{" in template or "{%" in template or os.path.isfile(template):
+        if template is None or template == "chatml":
+            return self
+        if "{{" in template or "{%" in template or os.path.isfile(template):
             return self
         text = f"chat_template `{template[:80]}` is not a file, the text of a template, or chatml"
         raise invalid(text, key="chat_template", code="C07")
@@ -160,6 +176,14 @@ class RewardModel(_ModelKeys):
 RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt")
 
 
+def _is_date(value: Any) -> bool:
+    try:
+        date.fromisoformat(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class _Data(Section):
     """Options for reading rows; the stages add the keys that name the data."""
 
@@ -170,11 +194,11 @@ class _Data(Section):
     format: Literal["auto", "plain", "transcripts", "turns"] = "auto"
     subset: str | None = None
     revision: str | None = None
-    max_rows: int | None = Field(None, gt=0)
-    eval_fraction: float | None = Field(None, gt=0, lt=1)
-    split_seed: int | None = Field(None, ge=0)
+    max_rows: PositiveInt | None = None
+    eval_fraction: InsideUnitInterval | None = None
+    split_seed: NonNegativeInt | None = None
     on_bad: Literal["error", "drop"] = "error"
-    max_dropped: float = Field(MAX_DROPPED, ge=0, le=1)
+    max_dropped: UnitInterval = MAX_DROPPED
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
 
     @field_validator("chat_template_kwargs")
@@ -186,12 +210,8 @@ class _Data(Section):
                 raise invalid(text, key="chat_template_kwargs")
             if name == "generation_prompt" and not (isinstance(value, str) and value):
                 raise invalid("generation_prompt is the text that stands before an answer", key="chat_template_kwargs")
-            try:
-                if name == "date":
-                    date.fromisoformat(value)
-            except (TypeError, ValueError):
-                text = f"date `{value}` is not a date as 2024-07-26"
-                raise invalid(text, key="chat_template_kwargs") from None
+            if name == "date" and not _is_date(value):
+                raise invalid(f"date `{value}` is not a date as 2024-07-26", key="chat_template_kwargs")
         return values
 
     @model_validator(mode="after")
@@ -205,26 +225,28 @@ class _Data(Section):
             raise invalid(text, "add eval_fraction: 0.05", "split_seed")
         return self
 
-    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
+    def sources(self, where: Where) -> dict[str, DataSource]:
         """Return the data sources by key path, including the split of eval_fraction."""
-        keys = [key for key in (self.TRAIN_KEY, self.EVAL_KEY) if key]
-        return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
+        sources = {}
+        for key in (self.TRAIN_KEY, self.EVAL_KEY):
+            source = self._source(key, where) if key else None
+            if source:
+                sources[f"data.{key}"] = source
+        return sources
 
-    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
-        held_out, split = key == self.EVAL_KEY, None
+    def _source(self, key: str, where: Where) -> DataSource | None:
+        is_held_out = key == self.EVAL_KEY
         name = getattr(self, key)
+        share = None
+        splits = ("validation", "test") if is_held_out else ("train",)
         if self.eval_fraction is not None:
             name = name or getattr(self, self.TRAIN_KEY or key)
-            split = HoldoutSplit(self.eval_fraction, self.split_seed or 0, held_out)
+            share = HoldoutSplit(self.eval_fraction, self.split_seed or 0, is_held_out)
+            splits = ("train",)
         if name is None:
             return None
-        return DataSource(
-            name,
-            where(f"data.{key}"),
-            share=split,
-            splits=("validation", "test") if held_out and split is None else ("train",),
-            **self.model_dump(include={"subset", "revision", "max_rows", "columns", "format", "on_bad"}),
-        )
+        options = self.model_dump(include={"subset", "revision", "max_rows", "columns", "format", "on_bad"})
+        return DataSource(name, where(f"data.{key}"), share=share, splits=splits, **options)
 
 
 class SFTData(_Data):
@@ -245,12 +267,13 @@ class WordRange(Range):
     """Number of words, sampled uniformly from min..max (inclusive) for each text."""
 
 
-WordCount = Annotated[int, Field(ge=1)] | WordRange
+WordCount = AtLeastOne | WordRange
 
 
 def cut_prompts(source: DataSource, words: int | WordRange) -> DataSource:
     """Return the source with prompts that are cut to their first words."""
-    return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+    bounds = (words, words) if isinstance(words, int) else (words.min, words.max)
+    return replace(source, first_words=bounds)
 
 
 class _PromptData(_Data):
@@ -258,9 +281,11 @@ class _PromptData(_Data):
 
     truncate_prompt_words: WordCount | None = None
 
-    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
-        source, words = super()._source(key, where), self.truncate_prompt_words
-        return source if source is None or words is None else cut_prompts(source, words)
+    def _source(self, key: str, where: Where) -> DataSource | None:
+        source = super()._source(key, where)
+        if source is None or self.truncate_prompt_words is None:
+            return source
+        return cut_prompts(source, self.truncate_prompt_words)
 
 
 class PPOData(_PromptData):
@@ -274,10 +299,13 @@ class PPOData(_PromptData):
     ptx_data: DataPath | None = None
     on_long: Literal["drop", "error"] = "drop"
 
-    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
+    def sources(self, where: Where) -> dict[str, DataSource]:
         """Return the data sources by key path; truncate_prompt_words does not apply to ptx_data."""
-        sources, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
-        return sources | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
+        sources = super().sources(where)
+        ptx = self._source("ptx_data", where) if self.ptx_data else None
+        if ptx:
+            sources["data.ptx_data"] = replace(ptx, first_words=None)
+        return sources
 
 
 class EvalData(_PromptData):
@@ -298,24 +326,24 @@ SCHEDULERS = Literal[
 class TrainerSettings(Section):
     """Options shared by SFT, reward and DPO training, under TRL's names."""
 
-    num_train_epochs: float = Field(1.0, gt=0)
-    max_steps: int | None = Field(None, gt=0)
-    per_device_train_batch_size: int = Field(8, gt=0)
-    per_device_eval_batch_size: int = Field(8, gt=0)
-    gradient_accumulation_steps: int = Field(1, gt=0)
+    num_train_epochs: PositiveFloat = 1.0
+    max_steps: PositiveInt | None = None
+    per_device_train_batch_size: PositiveInt = 8
+    per_device_eval_batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1
     max_length: int = Field(1024, gt=1)
     lr_scheduler_type: SCHEDULERS = "cosine"
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
+    warmup_steps: NonNegativeInt | None = None
+    warmup_ratio: BelowOne = 0.03
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
+    adam_epsilon: PositiveFloat = 1e-8
     gradient_checkpointing: bool = False
     bf16: bool | None = None
-    logging_steps: int = Field(10, gt=0)
-    eval_steps: int | None = Field(None, gt=0)
+    logging_steps: PositiveInt = 10
+    eval_steps: PositiveInt | None = None
     group_by_length: bool = True
 
     def steps(self, rows: int, processes: int = 1) -> int:
@@ -323,7 +351,8 @@ class TrainerSettings(Section):
         if self.max_steps is not None:
             return self.max_steps
         batches = math.ceil(rows / (self.per_device_train_batch_size * processes))
-        return math.ceil(self.num_train_epochs * max(1, math.ceil(batches / self.gradient_accumulation_steps)))
+        steps = math.ceil(batches / self.gradient_accumulation_steps)
+        return math.ceil(self.num_train_epochs * max(1, steps))
 
     @model_validator(mode="before")
     @classmethod
@@ -347,7 +376,8 @@ class PairConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _check_lora_dropout(self) -> Self:
-        adapters, trainer = self.model.adapters, getattr(self, "trainer", {})
+        adapters = self.model.adapters
+        trainer = getattr(self, "trainer", {})
         if adapters and adapters.lora_dropout and trainer.get("disable_dropout") is not False:
             text = f"model.adapters.lora_dropout has no effect: {self.stage} training turns dropout off"
             hint = "set trainer.disable_dropout: false, or remove lora_dropout"

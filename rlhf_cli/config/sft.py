@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_cli.config.base import ModelPath
-from rlhf_cli.config.machinery.section import Section, invalid
+from rlhf_cli.config.machinery.section import AtLeastTwo, Section, invalid
 from rlhf_cli.config.sections import SFTData, SFTModel, TrainerSettings, TrainingConfig, WordCount, cut_prompts
 from rlhf_cli.config.sources import DataSource
 
@@ -14,7 +14,7 @@ from rlhf_cli.config.sources import DataSource
 class SFTSettings(TrainerSettings):
     """Supervised fine-tuning by TRL's SFTTrainer."""
 
-    learning_rate: float = Field(2e-5, ge=0)
+    learning_rate: NonNegativeFloat = 2e-5
     packing: bool = False
     completion_only_loss: bool = True
 
@@ -22,12 +22,12 @@ class SFTSettings(TrainerSettings):
 class BestOfSettings(Section):
     """Sampling of the rows of SFT: the reward model's best of n answers to each prompt."""
 
-    n: int = Field(16, ge=2)
+    n: AtLeastTwo = 16
     reward: ModelPath
-    response_length: int = Field(53, gt=0)
-    temperature: float = Field(0.7, gt=0)
-    missing_eos_penalty: float | None = Field(1.0, ge=0)
-    per_device_batch_size: int = Field(64, gt=0)
+    response_length: PositiveInt = 53
+    temperature: PositiveFloat = 0.7
+    missing_eos_penalty: NonNegativeFloat | None = 1.0
+    per_device_batch_size: PositiveInt = 64
     truncate_prompt_words: WordCount | None = None
 
 
@@ -61,11 +61,13 @@ class SFTConfig(TrainingConfig):
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
         sources = self.data.sources(self.where)
-        if self.best_of and self.best_of.truncate_prompt_words is not None:
-            words = self.best_of.truncate_prompt_words
+        words = self.best_of.truncate_prompt_words if self.best_of else None
+        if words is not None:
             sources = {key: cut_prompts(source, words) for key, source in sources.items()}
+
         if self.model.new:
-            key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
+            key = "model.new.tokenizer.train"
+            name = self.model.new.tokenizer.train
             # If it is data.train, use the same rows (subset, max_rows); otherwise a separate source.
             source = sources["data.train"] if name == self.data.train else DataSource(name)
             sources[key] = replace(source, where=self.where(key), columns={}, share=None)

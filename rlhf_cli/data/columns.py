@@ -56,10 +56,11 @@ def system_text(row: Mapping[str, Any]) -> str:
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the schemas in the row's tools column, a list or its JSON text; [] without any. Raises BadRow D06."""
     value = row.get("tools")
-    tools = value or []
-    if isinstance(tools, str):
+    tools = value
+    if isinstance(value, str):
         with suppress(ValueError):
-            tools = json.loads(tools) or []
+            tools = json.loads(value)
+    tools = tools or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
         raise BadRow("D06", f'"tools" is {describe_value(value)}; expected a list of JSON schemas')
     return tools
@@ -83,10 +84,12 @@ def _is_label(name: str, value: Any, row: Mapping[str, Any]) -> bool:
         return False
     if LABEL.search(name):
         return True
-    if not isinstance(value, str) or not any(word in name.casefold() for word in NAMES_OF_THE_BETTER):
+    means_better = any(word in name.casefold() for word in NAMES_OF_THE_BETTER)
+    if not (means_better and value and isinstance(value, str)):
         return False
     end_of_name = re.compile(rf"(^|[^a-z]){re.escape(value.casefold())}$")
-    return bool(value) and any(end_of_name.search(column.casefold()) for column in row if column != name)
+    others = [column.casefold() for column in row if column != name]
+    return any(end_of_name.search(column) for column in others)
 
 
 def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -> str | None:
@@ -94,16 +97,12 @@ def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -
 
     Only columns of texts or lists are considered, no identifiers, and none of those `taken`.
     """
-    possible = [
-        column
-        for column, value in row.items()
-        if isinstance(value, str | list)
-        and column not in taken
-        and not IDENTIFIER.search(column)
-        and not _is_label(column, value, row)
-    ]
-    if name != "rejected":
-        possible = [column for column in possible if not OPPOSITE_OF_CHOSEN.search(column)]
+    possible = []
+    for column, value in row.items():
+        is_content = isinstance(value, str | list) and not _is_label(column, value, row)
+        is_opposite = name != "rejected" and OPPOSITE_OF_CHOSEN.search(column)
+        if is_content and not is_opposite and column not in taken and not IDENTIFIER.search(column):
+            possible.append(column)
     for synonym in SYNONYMS.get(name, (name,)):
         found = [column for column in possible if synonym in column.casefold()]
         if len(found) > 1:
@@ -111,6 +110,7 @@ def look_alike(name: str, row: Mapping[str, Any], taken: Collection[str] = ()) -
             return found[0] if len(found) == 1 else None
         if found:
             return found[0]
+
     return closest_match(name, possible, cutoff=0.8)
 
 
@@ -120,7 +120,8 @@ def label_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str | None:
     answers = [name for name in missing if name in ("chosen", "rejected")]
     if not labels or all(look_alike(name, row) for name in answers):
         return None
-    if str(row.get("label")).casefold() in ("true", "false", "0", "1") and look_alike("completion", row):
+    is_yes_or_no = str(row.get("label")).casefold() in ("true", "false", "0", "1")
+    if is_yes_or_no and look_alike("completion", row):
         return "there is no KTO yet: rows of one answer and a label are not read; bring pairs"
     example = _pairs_by_index(labels, row)
     rule = f"write them out: {example}" if example else "write the pairs out, as docs/your-own-data.md shows"
@@ -131,10 +132,11 @@ def _pairs_by_index(labels: Sequence[str], row: Mapping[str, Any]) -> str | None
     """Return the three lines of Python that make pairs where a label is the number of one of two answers."""
     numbered = [name for name in row if NUMBERED.fullmatch(name) and is_prose(row[name])]
     answers = sorted(name for name in numbered if name[:-1] == numbered[0][:-1])
-    label = next((name for name in labels if row[name] in (0, 1) and not isinstance(row[name], bool)), None)
-    if len(answers) != 2 or label is None:
+    indices = [name for name in labels if row[name] in (0, 1) and not isinstance(row[name], bool)]
+    if len(answers) != 2 or not indices:
         return None
     first, second = answers
+    label = indices[0]
     return (
         f'for row in rows: answers = [row["{first}"], row["{second}"]]; '
         f'row["chosen"] = answers[row["{label}"]]; row["rejected"] = answers[1 - row["{label}"]]'

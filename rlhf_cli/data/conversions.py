@@ -7,19 +7,24 @@ roles otherwise, or have the system prompt in another column. Answers may repeat
 import ast
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rlhf_cli.data import texts
 from rlhf_cli.data.columns import is_prompt_name, is_prose, system_text, tools_of
-from rlhf_cli.data.readers import BadRow, describe_value
+from rlhf_cli.data.readers import BadRow, Row, describe_value
 from rlhf_cli.data.texts import Form
 from rlhf_cli.data.tokens import TOOL_CALLS, TOOLS, common_prefix_length
 
 ROLE_ALIASES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "system": "system",
 }
 TURN_COLUMNS = ("conversations", "conversation", "messages")
@@ -29,8 +34,9 @@ FOREIGN_COLUMNS = {
 }  # fmt: skip
 MESSAGES_FORM: Form = ("messages",)
 PAIR_FORM: Form = ("prompt", "chosen", "rejected")
-SHAREGPT_OR_ALPACA, OPENAI = "ShareGPT or Alpaca", "OpenAI's preferences"
-Row = dict[str, Any]
+CONTEXTS = ("prompt", "messages")  # columns whose messages begin a conversation
+SHAREGPT_OR_ALPACA = "ShareGPT or Alpaca"
+OPENAI = "OpenAI's preferences"
 MIN_REPEATED_WORDS = 3  # of a prompt without the end of a sentence
 SENTENCE_ENDS = tuple(".?!:\u2026\u3002\uff1f\uff01\uff1a")  # the last four of Chinese
 # A list of messages, or a single one, as JSON or Python writes it.
@@ -44,25 +50,35 @@ def other_format(row: Row, own: Form | None) -> str:
 
     A row whose columns have the form `own` is converted only if that form is not complete.
     """
-    if "preferred_output" in row and isinstance(row.get("input"), dict):
+    if _is_openai_pair(row):
         return OPENAI
-    if "prompt" in row or (target := target_form(row)) is None:
+    target = target_form(row)
+    if target is None or "prompt" in row:
         return ""
-    lacks_messages = own == MESSAGES_FORM and bool(_turns(row))
-    lacks_prompt = own is not None and target == PAIR_FORM and "prompt" not in own
-    return SHAREGPT_OR_ALPACA if own is None or lacks_messages or lacks_prompt else ""
+    if own is None:
+        return SHAREGPT_OR_ALPACA
+    lacks_messages = own == MESSAGES_FORM and _turns(row)
+    lacks_prompt = target == PAIR_FORM and "prompt" not in own
+    return SHAREGPT_OR_ALPACA if lacks_messages or lacks_prompt else ""
 
 
 def target_form(row: Row) -> Form | None:
     """Return the columns of the row that `convert_row` would return, or None for an unknown format."""
-    if "preferred_output" in row and isinstance(row.get("input"), dict):
+    if _is_openai_pair(row):
         return PAIR_FORM
-    has_pair = all(isinstance(row.get(name), str) or _is_turn(row.get(name)) for name in ("chosen", "rejected"))
+    answers = [row.get("chosen"), row.get("rejected")]
+    has_pair = all(isinstance(answer, str) or _is_turn(answer) for answer in answers)
     if has_pair and _is_full_dialogue(row):
         return None  # full dialogues need no separate prompt
-    if not _turns(row) and not (isinstance(row.get("instruction"), str) and (has_pair or "output" in row)):
+    has_answer = has_pair or "output" in row
+    is_alpaca = has_answer and isinstance(row.get("instruction"), str)
+    if not (is_alpaca or _turns(row)):
         return None
     return PAIR_FORM if has_pair else MESSAGES_FORM
+
+
+def _is_openai_pair(row: Row) -> bool:
+    return "preferred_output" in row and isinstance(row.get("input"), dict)
 
 
 def convert_row(row: Row) -> Row:
@@ -70,54 +86,93 @@ def convert_row(row: Row) -> Row:
     form = target_form(row)
     if form is None:
         raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT, Alpaca nor OpenAI")
-    if "preferred_output" in row:
+    if _is_openai_pair(row):
         return _openai_pair(row)
     turns = _turns(row)
-    messages = list(map(_message, turns) if turns else _alpaca_messages(row))
-    if text := system_text(row):
+    messages = [_message(turn) for turn in turns] if turns else _alpaca_messages(row)
+    text = system_text(row)
+    if text:
         messages.insert(0, {"role": "system", "content": text})
+
     if form == PAIR_FORM:
-        chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
+        chosen = _answer(row["chosen"], "chosen")
+        rejected = _answer(row["rejected"], "rejected")
         return {"prompt": messages, "chosen": [chosen], "rejected": [rejected]}
     if isinstance(row.get("output"), list):
         raise BadRow("D06", '"output" is a list: write its better answer as "chosen" and another one as "rejected"')
-    return {"messages": messages if turns else [*messages, _answer(row["output"], "output")]}
+    if not turns:
+        messages.append(_answer(row["output"], "output"))
+    return {"messages": messages}
 
 
 def _openai_pair(row: Row) -> Row:
     """Return a row of OpenAI's preference fine-tuning as a pair: {input: {messages}, preferred_output, ...}."""
     given = row["input"]
-    outputs = (row.get("preferred_output"), row.get("non_preferred_output"))
-    if not all(isinstance(messages, list) for messages in (given.get("messages"), *outputs)):
+    pair = {
+        "prompt": given.get("messages"),
+        "chosen": row["preferred_output"],
+        "rejected": row.get("non_preferred_output"),
+    }
+    if not all(isinstance(messages, list) for messages in pair.values()):
         raise BadRow("D06", '"input.messages", "preferred_output" and "non_preferred_output" must be lists of messages')
-    return {"prompt": given["messages"], "chosen": outputs[0], "rejected": outputs[1], "tools": given.get("tools")}
+    return {**pair, "tools": given.get("tools")}
 
 
 def _is_full_dialogue(row: Row) -> bool:
     """Return True if the answers are full dialogues: transcripts, or texts whose common prefix has the question."""
-    chosen, rejected = row["chosen"], row["rejected"]
+    chosen = row["chosen"]
+    rejected = row["rejected"]
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return False
-    users = [turn for turn in _turns(row) if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant"]
-    question = str((users[-1]["value"] if users else row.get("instruction") or row.get("input")) or "").strip()
-    in_prefix = question in chosen and rejected.startswith(chosen[: chosen.index(question) + len(question)])
-    return in_prefix or (texts.is_transcript(chosen) and texts.is_transcript(rejected))
+    if texts.is_transcript(chosen) and texts.is_transcript(rejected):
+        return True
+    question = _question(row)
+    end = chosen.find(question) + len(question)
+    return question in chosen and rejected.startswith(chosen[:end])
 
 
-def _alpaca_messages(row: Row) -> Iterator[Row]:
+def _question(row: Row) -> str:
+    """Return the last text that is not the assistant's."""
+    question = row.get("instruction") or row.get("input")
+    for turn in _turns(row):
+        if _is_turn(turn) and ROLE_ALIASES.get(str(turn["from"])) != "assistant":
+            question = turn["value"]
+    return str(question or "").strip()
+
+
+def _alpaca_messages(row: Row) -> list[Row]:
     history = row.get("history") or []
     if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
         raise BadRow("D12", f'"history" is not a list of [question, answer]: `{history!r:.60}`')
+    messages = []
     for question, answer in history:
-        yield from ({"role": "user", "content": _text(question, "history")}, _answer(answer, "history"))
-    parts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
-    yield {"role": "user", "content": "\n\n".join(filter(None, parts))}
+        messages.append(_user_turn(_text(question, "history")))
+        messages.append(_answer(answer, "history"))
+
+    parts = []
+    for name in ("instruction", "input"):
+        if row.get(name) is not None:
+            parts.append(_text(row[name], name))
+    question = "\n\n".join(filter(None, parts))
+    messages.append(_user_turn(question))
+    return messages
+
+
+def _user_turn(text: str) -> Row:
+    return {"role": "user", "content": text}
+
+
+def _assistant_turn(text: str) -> Row:
+    return {"role": "assistant", "content": text}
 
 
 def _turns(row: Row) -> list[Any]:
     """Return the list in the first column that has a ShareGPT turn, or []."""
-    lists = (row[name] for name in TURN_COLUMNS if isinstance(row.get(name), list))
-    return next((turns for turns in lists if any(map(_is_turn, turns))), [])
+    for name in TURN_COLUMNS:
+        turns = row.get(name)
+        if isinstance(turns, list) and any(map(_is_turn, turns)):
+            return turns
+    return []
 
 
 def _is_turn(value: Any) -> bool:
@@ -138,7 +193,7 @@ def _message(turn: Any) -> Row:
 
 
 def _answer(value: Any, column: str) -> Row:
-    return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
+    return _message(value) if _is_turn(value) else _assistant_turn(_text(value, column))
 
 
 # Lists of messages
@@ -146,13 +201,16 @@ def _answer(value: Any, column: str) -> Row:
 
 def stored_messages(row: Row, names: Collection[str]) -> list[str]:
     """Return the columns among `names` whose text is a list of messages, as json.dumps or pandas store it."""
-    texts_of_columns = {name: value for name, value in row.items() if name in names and isinstance(value, str)}
-    return [name for name, text in texts_of_columns.items() if STORED_MESSAGES.match(text)]
+    return [name for name, value in row.items() if name in names and _is_stored(value)]
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, str) and STORED_MESSAGES.match(value) is not None
 
 
 def parse_stored_messages(text: Any, column: str) -> list[Any]:
     """Return the list that a text of JSON or Python holds. Raises BadRow D06."""
-    if not (isinstance(text, str) and STORED_MESSAGES.match(text)):
+    if not _is_stored(text):
         problem = f'"{column}" is {describe_value(text)}, in other rows a list of messages stored as text'
         raise BadRow("D06", problem)
     for parse in (json.loads, ast.literal_eval):
@@ -169,18 +227,20 @@ def parse_stored_messages(text: Any, column: str) -> list[Any]:
 def other_roles(messages: list[Any]) -> list[str]:
     """Return the names of roles that `with_standard_names` changes."""
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
-    return [role for role in roles if isinstance(role, str) and ROLE_ALIASES.get(role, role) != role]
+    names = [role for role in roles if isinstance(role, str)]
+    return [role for role in names if ROLE_ALIASES.get(role, role) != role]
 
 
 def with_standard_names(messages: list[Any]) -> list[Any]:
     """Return the messages with the roles user, assistant and system in place of other names, and readable calls."""
     standard = []
     for message in messages:
-        role = message.get("role") if isinstance(message, dict) else None
-        if isinstance(role, str) and role in ROLE_ALIASES:
-            message = {**message, "role": ROLE_ALIASES[role]}
-        if isinstance(message, dict) and message.get(TOOL_CALLS):
-            message = _with_readable_calls(message)
+        if isinstance(message, dict):
+            role = message.get("role")
+            if isinstance(role, str) and role in ROLE_ALIASES:
+                message = {**message, "role": ROLE_ALIASES[role]}
+            if message.get(TOOL_CALLS):
+                message = _with_readable_calls(message)
         standard.append(message)
     return standard
 
@@ -188,17 +248,18 @@ def with_standard_names(messages: list[Any]) -> list[Any]:
 def _with_readable_calls(message: Row) -> Row:
     """Return a message that calls tools as templates read it: no content is "", and JSON of arguments an object."""
     calls = message[TOOL_CALLS]
-    if not (isinstance(calls, list) and all(isinstance(call, dict) and _is_function(call) for call in calls)):
-        raise BadRow(
-            "D06", f"tool_calls of a message is {calls!r:.60}; expected a list of {{function: {{name, arguments}}}}"
-        )
+    if not (isinstance(calls, list) and all(map(_calls_function, calls))):
+        text = f"tool_calls of a message is {calls!r:.60}; expected a list of {{function: {{name, arguments}}}}"
+        raise BadRow("D06", text)
     calls = [{**call, "function": _with_parsed_arguments(call["function"])} for call in calls]
     return {**message, "content": message.get("content") or "", TOOL_CALLS: calls}
 
 
-def _is_function(call: Row) -> bool:
-    function = call.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _calls_function(call: Any) -> bool:
+    match call:
+        case {"function": {"name": str()}}:
+            return True
+    return False
 
 
 def _with_parsed_arguments(function: Row) -> Row:
@@ -211,23 +272,28 @@ def as_turns(row: Row, form: Form) -> Row:
     """Make messages of a prompt and its answers that are texts; an empty prompt stays text, which is refused later."""
     if not row["prompt"].strip():
         return row
-    answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
-    return {**row, **answers, "prompt": [{"role": "user", "content": row["prompt"]}]}
+    return row | answers_as_turns(row, form) | {"prompt": [_user_turn(row["prompt"])]}
+
+
+def answers_as_turns(row: Row, form: Form) -> Row:
+    """Return a message for each answer that is text."""
+    return {name: [_assistant_turn(row[name].strip())] for name in form if name != "prompt"}
 
 
 def with_prompt_as_turn(row: Row, form: Form) -> Row:
     """Make a user's turn of a prompt that is text, before answers that are messages of the assistant alone."""
     answers = [row[name] for name in form if name != "prompt"]
-    alone = all(isinstance(messages, list) and _first_role(messages) == "assistant" for messages in answers)
-    if not (answers and alone and "prompt" in form and isinstance(row["prompt"], str)):
+    are_alone = answers and all(_first_role(messages) == "assistant" for messages in answers)
+    if not (are_alone and "prompt" in form and isinstance(row["prompt"], str)):
         return row
     if not row["prompt"].strip():
         raise BadRow("D08", "the prompt is empty")
-    return {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+    return {**row, "prompt": [_user_turn(row["prompt"])]}
 
 
-def _first_role(messages: list[Any]) -> Any:
-    return messages[0].get("role") if messages else None
+def _first_role(messages: str | list[Any]) -> Any:
+    """Return the role of the first message, None for a text and for no messages."""
+    return messages[0]["role"] if messages and isinstance(messages, list) else None
 
 
 def with_tools(row: Row, form: Form) -> Row:
@@ -235,9 +301,14 @@ def with_tools(row: Row, form: Form) -> Row:
     tools = tools_of(row)
     if not tools:
         return row
-    lists = {name: row[name] for name in form if isinstance(row[name], list) and row[name]}
-    context = [name for name in lists if name in ("prompt", "messages") or _first_role(lists[name]) != "assistant"]
-    return {**row, **{name: [{**lists[name][0], TOOLS: tools}, *lists[name][1:]] for name in context}}
+    changed = {}
+    for name in form:
+        role = _first_role(row[name])
+        if role is None or (role == "assistant" and name not in CONTEXTS):
+            continue
+        first, *others = row[name]
+        changed[name] = [{**first, TOOLS: tools}, *others]
+    return row | changed
 
 
 def with_system_message(row: Row, form: Form) -> Row:
@@ -250,11 +321,10 @@ def with_system_message(row: Row, form: Form) -> Row:
         return row
     changed = {}
     for name in form:
-        messages = row[name]
-        first_role = _first_role(messages) if isinstance(messages, list) else None
-        if first_role == "user" or (first_role == "assistant" and name in ("prompt", "messages")):
-            changed[name] = [{"role": "system", "content": text}, *messages]
-    return {**row, **changed}
+        role = _first_role(row[name])
+        if role == "user" or (role == "assistant" and name in CONTEXTS):
+            changed[name] = [{"role": "system", "content": text}, *row[name]]
+    return row | changed
 
 
 # Texts of answers that hold the prompt
@@ -276,23 +346,28 @@ def _is_varied(name: str, rows: Sequence[Row]) -> bool:
 
 
 def _texts_beside_answers(row: Row) -> list[str]:
-    chosen, rejected = row.get("chosen"), row.get("rejected")
     beginning = ""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        if chosen and isinstance(chosen[0], dict) and chosen[0].get("role") != "assistant":
+    match row:
+        case {"chosen": str(chosen), "rejected": str(rejected)}:
+            if texts.is_transcript(chosen) and texts.is_transcript(rejected):
+                return []
+            beginning = chosen[: common_prefix_length(chosen, rejected)]
+        case {"chosen": list(chosen), "rejected": list()}:
+            if chosen and isinstance(chosen[0], dict) and chosen[0].get("role") != "assistant":
+                return []
+        case _:
             return []
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        if texts.is_transcript(chosen) and texts.is_transcript(rejected):
-            return []
-        beginning = chosen[: common_prefix_length(chosen, rejected)]
-    else:
-        return []
+
     names = []
     for name, value in row.items():
-        is_text = isinstance(value, str) and bool(value.strip()) and value.strip() not in beginning
-        may_be_prompt = is_text and (is_prose(value) or is_prompt_name(name))
-        is_messages = isinstance(value, list) and any(map(_is_message, value))
-        if name not in PAIR_FORM and (may_be_prompt or is_messages):
+        if name in PAIR_FORM:
+            continue
+        if isinstance(value, str):
+            is_beside = value.strip() not in beginning  # as an empty text is not
+            may_be_prompt = is_beside and (is_prose(value) or is_prompt_name(name))
+        else:
+            may_be_prompt = isinstance(value, list) and any(map(_is_message, value))
+        if may_be_prompt:
             names.append(name)
     return names
 
@@ -303,9 +378,15 @@ def _is_message(value: Any) -> bool:
 
 def answers_repeat_prompt(rows: Sequence[Row], answers: Sequence[str]) -> bool:
     """Return True if in most rows each answer begins with the prompt; then the answers are whole texts."""
-    rows_of_text = [row for row in rows if all(isinstance(row.get(name), str) for name in ("prompt", *answers))]
-    repeating = [row for row in rows_of_text if all(begins_with(row[name], row["prompt"]) for name in answers)]
-    return len(repeating) > len(rows_of_text) / 2
+    num_texts = 0
+    num_repeating = 0
+    for row in rows:
+        values: list[Any] = [row.get(name) for name in ("prompt", *answers)]
+        if all(isinstance(value, str) for value in values):
+            num_texts += 1
+            prompt, *texts_of_answers = values
+            num_repeating += all(begins_with(text, prompt) for text in texts_of_answers)
+    return num_repeating > num_texts / 2
 
 
 def begins_with(text: str, prompt: str) -> bool:
@@ -313,30 +394,29 @@ def begins_with(text: str, prompt: str) -> bool:
 
     An answer may begin with the words that it explains: "Photosynthesis is ..."
     """
-    prompt, text = prompt.strip(), text.lstrip()
-    is_sentence = len(prompt.split()) >= MIN_REPEATED_WORDS or prompt[-1:] in SENTENCE_ENDS
+    prompt = prompt.strip()
+    text = text.lstrip()
+    if not prompt or not text.startswith(prompt):
+        return False
+    is_sentence = prompt.endswith(SENTENCE_ENDS) or len(prompt.split()) >= MIN_REPEATED_WORDS
     following = text[len(prompt) : len(prompt) + 1]
-    return (
-        bool(prompt) and is_sentence and text.startswith(prompt) and not (prompt[-1].isalnum() and following.isalnum())
-    )
+    ends_inside_word = prompt[-1].isalnum() and following.isalnum()
+    return is_sentence and not ends_inside_word
 
 
 def without_prompt(row: Row, answers: Sequence[str]) -> Row:
     """Take the prompt off the beginning of the answers, if each of them begins with it."""
-    prompt, rest = row["prompt"], {}
+    prompt = row["prompt"]
     if not all(begins_with(row[name], prompt) for name in answers):
         return row
+    rest = {}
     for name in answers:
         answer = row[name]
-        is_exact = answer.startswith(prompt)
-        rest[name] = answer.removeprefix(prompt) if is_exact else answer.lstrip().removeprefix(prompt.strip())
-    return {**row, **rest}
-
-
-def dialogues_beside_prompt(row: Row, answers: Sequence[str]) -> bool:
-    """Return True for a prompt as text beside answers that are whole dialogues: transcripts."""
-    values = [row[name] for name in ("prompt", *answers)]
-    return all(isinstance(value, str) for value in values) and all(map(texts.is_transcript, values[1:]))
+        if answer.startswith(prompt):
+            rest[name] = answer.removeprefix(prompt)
+        else:  # they differ in the white space around
+            rest[name] = answer.lstrip().removeprefix(prompt.strip())
+    return row | rest
 
 
 def require_prompt_in_dialogues(row: Row, answers: Sequence[str]) -> None:

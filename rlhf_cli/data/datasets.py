@@ -1,11 +1,13 @@
 """Read and tokenise data: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
@@ -16,8 +18,8 @@ from rlhf_cli.data.rendering import check_rendering, rendered_rows
 from rlhf_cli.data.texts import Example, Form, Pair
 from rlhf_cli.data.tokens import (
     Answer,
-    Conversation,
     Encoded,
+    PromptText,
     as_answer,
     encode_cached,
     encode_many,
@@ -33,10 +35,17 @@ PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 # Messages come first: of a row with both, as UltraChat's, SFT reads the conversation, too.
 PROMPT_FORMS = (*PAIR_FORMS, ("messages",), ("prompt",))
 Source = DataSource | Path | str
-UnencodedRow = tuple[RowLocation, str | Conversation | None, Answer | None]  # location, prompt, response
 Parse = Callable[[RowLocation, Form, dict[str, Any]], Sequence[Example]]
-Row = TypeVar("Row")
-NewRow = TypeVar("NewRow")
+Item = TypeVar("Item")
+NewItem = TypeVar("NewItem")
+
+
+class UnencodedRow(NamedTuple):
+    """A prompt, None if it is encoded in another row, and a response to it, None if there is none."""
+
+    location: RowLocation
+    prompt: PromptText | None
+    response: Answer | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Prompt:
     """Prompt: token ids, the original text or conversation, and its location."""
 
     ids: list[int]
-    text: str | Conversation
+    text: PromptText
     location: RowLocation
     columns: dict[str, Any] = field(default_factory=dict)  # of its row; the first row's of a prompt with several pairs
 
@@ -54,7 +63,7 @@ class Prompt:
         return {**self.columns, "prompt": self.text}
 
 
-class Rows(list[Row]):
+class Rows(list[Item]):
     """Usable rows of a source, with counts of rows read and dropped; without tokens if read without a tokenizer.
 
     `kept` is the number of file rows they represent, as several pairs may have one prompt. With a `stride` above 1 they
@@ -62,12 +71,13 @@ class Rows(list[Row]):
     """
 
     def __init__(
-        self, rows: Iterable[Row], reader: DatasetReader, prompts: Iterable[str | Conversation], kept: int, stride: int
+        self, rows: Iterable[Item], reader: DatasetReader, prompts: Iterable[PromptText], kept: int, stride: int
     ) -> None:
         super().__init__(rows)
         self.num_read = reader.num_read
         self.dropped = dict(sorted(reader.dropped.items(), key=lambda item: -item[1].rows))
-        self.num_dropped, self.num_expected = reader.num_dropped, kept + reader.num_dropped
+        self.num_dropped = reader.num_dropped
+        self.num_expected = kept + reader.num_dropped
         self.longest = reader.longest_usable  # tokens; 0 without a tokenizer
         self.longest_read = reader.longest  # including rows dropped as too long
         self.stride = stride
@@ -82,10 +92,11 @@ class Rows(list[Row]):
 
     def dropped_text(self) -> str:
         """Return the counts of dropped rows for a message, empty if there are none."""
-        counts = f"{self.num_dropped} of {self.num_expected} dropped ({self.dropped_share:.1%})"
-        return counts if self.num_dropped else ""
+        if not self.num_dropped:
+            return ""
+        return f"{self.num_dropped} of {self.num_expected} dropped ({self.dropped_share:.1%})"
 
-    def with_rows(self, rows: Iterable[NewRow]) -> "Rows[NewRow]":
+    def with_rows(self, rows: Iterable[NewItem]) -> "Rows[NewItem]":
         """Return a copy with `rows`, one converted row for each of these."""
         converted: Rows[Any] = copy(self)
         converted[:] = rows
@@ -104,7 +115,9 @@ def prompt_form(source: Source, *, in_turns: bool | None = False) -> Literal["te
     """
     reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS), in_turns=in_turns)
     form, row = _first_row(reader)
-    return "transcript" if reader.transcripts else "text" if isinstance(row[form[0]], str) else "conversation"
+    if reader.transcripts:
+        return "transcript"
+    return "text" if isinstance(row[form[0]], str) else "conversation"
 
 
 def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:
@@ -172,16 +185,19 @@ def prompt_rows(
         return Prompt(prompt, example.prompt, example.location, example.columns)
 
     reader = DatasetReader(source, PROMPT_FORMS, in_turns=speaks_in_turns(tokenizer))
-    rows = _tokenised(reader, list(_distinct_prompts(reader)), make_row, tokenizer, max_length, on_long, sample)
+    prompts = list(_distinct_prompts(reader))
+    rows = _tokenised(reader, prompts, make_row, tokenizer, max_length, on_long, sample)
     _warn_texts_beside_template(reader.source, rows, tokenizer)
-    names = dict.fromkeys(name for each in rows for name in each.columns)
-    return rows.with_rows(replace(each, columns={name: each.columns.get(name) for name in names}) for each in rows)
+    names = dict.fromkeys(chain.from_iterable(row.columns for row in rows))
+    return rows.with_rows(replace(row, columns={name: row.columns.get(name) for name in names}) for row in rows)
 
 
 def _warn_texts_beside_template(source: DataSource, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Warn (T10) about texts for a model of another program that may be a chat model: it has a chat template."""
     are_meant = source.format == "plain" or source.first_words
-    if tokenizer is None or not tokenizer.chat_template or speaks_in_turns(tokenizer) is not None or are_meant:
+    if are_meant or tokenizer is None or not tokenizer.chat_template:
+        return
+    if speaks_in_turns(tokenizer) is not None:
         return
     if any(isinstance(prompt.text, str) for prompt in prompts):
         text = "the prompts are texts, which the model gets as they are, although it has a chat template"
@@ -208,13 +224,16 @@ def preference_pairs(source: Source, *, reads_system_texts: bool) -> PairFile:
     for pair in _read_pairs(reader, "drop"):
         key = repr((pair.system, pair.prompt, *pair.responses.values()))
         if not all(isinstance(answer, str) for answer in pair.responses.values()):
-            reader.drop(
-                pair.location, "D06", "an answer has its thought or tool calls beside the content; write them into it"
-            )
+            text = "an answer has its thought or tool calls beside the content; write them into it"
+            reader.drop(pair.location, "D06", text)
         elif pairs.setdefault(key, pair) is not pair:
             reader.drop(pair.location, "D15", "duplicate of an earlier pair")
-    hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
-    reader.finish(len(pairs), {**hints, "other": "the other rows are used"})
+    hints = {
+        "D15": "each pair is counted once",
+        "D07": "identical answers have no preference",
+        "other": "the other rows are used",
+    }
+    reader.finish(len(pairs), hints)
     bad = {code: dropped for code, dropped in reader.dropped.items() if code != "D15"}
     return PairFile(
         pairs=[_text_pair(pair) for pair in pairs.values()],
@@ -272,10 +291,14 @@ def _distinct_prompts(reader: DatasetReader) -> Iterator[Example]:
         key = repr(example.prompt) if "chosen" in reader.form else example.location
         first = distinct.setdefault(key, example)
         first.rows += first is not example
+
     words = reader.source.first_words
+    if not words:
+        yield from distinct.values()
+        return
     for example in distinct.values():
         try:
-            yield replace(example, prompt=texts.first_words(example.prompt, words)) if words else example
+            yield replace(example, prompt=texts.first_words(example.prompt, words))
         except BadRow as bad:
             reader.note(example.location, bad, example.rows)
 
@@ -283,34 +306,42 @@ def _distinct_prompts(reader: DatasetReader) -> Iterator[Example]:
 def _warn_repeated(reader: DatasetReader, pairs: list[Example]) -> None:
     """Warn (D15) about duplicate pairs and about pairs that also occur with swapped answers."""
     seen: dict[bytes, RowLocation] = {}
-    repeated: dict[str, list[str]] = {
-        "occur twice in the file": [],
-        "contradict another pair, with chosen and rejected swapped": [],
-    }
+    duplicates: list[str] = []
+    swapped: list[str] = []
     for pair in pairs:
-        answers = tuple(pair.responses.values())
-        pairs_of_text = (repr((pair.prompt, *order)) for order in (answers, answers[::-1]))
-        keys = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in pairs_of_text]
-        for key, places in zip(keys, repeated.values(), strict=True):
-            if key in seen:
-                places.append(f"{seen[key].short} and {pair.location.short}")
-                break
-        seen.setdefault(keys[0], pair.location)
-    for description, places in repeated.items():
+        chosen, rejected = pair.responses.values()
+        key = _digest(pair.prompt, chosen, rejected)
+        swapped_key = _digest(pair.prompt, rejected, chosen)
+        if key in seen:
+            duplicates.append(f"{seen[key].short} and {pair.location.short}")
+            continue
+        if swapped_key in seen:
+            swapped.append(f"{seen[swapped_key].short} and {pair.location.short}")
+        seen[key] = pair.location
+
+    descriptions = {
+        "occur twice in the file": duplicates,
+        "contradict another pair, with chosen and rejected swapped": swapped,
+    }
+    for description, places in descriptions.items():
         if places:
             text = f"{len(places)} of {len(pairs)} pairs {description} (first: {places[0]})"
             terminal.warn("D15", text, where=reader.source.shown())
 
 
+def _digest(*values: Any) -> bytes:
+    return blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def _tokenised(
     reader: DatasetReader,
     examples: list[Example],
-    make_row: Callable[[Example, list[int], list[list[int]]], Row],
+    make_row: Callable[[Example, list[int], list[list[int]]], Item],
     tokenizer: Any,
     max_length: int | None,
     on_long: str,
     sample: int | None,
-) -> Rows[Row]:
+) -> Rows[Item]:
     """Return the row of each usable example: `make_row(example, prompt ids, ids of each response)`.
 
     Without a tokenizer only the texts are checked, and rows have no tokens; at most `sample` examples are tokenised.
@@ -318,44 +349,45 @@ def _tokenised(
     prompts = [example.first_text for example in examples]
     if tokenizer is None:
         untokenised: list[Any] = [{} if each.responses else make_row(each, [], []) for each in examples]
-        kept, stride = sum(example.rows for example in examples), 1
+        kept = sum(example.rows for example in examples)
         reader.finish(kept)
-        return Rows(untokenised, reader, prompts, kept, stride)
+        return Rows(untokenised, reader, prompts, kept, stride=1)
+
     # A sample is every stride-th row, so that one of a sorted file is representative.
-    stride = max(1, -(-len(examples) // sample)) if sample else 1
+    stride = max(1, math.ceil(len(examples) / sample)) if sample else 1
     for dropped in reader.dropped.values():
-        dropped.rows = -(-dropped.rows // stride)
+        dropped.rows = math.ceil(dropped.rows / stride)
     examples = examples[::stride]
     if reader.transcripts and not tokenizer.chat_template:
         examples = [example.as_text() for example in examples]
     _check_rendering(reader, tokenizer, examples)
-    rows, kept = [], 0
-    for example, (prompt, responses) in _encode(reader, tokenizer, examples):
-        if bad := _token_fault(example, prompt, responses):
+
+    rows = []
+    kept = 0
+    for example, prompt, responses in _encode(reader, tokenizer, examples):
+        length = len(prompt) + max(map(len, responses), default=0)
+        bad = _token_fault(example, prompt, responses)
+        if bad:
             reader.note(example.location, bad)
-        elif _fits(reader, example, len(prompt) + max(map(len, responses), default=0), max_length, on_long):
+        elif _fits(reader, example, length, max_length, on_long):
             rows.append(make_row(example, prompt, responses))
             kept += example.rows
     reader.finish(kept)
     return Rows(rows, reader, prompts, kept, stride)
 
 
-def _content(answer: Answer) -> str:
-    return answer if isinstance(answer, str) else str(answer["content"])
-
-
 def _check_rendering(reader: DatasetReader, tokenizer: Any, examples: list[Example]) -> None:
     """Warn D18, and raise RLHFError T08, as `check_rendering`."""
     if not tokenizer.chat_template:
         return
-    rows = rendered_rows((each.location, each.prompt, [*map(_content, each.responses.values())]) for each in examples)
+    rows = rendered_rows((each.location, each.prompt, each.answers()) for each in examples)
     check_rendering(rows, tokenizer, where=reader.source.shown())
 
 
 def _encode(
     reader: DatasetReader, tokenizer: Any, examples: list[Example]
-) -> Iterator[tuple[Example, tuple[list[int], list[list[int]]]]]:
-    """Yield (example, (prompt ids, ids of each response)); rows that the chat template rejects are noted as problems.
+) -> Iterator[tuple[Example, list[int], list[list[int]]]]:
+    """Yield (example, prompt ids, ids of each response); rows that the chat template rejects are noted as problems.
 
     All rows are encoded together, and one by one if that fails. A prompt is encoded with its first response.
     """
@@ -365,30 +397,34 @@ def _encode(
     for number, column in enumerate(columns or [""]):
         for each in examples:
             answer = as_answer(each.prompt, each.responses.get(column))
-            rows.append((each.location, None if number else each.prompt, answer))
+            rows.append(UnencodedRow(each.location, None if number else each.prompt, answer))
     encoded: Sequence[Encoded | None]
     try:
-        encoded = encode_cached(tokenizer, [prompt for _, prompt, _ in rows], [text for _, _, text in rows])
+        encoded = encode_cached(tokenizer, [row.prompt for row in rows], [row.response for row in rows])
     except RLHFError:
         encoded = _encode_row_by_row(reader, tokenizer, rows)
     _warn_double_bos(reader, tokenizer, rows, encoded)
     _warn_header_in_answers(reader, tokenizer, rows)
+
     for number, example in enumerate(examples):
         parts = [part for part in encoded[number :: len(examples)] if part is not None]
         if len(parts) == max(1, len(columns)):
-            yield example, (parts[0][0], [response for _, response in parts] if columns else [])
+            prompt = parts[0][0]
+            responses = [response for _, response in parts]
+            yield example, prompt, responses if columns else []
 
 
 def _encode_row_by_row(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> list[Encoded | None]:
     encoded: list[Encoded | None] = []
-    for location, prompt, text in rows:
+    for row in rows:
         try:
-            encoded += encode_many(tokenizer, [prompt], [text])
+            encoded += encode_many(tokenizer, [row.prompt], [row.response])
         except RLHFError as error:
             problem = error.problems[0]
             if problem.code not in ("D06", "T09"):  # a fault of the tokenizer, the same in every row
-                raise RLHFError(problem.code, problem.text, where=str(location), hint=problem.hint) from error
-            reader.note(location, BadRow(problem.code, problem.text, problem.hint))
+                problem = replace(problem, where=str(row.location))
+                raise RLHFError.from_problems([problem]) from error
+            reader.note(row.location, BadRow(problem.code, problem.text, problem.hint))
             encoded.append(None)
     reader.require_no_problems()
     return encoded
@@ -398,20 +434,28 @@ def _warn_double_bos(
     reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow], encoded: Sequence[Encoded | None]
 ) -> None:
     """Warn (T03) about texts that start with BOS if the tokenizer or the chat template adds another."""
-    bos = tokenizer.bos_token_id
-    prompts = [(row[1], ids) for row, ids in zip(rows, encoded, strict=True) if ids is not None and row[1] is not None]
-    doubled = [prompt for prompt, (ids, response) in prompts if (ids[:2] + response[:2])[:2] == [bos, bos]]
+    twice = [tokenizer.bos_token_id] * 2
+    num_texts = 0
+    doubled = []
+    for row, ids in zip(rows, encoded, strict=True):
+        if ids is None or row.prompt is None:
+            continue
+        prompt, response = ids
+        num_texts += 1
+        if (prompt[:2] + response[:2])[:2] == twice:
+            doubled.append(row.prompt)
     if doubled:
         adds = "the tokenizer" if isinstance(doubled[0], str) else "the chat template"
-        count = f"{len(doubled)} of {len(prompts)} texts start with {tokenizer.bos_token!r} twice"
+        count = f"{len(doubled)} of {num_texts} texts start with {tokenizer.bos_token!r} twice"
         text = f"{count}: they contain one, and {adds} adds another"
         terminal.warn("T03", text, where=reader.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
 
 
 def _warn_header_in_answers(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> None:
     """Warn (T09) if answers without a thought begin with text that the chat template writes before them."""
-    plain = (answer for *_, answer in rows if isinstance(answer, dict) and not has_thought(answer))
-    if next(plain, None) and (header := header_of_answers(tokenizer).strip()):
+    has_plain = any(isinstance(row.response, dict) and not has_thought(row.response) for row in rows)
+    header = header_of_answers(tokenizer).strip() if has_plain else ""
+    if header:
         text = f"the chat template writes {header!r} before an answer: it is trained as a part of the answers"
         hint = f"{variables_hint(tokenizer, thoughts=False)}, and it stands in the prompts"
         terminal.warn("T09", text, where=reader.source.shown(), hint=hint)
@@ -443,7 +487,8 @@ def warn_shared(training: Rows[Any], evaluation: Rows[Any], *, where: str | None
     """Warn (D13) at `where` about evaluation prompts in the training data, unless all training prompts are the same."""
     if len(training.prompts) == 1 < len(training):
         return
-    if num_shared := len(training.prompts & evaluation.prompts):
+    num_shared = len(training.prompts & evaluation.prompts)
+    if num_shared:
         text = f"{num_shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
         hint = "remove them from one of the files, or hold out prompts with data.eval_fraction"
         terminal.warn("D13", text, where=where, hint=hint)

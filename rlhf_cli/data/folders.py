@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,12 +30,8 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
         raise RLHFError("D01", f"no such folder {name}", where=where)
     data = _data_files(folder)
     if not data:
-        others = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        text = f"{name} contains no data files" + (f", but {first_names(others)}" if others else "")
-        hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
-        if any(path.suffix == ".arrow" for path in others):
-            hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
-        raise RLHFError("D01", text, where=where, hint=hint)
+        raise _no_data_files(folder, name, where)
+
     readme = folder / README
     has_configs = readme.is_file() and b"\nconfigs:" in readme.read_bytes()
     with TemporaryDirectory() as scratch:
@@ -46,36 +43,54 @@ def find_splits(folder: Path, name: str, subset: str | None, where: str | None) 
             raise load_error(str(mirror), name, subset, where, error) from error
         files = {split: [links[link] for link in paths] for split, paths in linked.items()}
     if not has_configs:
-        files = _with_unnamed(folder, name, files, data, where)
+        files = _with_unnamed(folder, name, files, data, where=where)
     return {split: [folder / path for path in paths] for split, paths in files.items()}
 
 
-def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], where: str | None) -> Files:
+def _no_data_files(folder: Path, name: str, where: str | None) -> RLHFError:
+    others = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    text = f"{name} contains no data files"
+    if others:
+        text += f", but {first_names(others)}"
+    hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
+    if any(path.suffix == ".arrow" for path in others):
+        hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
+    return RLHFError("D01", text, where=where, hint=hint)
+
+
+def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], *, where: str | None) -> Files:
     """Add the files without a split in their name as `train`; `datasets` only uses those of the most common suffix.
 
     Next to named files it ignores them.
     """
-    chosen = {path for paths in files.values() for path in paths}
-    by_name = {split: paths for split, paths in files.items() if split != "train" or any(map(_is_named, paths))}
-    rest = [path for path in data if not any(path in paths for paths in by_name.values())]
+    named = {split: paths for split, paths in files.items() if split != "train" or any(map(_is_named, paths))}
+    placed = set(chain.from_iterable(named.values()))
+    rest = [path for path in data if path not in placed]
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats
-        rest = [path for path in rest if suffix(path) in set(map(suffix, chosen))]
-    elif rest and "train" in by_name:
-        terminal.log_once(f"data     {name}: {first_names(rest)} ignored: train is {first_names(by_name['train'])}")
-    if not rest or "train" in by_name:
-        return by_name
+        suffixes = set(map(suffix, chain.from_iterable(files.values())))
+        rest = [path for path in rest if suffix(path) in suffixes]
+    elif rest and "train" in named:
+        terminal.log_once(f"data     {name}: {first_names(rest)} ignored: train is {first_names(named['train'])}")
+    if not rest or "train" in named:
+        return named
+
     if len(set(map(suffix, rest))) > 1:
         text = f"{name} contains data files of several formats: {first_names(rest)}"
         raise RLHFError("D01", text, where=where, hint=f"set one of them: {shown(folder / rest[0])}")
-    others = "".join(f"; {split} is {first_names(paths)}" for split, paths in by_name.items())
-    terminal.log_once(f"data     {name}: train is {first_names(rest)}{', the rest' if others else ''}{others}")
-    return {"train": rest, **by_name}
+    text = f"data     {name}: train is {first_names(rest)}"
+    if named:
+        text += ", the rest"
+    for split, paths in named.items():
+        text += f"; {split} is {first_names(paths)}"
+    terminal.log_once(text)
+    return {"train": rest, **named}
 
 
 def _is_named(path: Path) -> bool:
     """Return True if a file name or a folder above it contains a split keyword."""
-    keywords = {word for words in _datasets().data_files.SPLIT_KEYWORDS.values() for word in words}
-    return bool(keywords & set(re.split(r"[-._ 0-9/]+", path.as_posix().lower())))
+    keywords = chain.from_iterable(_datasets().data_files.SPLIT_KEYWORDS.values())
+    words = re.split(r"[-._ 0-9/]+", path.as_posix().lower())
+    return not set(words).isdisjoint(keywords)
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -84,10 +99,13 @@ def _data_files(folder: Path) -> list[Path]:
     def raise_error(error: OSError) -> None:
         raise error
 
+    paths: list[Path] = []
     with translate_read_errors(folder):  # Path.rglob would skip unreadable folders
-        walked = os.walk(folder, onerror=raise_error)
-        paths = [Path(parent, name) for parent, folders, files in walked for name in [*folders, *files]]
-    relative = [path.relative_to(folder) for path in sorted(paths, key=Path.as_posix)]
+        for parent, folders, files in os.walk(folder, onerror=raise_error):
+            paths += [Path(parent, name) for name in (*folders, *files)]
+    paths.sort(key=Path.as_posix)
+
+    relative = [path.relative_to(folder) for path in paths]
     visible = [path for path in relative if not any(part.startswith((".", "__")) for part in path.parts)]
     data = [path for path in visible if suffix(path) in DATA_SUFFIXES]
     return data or [path for path in visible if suffix(path) in READERS and path.name not in METADATA_FILES]
@@ -100,9 +118,12 @@ def _link(folder: Path, data: Sequence[Path], mirror: Path, *, lowercase: bool) 
     test.csv, because the keywords of `datasets` are in lower case.
     """
     links = {}
-    for path in [*data, *([Path(README)] if (folder / README).exists() else [])]:
-        link = mirror / path.as_posix().lower() if lowercase and path.name != README else mirror / path
-        link = mirror / path if link.is_symlink() else link
+    paths = [*data, Path(README)] if (folder / README).exists() else data
+    for path in paths:
+        link = mirror / path
+        lowercased = mirror / path.as_posix().lower()
+        if lowercase and path.name != README and not lowercased.is_symlink():
+            link = lowercased
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder / path)
         links[str(link)] = path
@@ -113,7 +134,8 @@ def data_files(name: str, subset: str | None, revision: str | None = None) -> di
     """Return the paths or URLs of each split of a folder or hub dataset."""
     with TemporaryDirectory() as scratch:  # nothing stays in the cache of `datasets`
         builder = _datasets().load_dataset_builder(name, name=subset, revision=revision, cache_dir=scratch)
-    return {str(split): list(map(str, paths)) for split, paths in (builder.config.data_files or {}).items()}
+    files_by_split = builder.config.data_files or {}
+    return {str(split): [str(path) for path in paths] for split, paths in files_by_split.items()}
 
 
 def load_error(name: str, shown_name: str, subset: str | None, where: str | None, error: Exception) -> RLHFError:
@@ -122,13 +144,16 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
     if isinstance(error, ValueError):  # raised for subsets
         with suppress(Exception):
             names = list(_datasets().get_dataset_config_names(name))
-    reason = " ".join(str(error).replace(name, shown_name).split())
+
+    listed = ", ".join(names)
     if subset is not None and names and subset not in names:
-        text = f'{shown_name} has no subset "{subset}"; it has {", ".join(names)}'
-        return RLHFError("D01", text, where=where, hint=f"set data.subset: {closest_match(subset, names) or names[0]}")
+        near = closest_match(subset, names) or names[0]
+        text = f'{shown_name} has no subset "{subset}"; it has {listed}'
+        return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
     if subset is None and len(names) > 1:
-        text = f"{shown_name} has the subsets {', '.join(names)}"
+        text = f"{shown_name} has the subsets {listed}"
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {names[0]}")
+    reason = " ".join(str(error).replace(name, shown_name).split())
     return RLHFError("D01", f"{shown_name} contains no data files: {reason}", where=where)
 
 
@@ -140,12 +165,14 @@ def select_split(
     for candidate in candidates:
         if candidate in files_by_split:
             return files_by_split[candidate]
-    if not split and len(files_by_split) == 1:
-        ((only, files),) = files_by_split.items()
-        terminal.log_once(f"data     {name}: no split {' or '.join(defaults)}; {only} is used")
-        return files
-    near = closest_match(candidates[0], files_by_split) or next(iter(files_by_split))
-    text = f"{name} has no split {' or '.join(candidates)}; it has {', '.join(map(str, files_by_split))}"
+    no_split = f"no split {' or '.join(candidates)}"
+    splits = list(files_by_split)
+    if not split and len(splits) == 1:
+        only = splits[0]
+        terminal.log_once(f"data     {name}: {no_split}; {only} is used")
+        return files_by_split[only]
+    near = closest_match(candidates[0], splits) or splits[0]
+    text = f"{name} has {no_split}; it has {', '.join(splits)}"
     raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
 
 

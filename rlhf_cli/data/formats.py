@@ -9,14 +9,15 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource, suffix
 from rlhf_cli.data import columns, conversions, texts
-from rlhf_cli.data.readers import TABLES, BadRow, RowIterator, RowLocation, describe_value, format_columns
+from rlhf_cli.data.readers import TABLES, BadRow, Row, RowIterator, RowLocation, describe_value, format_columns
 from rlhf_cli.data.sources import raw_rows
 from rlhf_cli.data.texts import Form
 from rlhf_cli.errors import Problem, RLHFError, closest_match, did_you_mean, shell_word
 
 MAX_SHOWN_PROBLEMS = 5
 HEAD_ROWS = 100  # that decide whether answers repeat their prompt: a single one may do so by chance
-TEXT, CONVERSATION = "text", "a conversation"
+TEXT = "text"
+CONVERSATION = "a conversation"
 ANSWERS = ("completion", "chosen", "rejected")
 ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
 # Faults of the whole file (D02, D14, D19), and faults with an option (data.on_identical, data.on_long).
@@ -38,7 +39,7 @@ class DroppedRows:
     same_text: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}{'' if self.same_text else '; the others are similar'}"
+        return self.text if self.same_text else f"{self.text}; the others are similar"
 
 
 def dropped_causes(dropped: Mapping[str, DroppedRows]) -> str:
@@ -61,17 +62,19 @@ class DatasetReader:
 
         `in_turns`: prompts and answers that are texts become turns of a user and the assistant.
         """
-        self.source, self.forms = DataSource.of(source), forms
+        self.source = DataSource.of(source)
+        self.forms = forms
         self.columns = self.source.columns
         self.reads_system_texts = reads_system_texts
         self.in_turns = {"plain": False, "turns": True}.get(self.source.format, bool(in_turns))
         self.num_read = 0
-        self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
-        # Of the first row, which all others must match: its short location, columns, and types of their values.
-        self.first, self._first_row = "", RowLocation(Path(), 0)
+        self.longest = 0  # tokens
+        self.longest_usable = 0  # without rows dropped as too long
+        # Of the first row, which all others must match: its location, columns, and types of their values.
+        self.first: RowLocation | None = None
         self.form: Form = ()
         self.kinds: dict[str, str] = {}
-        self._values: dict[str, Any] = {}  # the first value of each column of the file
+        self._values: Row = {}  # the first value of each column of the file
         # How rows are converted, by the first row.
         self.stored: list[str] = []  # columns whose text is a list of messages
         self.other_format = ""  # its name, if rows are of one that is converted
@@ -82,12 +85,12 @@ class DatasetReader:
         self.problems: list[Problem] = []
         self.dropped: dict[str, DroppedRows] = {}  # by code
         self._rows: RowIterator = iter(())
-        self._head: list[dict[str, Any]] = []  # the first rows, once they are needed
+        self._head: list[Row] = []  # the first rows, once they are needed
         self._reading = False  # rows are being read and have not been assigned to a split yet
         self._known = {name for form in forms for name in form}
         self._refuse_unknown_columns()
 
-    def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[RowLocation, Form, Row]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
         self._reading = True
         self._rows = raw_rows(self.source)
@@ -97,18 +100,7 @@ class DatasetReader:
             if not raw.keys() <= self._values.keys():
                 self._values = {**raw, **self._values}
             try:
-                row = self._rename(raw)
-                if not self.first:
-                    self._check_columns(raw)
-                    self.stored = self._stored_columns(row)
-                row = self._parse_stored(row)
-                if not self.first:
-                    self.other_format = conversions.other_format(row, self._own_form(row))
-                row = self._to_own_columns(row)
-                if not self.first:
-                    self._infer_schema(location, raw, row)
-                self._check_row(row)
-                form, row = self._to_prompt_and_answers(row)
+                form, row = self._convert(location, raw)
             except BadRow as bad:
                 self.note(location, bad)
                 if not self.first and self.problems:
@@ -117,42 +109,55 @@ class DatasetReader:
             yield location, form, row
         self._reading = False
 
-    def _rename(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with the names of data.columns."""
-        return {name: value for name, value in raw.items() if name not in self.columns} | self._mapped(raw)
+    def _convert(self, location: RowLocation, raw: Row) -> tuple[Form, Row]:
+        """Return the form and the row under rlhf's names; the first row decides how all are converted."""
+        row = self._rename(raw)
+        if not self.first:
+            self._check_columns(raw)
+            self.stored = self._stored_columns(row)
+        for name in self.stored:
+            row[name] = conversions.parse_stored_messages(row.get(name), name)
 
-    def _mapped(self, raw: dict[str, Any]) -> dict[str, Any]:
+        if not self.first:
+            self.other_format = conversions.other_format(row, self._own_form(row))
+        row = self._to_own_columns(row)
+
+        if not self.first:
+            self._infer_schema(location, raw, row)
+        self._check_row(row)
+        return self._to_prompt_and_answers(row)
+
+    def _rename(self, raw: Row) -> Row:
+        """Return the row with the names of data.columns."""
+        kept = {name: value for name, value in raw.items() if name not in self.columns}
+        return kept | self._mapped(raw)
+
+    def _mapped(self, raw: Row) -> Row:
         return {name: raw[column] for name, column in self.columns.items() if column in raw}
 
-    def _stored_columns(self, row: dict[str, Any]) -> list[str]:
+    def _stored_columns(self, row: Row) -> list[str]:
         """Return the columns whose texts are lists of messages."""
         if self.source.format == "plain":
             return []
-        return conversions.stored_messages(row, self._known | {*conversions.TURN_COLUMNS})
+        return conversions.stored_messages(row, self._known.union(conversions.TURN_COLUMNS))
 
-    def _parse_stored(self, row: dict[str, Any]) -> dict[str, Any]:
-        parsed = {name: conversions.parse_stored_messages(row.get(name), name) for name in self.stored}
-        return row | parsed
-
-    def _to_own_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _to_own_columns(self, row: Row) -> Row:
         """Convert a row of another format, and the names of roles."""
         if self.other_format:
             converted = conversions.convert_row(row)
             further = {name: value for name, value in row.items() if name not in self._known}
             row = further | converted | self._mapped(converted)
-        renamed = {}
-        for name, value in row.items():
-            if name not in self._known or not isinstance(value, list):
-                continue
-            self.renamed_roles |= dict.fromkeys(conversions.other_roles(value))
-            renamed[name] = conversions.with_standard_names(value)
-        return row | renamed
+        for name, messages in row.items():
+            if name in self._known and isinstance(messages, list):
+                self.renamed_roles |= dict.fromkeys(conversions.other_roles(messages))
+                row[name] = conversions.with_standard_names(messages)
+        return row
 
-    def _to_prompt_and_answers(self, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
+    def _to_prompt_and_answers(self, row: Row) -> tuple[Form, Row]:
         """Return the form and the row, with all that comes before the answers in its prompt alone."""
-        form, answers = self.form, [name for name in self.form if name in ANSWERS]
+        form = self.form
         if self.whole_dialogues:
-            conversions.require_prompt_in_dialogues(row, answers)
+            conversions.require_prompt_in_dialogues(row, _answers(form))
         if self.repeating:
             row = conversions.without_prompt(row, self.repeating)
         if self.transcripts:
@@ -182,19 +187,26 @@ class DatasetReader:
         is_text = set(self.kinds.values()) == {TEXT} and "prompt" in self.form
         return self.in_turns and is_text and not self.transcripts
 
-    def _own_form(self, row: dict[str, Any]) -> Form | None:
-        return next((form for form in self.forms if all(name in row for name in form)), None)
+    def _own_form(self, row: Row) -> Form | None:
+        for form in self.forms:
+            if row.keys() >= set(form):
+                return form
+        return None
 
     def note(self, location: RowLocation, bad: BadRow, rows: int = 1) -> None:
         """Record the first fault of a row as a problem, or drop the row if data.on_bad says so."""
-        droppable = bad.code not in NOT_DROPPED_BY_ON_BAD
-        if self.source.on_bad == "drop" and droppable:
-            if self._reading and location == self._first_row:
-                self.first = ""  # the next row becomes the schema
+        is_droppable = bad.code not in NOT_DROPPED_BY_ON_BAD
+        if is_droppable and self.source.on_bad == "drop":
+            if self._reading and location == self.first:
+                self.first = None  # the next row becomes the schema
             self.drop(location, bad.code, bad.text, rows)
-        elif not self.problems or self.problems[-1].where != str(location):
-            hint = bad.hint or ("correct the row, or set data.on_bad: drop" if droppable else None)
-            self.problems.append(Problem(bad.code, bad.text, str(location), hint))
+            return
+
+        where = str(location)
+        if self.problems and self.problems[-1].where == where:
+            return
+        hint = "correct the row, or set data.on_bad: drop" if is_droppable else None
+        self.problems.append(Problem(bad.code, bad.text, where, bad.hint or hint))
 
     def drop(self, location: RowLocation, code: str, text: str, rows: int = 1) -> None:
         """Count `rows` dropped rows: those of a prompt, or a single one.
@@ -216,13 +228,17 @@ class DatasetReader:
         """Raise RLHFError with the first five problems, if there are any."""
         if not self.problems:
             return
-        first = self.problems[:MAX_SHOWN_PROBLEMS]
-        hints = [problem.hint for problem in first]
-        shown = [replace(each, hint=None) if each.hint in hints[:i] else each for i, each in enumerate(first)]
+        shown: list[Problem] = []
+        hints: set[str | None] = set()
+        for problem in self.problems[:MAX_SHOWN_PROBLEMS]:
+            shown.append(replace(problem, hint=None) if problem.hint in hints else problem)
+            hints.add(problem.hint)
+
         if len(self.problems) > MAX_SHOWN_PROBLEMS:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
-            text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
+            if last.code == "D10":
+                text += f"; the longest has {self.longest} tokens"
             can_drop = any(problem.code not in NOT_DROPPED_BY_ON_BAD for problem in self.problems)
             hint = "set data.on_bad: drop" if can_drop else None
             shown.append(Problem(last.code, text, self.source.shown(), hint))
@@ -232,26 +248,37 @@ class DatasetReader:
         """Raise RLHFError with the problems, or D05 without a usable row; warn about dropped rows."""
         self.require_no_problems()
         if usable == 0:
-            reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
-            text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
-            share, where = self.source.share, (self.source.where or "").removeprefix("--data")
-            if share and self.num_read and not reasons:
-                text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
-            first = next((str(dropped.first) for dropped in self.dropped.values()), None)
-            hint = "correct the row, and those like it" if first else where and f"see {where}"
-            raise RLHFError("D05", text, where=first or self.source.shown(), hint=hint)
+            raise self._no_usable_row()
+        name = self.source.shown()
+        for text in self._conversion_texts():
+            terminal.log_once(f"data     {name}: {text}")
         self._report_unread()
         for code, dropped in self.dropped.items():
             rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
             text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
-            text += f"; the longest has {self.longest}" if code == "D10" else ""
-            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, hints["other"]))
+            if code == "D10":
+                text += f"; the longest has {self.longest}"
+            terminal.warn(code, text, where=name, hint=hints.get(code, hints["other"]))
+
+    def _no_usable_row(self) -> RLHFError:
+        text = f"no usable row: {self.num_read} read"
+        dropped = list(self.dropped.values())
+        if dropped:
+            reasons = "; ".join(f"{each.rows} {each}" for each in dropped)
+            hint = "correct the row, and those like it"
+            return RLHFError("D05", f"{text}, dropped {reasons}", where=str(dropped[0].first), hint=hint)
+
+        share = self.source.share
+        if share and self.num_read:
+            text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
+        where = self.source.where
+        is_key = where and where != "--data"
+        return RLHFError("D05", text, where=self.source.shown(), hint=f"see {where}" if is_key else None)
 
     def _report_unread(self) -> None:
-        """Say once how rows were converted, and warn (D17) about unread columns that are meant for the model."""
-        name, unread = self.source.shown(), self._unread_columns()
-        for text in self._conversion_texts():
-            terminal.log_once(f"data     {name}: {text}")
+        """Warn (D17) about unread columns that are meant for the model, and list the others once."""
+        name = self.source.shown()
+        unread = self._unread_columns()
         meant = [column for column in unread if column in columns.MEANT_FOR_THE_MODEL]
         if self._are_prompts and "context" in meant:
             meant.remove("context")  # a reward function may read it
@@ -259,12 +286,14 @@ class DatasetReader:
             text = f"not read: {format_columns(meant)}, which may be meant for the model"
             hint = "write prompts as lists of messages with a system message, or put the text into the prompt"
             terminal.warn("D17", text, where=name, hint=hint)
+
         labels: list[str] = []
         if "completion" in self._known:
             labels = [column for column in columns.label_columns(self._values) if column in unread]
         if labels:
             text = f"not read: {format_columns(labels)}, which may say which answers are bad"
             terminal.warn("D17", text, where=name, hint="keep only the rows that the model is to learn, without it")
+
         others = [column for column in unread if column not in (*meant, *labels)]
         if others and not self._are_prompts:
             terminal.log_once(f"data     {name}: not read: {format_columns(others)}")
@@ -288,41 +317,50 @@ class DatasetReader:
         if self.whole_dialogues:
             yield "the answers are whole dialogues, of which all but the last turn is the prompt"
         if self.repeating:
-            way_out = "" if self.source.where == "--data" else "; data.format: plain keeps it"
-            yield f"the prompt is taken off the beginning of {' and '.join(self.repeating)}{way_out}"
+            text = f"the prompt is taken off the beginning of {' and '.join(self.repeating)}"
+            yield text if self.source.where == "--data" else f"{text}; data.format: plain keeps it"
 
-    def _check_columns(self, raw: dict[str, Any]) -> None:
+    def _check_columns(self, raw: Row) -> None:
         for name, file_column in self.columns.items():
             if file_column not in raw:
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
                 raise BadRow("D02", text, did_you_mean(file_column, raw))
 
-    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> None:
+    def _infer_schema(self, location: RowLocation, raw: Row, row: Row) -> None:
         """Set the schema from the first row, and what its texts hold. Raises BadRow D02, D06, D12."""
         self.form = self._form(location, raw, row)
         self.kinds = {name: _kind(row[name], self._file_column(name)) for name in self.form}
         is_text = set(self.kinds.values()) == {TEXT}
-        may_hold_more = is_text and self.source.format != "plain"
-        answers = [name for name in self.form if name in ANSWERS]
-        self.whole_dialogues, self.repeating = False, []
-        if may_hold_more and answers and "prompt" in self.form:
-            self.whole_dialogues = conversions.dialogues_beside_prompt(row, answers)
-            if self.whole_dialogues and "chosen" in self.form:
-                self.form = ("chosen", "rejected")
-            elif not self.whole_dialogues and conversions.answers_repeat_prompt(self._first_rows(row), answers):
-                self.repeating = answers
-        dialogues = ("prompt",) if "prompt" in self.form else self.form  # columns that may contain them
-        may_be_transcripts = may_hold_more and all(texts.is_transcript(row[name]) for name in dialogues)
-        self.transcripts = self.whole_dialogues or may_be_transcripts
+        self.whole_dialogues = False
+        self.repeating = []
+        self.transcripts = False
+        if is_text and self.source.format != "plain":
+            self._look_into_texts(row)
+
         if self.source.format == "transcripts" and not self.transcripts:
+            dialogues = ["prompt"] if "prompt" in self.form else self.form  # columns that must contain them
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
         if self.source.format == "turns" and is_text and not (self.transcripts or self.texts_are_turns):
             text = f"data.format: turns needs a prompt beside {' and '.join(self.form)}"
             raise BadRow("D12", text, "add a prompt column, or remove data.format")
-        self.first, self._first_row = location.short, location
+        self.first = location
 
-    def _first_rows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _look_into_texts(self, row: Row) -> None:
+        """Set whether the texts of the first row are dialogues, or answers that repeat their prompt."""
+        if "prompt" not in self.form:
+            self.transcripts = all(texts.is_transcript(row[name]) for name in self.form)
+            return
+        self.transcripts = texts.is_transcript(row["prompt"])
+        answers = _answers(self.form)
+        if answers and all(texts.is_transcript(row[name]) for name in answers):
+            self.whole_dialogues = self.transcripts = True
+            if "chosen" in self.form:
+                self.form = ("chosen", "rejected")
+        elif answers and conversions.answers_repeat_prompt(self._first_rows(row), answers):
+            self.repeating = answers
+
+    def _first_rows(self, row: Row) -> list[Row]:
         """Return this row and the next ones, or those of an earlier call."""
         if not self._head:
             head = list(islice(self._rows, HEAD_ROWS))
@@ -341,11 +379,11 @@ class DatasetReader:
             beside.append("prompt")
         if self.other_format:
             beside += conversions.FOREIGN_COLUMNS
-        from_file = [self._file_column(name) for name in beside]
-        return [name for name in self._values if name in from_file and name not in self._columns_of_form()]
+        read = {self._file_column(name) for name in beside} - self._columns_of_form()
+        return [column for column in self._values if column in read]
 
     def _columns_of_form(self) -> set[str]:
-        return {self._file_column(name) for name in self.form} | {*self.columns.values()}
+        return {*self.columns.values(), *map(self._file_column, self.form)}
 
     def _unread_columns(self) -> list[str]:
         read = {*self._columns_of_form(), *self._columns_beside()}
@@ -356,28 +394,34 @@ class DatasetReader:
         if self.other_format:
             parts = [f"{{{', '.join(self.form)}}} from {self.other_format}"]
         else:
-            names = [(name, self._file_column(name)) for name in self.form]
-            parts = [name if name == column else f"{name} from {column}" for name, column in names]
+            names = {name: self._file_column(name) for name in self.form}
+            parts = [name if name == column else f"{name} from {column}" for name, column in names.items()]
         text = ", ".join([*parts, *self._columns_beside()])
         unread = self._unread_columns()
         if not unread:
             return text
-        return f"{text}; {'for reward functions' if self._are_prompts else 'not read'}: {format_columns(unread)}"
+        use = "for reward functions" if self._are_prompts else "not read"
+        return f"{text}; {use}: {format_columns(unread)}"
 
-    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+    def _form(self, location: RowLocation, raw: Row, row: Row) -> Form:
         form = self._own_form(row)
-        if form == ("chosen", "rejected") and (others := conversions.prompt_candidates(self._first_rows(row))):
-            text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
-            column = columns.look_alike("prompt", {name: self._values.get(name) or "" for name in others}) or "NAME"
-            hint = f"map the columns, e.g. {self._column_mapping({'prompt': column})}"
-            raise BadRow("D02", text, f"{hint}; or remove them, if both answers begin with their prompt")
-        if form:
-            return form
-        forms = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
-        text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
-        raise BadRow("D02", text, self._missing_hint(location, raw, row))
+        if form is None:
+            forms = " or ".join(f"{{{', '.join(form)}}}" for form in self.forms)
+            text = f"the row needs {forms}; columns found: {format_columns(raw) or 'none'}"
+            raise BadRow("D02", text, self._missing_hint(location, raw, row))
+        if form == ("chosen", "rejected"):
+            self._refuse_texts_beside_answers(row)
+        return form
 
-    def _missing_hint(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> str:
+    def _refuse_texts_beside_answers(self, row: Row) -> None:
+        """Raise BadRow D02 for columns that may be the prompt of answers without one."""
+        others = conversions.prompt_candidates(self._first_rows(row))
+        if others:
+            text = f'no column "prompt", and beside chosen and rejected there are other texts: {format_columns(others)}'
+            hint = self._mapping_hint(["prompt"], {name: self._values.get(name) or "" for name in others})
+            raise BadRow("D02", text, f"{hint}; or remove them, if both answers begin with their prompt")
+
+    def _missing_hint(self, location: RowLocation, raw: Row, row: Row) -> str:
         """Return what to do about a row without a known form."""
         wanted = ("prompt",) if ("prompt",) in self.forms else self.forms[0]
         missing = [name for name in wanted if name not in row] or [wanted[0]]
@@ -385,11 +429,13 @@ class DatasetReader:
             return "each row has one answer, but a pair needs two; use these rows for sft"
         if self.other_format == conversions.OPENAI:
             return "write rows of prompt and completion, from input.messages and preferred_output"
-        if labels := columns.label_hint(missing, raw):
+        labels = columns.label_hint(missing, raw)
+        if labels:
             return labels
+
         # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
         lists = {name for name, value in raw.items() if isinstance(value, list) and _conversation_fault(value, name)}
-        used = self._known - ANSWER_COLUMNS | {*self.forms[0], *self.columns.values()} | lists
+        used = lists.union(self._known - ANSWER_COLUMNS, self.forms[0], self.columns.values())
         free = {name: value for name, value in raw.items() if name not in used}
         if lists and not free:
             return f"write each row as a separate object, with the column {missing[0]}"
@@ -399,45 +445,48 @@ class DatasetReader:
             return f"does the first line name the columns? if so, {hint}"
         return hint
 
-    def _mapping_hint(self, missing: list[str], free: dict[str, Any]) -> str:
+    def _mapping_hint(self, missing: list[str], free: Row) -> str:
         """Return the mapping of all missing columns, with NAME where no column looks alike."""
         mapping: dict[str, str] = {}
         for name in missing:
-            mapping[name] = columns.look_alike(name, free, taken=[*mapping.values()]) or "NAME"
+            mapping[name] = columns.look_alike(name, free, taken=mapping.values()) or "NAME"
         return f"map the columns, e.g. {self._column_mapping(mapping)}"
 
-    def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
+    def _parse_transcripts(self, form: Form, row: Row) -> tuple[Form, Row]:
         if form == ("text",):
-            return ("messages",), {"messages": texts.parse_transcript(row["text"], self._file_column("text"))}
-        if self.whole_dialogues and form == ("prompt", "completion"):
-            turns = texts.parse_transcript(row["completion"], self._file_column("completion"))
-            return form, {**row, "prompt": turns[:-1], "completion": turns[-1:]}
+            return ("messages",), {"messages": self._turns(row, "text")}
         if "prompt" not in form:
-            return form, row | {name: texts.parse_transcript(row[name], self._file_column(name)) for name in form}
-        answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
+            turns = {name: self._turns(row, name) for name in form}
+            return form, row | turns
+        if self.whole_dialogues:
+            *prompt, answer = self._turns(row, "completion")
+            return form, {**row, "prompt": prompt, "completion": [answer]}
         prompt = texts.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
-        return form, {**row, **answers, "prompt": prompt}
+        return form, row | conversions.answers_as_turns(row, form) | {"prompt": prompt}
 
-    def _check_row(self, row: dict[str, Any]) -> None:
+    def _turns(self, row: Row, name: str) -> texts.Conversation:
+        return texts.parse_transcript(row[name], self._file_column(name))
+
+    def _check_row(self, row: Row) -> None:
         """Raise BadRow D06 or D12 if a row differs from the first one."""
+        first = self.first
+        assert first
         for name, first_kind in self.kinds.items():
             column = self._file_column(name)
             if name not in row:
-                raise BadRow("D12", f'no column "{column}"; {self.first} has one')
-            if (kind := _kind(row[name], column)) != first_kind:
-                raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {self.first}')
-            if kind == TEXT and name in ANSWERS and self.source.format != "plain":
-                self._refuse_stored_messages(row[name], column)
+                raise BadRow("D12", f'no column "{column}"; {first.short} has one')
+            value = row[name]
+            kind = _kind(value, column)
+            if kind != first_kind:
+                raise BadRow("D12", f'"{column}" is {kind} here, {first_kind} in {first.short}')
             if kind == CONVERSATION:
-                _refuse_texts(row[name], column)
-            if kind == CONVERSATION and (fault := _conversation_fault(row[name], column)):
-                raise BadRow("D06", fault)
-
-    def _refuse_stored_messages(self, text: str, column: str) -> None:
-        """Raise BadRow D12 for a list of messages stored as text where the first row has another text."""
-        if conversions.STORED_MESSAGES.match(text):
-            problem = f'"{column}" is a list of messages stored as text here, another text in {self.first}'
-            raise BadRow("D12", problem)
+                _refuse_texts(value, column)
+                fault = _conversation_fault(value, column)
+                if fault:
+                    raise BadRow("D06", fault)
+            elif name in ANSWERS and self.source.format != "plain" and conversions.STORED_MESSAGES.match(value):
+                text = f'"{column}" is a list of messages stored as text here, another text in {first.short}'
+                raise BadRow("D12", text)
 
     def _refuse_unknown_columns(self) -> None:
         known = sorted(self._known | {"margin", "system", "tools"})
@@ -454,11 +503,17 @@ class DatasetReader:
     def _column_mapping(self, mapping: Mapping[str, str]) -> str:
         """Return a column mapping as the user writes it, in a config or as options of `rlhf init`."""
         if self.source.where == "--data":
-            return " ".join(f"--column {shell_word(f'{name}={column}')}" for name, column in mapping.items())
-        return f"data.columns: {{{', '.join(f'{name}: {column}' for name, column in mapping.items())}}}"
+            pairs = [f"{name}={column}" for name, column in mapping.items()]
+            return " ".join(f"--column {shell_word(pair)}" for pair in pairs)
+        pairs = [f"{name}: {column}" for name, column in mapping.items()]
+        return f"data.columns: {{{', '.join(pairs)}}}"
 
     def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
+
+
+def _answers(form: Form) -> list[str]:
+    return [name for name in form if name in ANSWERS]
 
 
 def _kind(value: Any, column: str) -> str:

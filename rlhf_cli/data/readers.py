@@ -30,7 +30,8 @@ class RowLocation(NamedTuple):
     unit: str = "line"  # "row" for files without lines
 
     def __str__(self) -> str:
-        return f"{shown(self.path)}:{self.number}" if self.unit == "line" else f"{shown(self.path)}: row {self.number}"
+        separator = ":" if self.unit == "line" else ": row "
+        return f"{shown(self.path)}{separator}{self.number}"
 
     @property
     def short(self) -> str:
@@ -43,19 +44,27 @@ class BadRow(Exception):
 
     def __init__(self, code: str, text: str, hint: str | None = None) -> None:
         super().__init__(text)
-        self.code, self.text, self.hint = code, text, hint
+        self.code = code
+        self.text = text
+        self.hint = hint
 
 
 def describe_value(value: Any) -> str:
     """Describe a JSON value for a message."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return f"the number {value}"
-    return "text" if isinstance(value, str) else "a list" if isinstance(value, list) else "an object"
+    match value:
+        case None | bool():
+            return json.dumps(value)
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return "text"
+        case list():
+            return "a list"
+    return "an object"
 
 
-RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
+Row = dict[str, Any]
+RowIterator = Iterator[tuple[RowLocation, Row]]
 
 
 def read(path: Path, where: str | None = None, stream: BinaryIO | None = None) -> RowIterator:
@@ -96,21 +105,19 @@ def _refuse_rows_under_a_key(raw: bytes, path: Path) -> None:
         whole = orjson.loads(raw)
     except orjson.JSONDecodeError:  # several objects, or none: the reader of lines says what is wrong
         return
-    for key, value in whole.items() if isinstance(whole, dict) else ():
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(each, dict) and not _is_message(each) for each in value)
-        ):
+    if not isinstance(whole, dict):
+        return
+    for key, value in whole.items():
+        if value and isinstance(value, list) and all(map(_is_row, value)):
             text = f'the file is one object, with its rows under "{format_columns([key])}"; expected a list of objects'
             list_alone = shell_word(f".[{json.dumps(key)}]")
             hint = f"write the list alone, for example: jq {list_alone} {shell_path(path)} > rows.json"
             raise RLHFError("D12", text, where=shown(path), hint=hint)
 
 
-def _is_message(value: dict[str, Any]) -> bool:
-    """Return True for a message of a conversation, {role, ...} or {from, ...}."""
-    return not {"role", "from"}.isdisjoint(value)
+def _is_row(value: Any) -> bool:
+    """Return True for an object that is no message of a conversation, {role, ...} or {from, ...}."""
+    return isinstance(value, dict) and "role" not in value and "from" not in value
 
 
 def _table(file: BinaryIO, path: Path) -> RowIterator:
@@ -121,7 +128,8 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
     header: list[str] = []
     try:
         for cells in reader:
-            location, start = RowLocation(path, start), reader.line_num + 1
+            location = RowLocation(path, start)
+            start = reader.line_num + 1
             if not cells:
                 continue
             if not header:
@@ -133,10 +141,13 @@ def _table(file: BinaryIO, path: Path) -> RowIterator:
             else:
                 yield location, dict(zip(header, cells, strict=True))
     except csv.Error as error:
-        bare_newline = "new-line character" in str(error)
-        hint = "convert its line ends: tr '\\r' '\\n'" if bare_newline else 'inside quotes, write a quote twice: ""'
-        text = f"not valid CSV: {'a line break outside quotes' if bare_newline else error}"
-        raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
+        reason = str(error)
+        hint = 'inside quotes, write a quote twice: ""'
+        if "new-line character" in reason:
+            reason = "a line break outside quotes"
+            hint = "convert its line ends: tr '\\r' '\\n'"
+        where = str(RowLocation(path, start))
+        raise RLHFError("D03", f"not valid CSV: {reason}", where=where, hint=hint) from error
 
 
 def _lines_of_table(file: BinaryIO, path: Path) -> Iterator[str]:
@@ -162,10 +173,10 @@ def _refuse_other_delimiter(header: str, path: Path, where: str) -> None:
 
 def _refuse_duplicate_names(names: list[str], where: str, subject: str) -> None:
     """Raise D03 if two columns have the same name; a row would keep only the last."""
-    duplicate = next((name for name in names if name and names.count(name) > 1), None)
-    if duplicate is not None:
-        text = f'{subject} the column "{format_columns([duplicate])}" twice'
-        raise RLHFError("D03", text, where=where, hint="give each column a different name")
+    for name in names:
+        if name and names.count(name) > 1:
+            text = f'{subject} the column "{format_columns([name])}" twice'
+            raise RLHFError("D03", text, where=where, hint="give each column a different name")
 
 
 def format_columns(names: Iterable[str]) -> str:
@@ -190,13 +201,16 @@ def _parquet(file: BinaryIO, path: Path) -> RowIterator:
         raise RLHFError("D03", f"not a valid Parquet file: {reason}", where=shown(path)) from error
 
 
-def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
+def _batch_to_rows(batch: Any, path: Path, before: int) -> list[Row]:
     """Return the rows of a record batch that follows `before` rows. Raises D04 (not UTF-8), D03 (no Python value)."""
     try:
         return list(batch.to_pylist())
     except Exception as error:  # pyarrow and datetime raise many types
         if batch.num_rows > 1:  # find the row
-            return [_batch_to_rows(batch.slice(i, 1), path, before + i)[0] for i in range(batch.num_rows)]
+            rows = []
+            for index in range(batch.num_rows):
+                rows += _batch_to_rows(batch.slice(index, 1), path, before + index)
+            return rows
         location = str(RowLocation(path, before + 1, "row"))
         if isinstance(error, UnicodeDecodeError):
             raise RLHFError("D04", "a text is not UTF-8", where=location) from error

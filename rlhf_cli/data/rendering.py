@@ -1,12 +1,13 @@
 """Checks of how a chat template renders conversations: with each message, and with markup once."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_cli import terminal
 from rlhf_cli.data.readers import RowLocation
-from rlhf_cli.data.tokens import TOOL_CALLS, Conversation, render
+from rlhf_cli.data.tokens import TOOL_CALLS, Conversation, PromptText, render
 from rlhf_cli.errors import RLHFError
 
 SAMPLED_ROWS = 32
@@ -32,7 +33,7 @@ class RenderedRow(NamedTuple):
     answers: Sequence[str]
 
 
-def rendered_rows(rows: Iterable[tuple[RowLocation, str | Conversation, Sequence[str]]]) -> list[RenderedRow]:
+def rendered_rows(rows: Iterable[tuple[RowLocation, PromptText, Sequence[str]]]) -> list[RenderedRow]:
     """Return the rows whose prompt is a conversation: the chat template renders no texts."""
     return [RenderedRow(place, prompt, answers) for place, prompt, answers in rows if isinstance(prompt, list)]
 
@@ -42,7 +43,8 @@ def check_rendering(rows: Sequence[RenderedRow], tokenizer: Any, *, where: str, 
 
     Warns D18 about texts that have chat markup already. Raises RLHFError T08 if the template leaves out a message.
     """
-    sample = rows[:: max(1, -(-len(rows) // SAMPLED_ROWS))]
+    stride = max(1, math.ceil(len(rows) / SAMPLED_ROWS))
+    sample = rows[::stride]
     for row in sample:
         _require_all_messages(row, tokenizer)
     marked = list(filter(None, map(find_markup, sample)))
@@ -56,7 +58,8 @@ def find_markup(row: RenderedRow) -> str | None:
     """Return the first chat markup in the texts of a row, None if there is none."""
     contents = [message["content"] for message in row.prompt]
     for text in (*contents, *row.answers):
-        if match := CHAT_MARKUP.search(text):
+        match = CHAT_MARKUP.search(text)
+        if match:
             return match[0].strip()[:30]
     return None
 

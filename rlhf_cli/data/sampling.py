@@ -20,8 +20,11 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 def prompt_batch(count: int, step: int, size: int, seed: int) -> list[int]:
     """Return `size` indices of range(count) for update `step` (from 1); each epoch is ordered by (seed, epoch) only."""
     assert count > 0 and step > 0 and size > 0
-    positions = range((step - 1) * size, step * size)
-    return [_permutation(count, seed, position // count)[position % count] for position in positions]
+    indices = []
+    for position in range((step - 1) * size, step * size):
+        epoch, place = divmod(position, count)
+        indices.append(_permutation(count, seed, epoch)[place])
+    return indices
 
 
 @lru_cache(maxsize=2)
@@ -29,6 +32,10 @@ def _permutation(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
     random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
     return tuple(order)
+
+
+def _chunks(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 class LengthGroupedSampler:
@@ -42,7 +49,10 @@ class LengthGroupedSampler:
     POOL = 50  # batches whose rows are sorted together: a compromise between little padding and random order
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,10 +65,11 @@ class LengthGroupedSampler:
         generator = random.Random(derive_seed(self.seed, "lengths", self.epoch))
         order = list(range(len(self)))
         generator.shuffle(order)
-        batches = []
-        for start in range(0, len(order), self.POOL * self.batch_size):
-            pool = sorted(order[start : start + self.POOL * self.batch_size], key=self.lengths.__getitem__)
-            batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
+        batches: list[list[int]] = []
+        for pool in _chunks(order, self.POOL * self.batch_size):
+            pool.sort(key=self.lengths.__getitem__)
+            batches += _chunks(pool, self.batch_size)
+
         short = [batch for batch in batches if len(batch) < self.batch_size]
         full = [batch for batch in batches if len(batch) == self.batch_size]
         generator.shuffle(full)

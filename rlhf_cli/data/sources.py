@@ -8,9 +8,10 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,7 +29,8 @@ MAX_DOWNLOAD_BYTES = 20e9  # larger datasets are not downloaded automatically
 
 def raw_rows(source: DataSource) -> RowIterator:
     """Yield each row with its location, at most `max_rows` of them. Raises RLHFError D01-D04, D12."""
-    return islice((row for path in locate_files(source) for row in read(path, source.where)), source.max_rows)
+    files = (read(path, source.where) for path in locate_files(source))
+    return islice(chain.from_iterable(files), source.max_rows)
 
 
 def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:
@@ -39,7 +41,7 @@ def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:
         try:
             files[key] = locate_files(source)
         except RLHFError as error:
-            problems += [Problem(p.code, f"{key}: {p.text}", p.where, p.hint) for p in error.problems]
+            problems += [replace(problem, text=f"{key}: {problem.text}") for problem in error.problems]
     if problems:
         raise RLHFError.from_problems(problems)
     return files
@@ -94,8 +96,11 @@ def _hub_files(source: DataSource, name: str, split: str | None) -> list[Path]:
 def _complete_snapshot(name: str, revision: str | None, part: str = "") -> Path | None:
     """Return the folder of a dataset (or of its folder `part`) in the Hub cache; None if it may be incomplete."""
     folder = _local_snapshot(name, revision, part)
+    if folder is None:
+        return None
     # The Hub client writes this list of the commit's files once no file is missing.
-    return folder if folder and (folder.parent.parent / "trees" / f"{folder.name}.json").is_file() else None
+    tree = folder.parent.parent / "trees" / f"{folder.name}.json"
+    return folder if tree.is_file() else None
 
 
 def _local_snapshot(name: str, revision: str | None, part: str) -> Path | None:
@@ -104,7 +109,8 @@ def _local_snapshot(name: str, revision: str | None, part: str) -> Path | None:
         folder = _snapshot(name, revision, part, local_files_only=True)
     except (OSError, ValueError):  # not cached, incomplete, or not a valid id
         return None
-    return folder if any(suffix(path) in READERS for path in (folder / part).rglob("*")) else None
+    has_data = any(suffix(path) in READERS for path in (folder / part).rglob("*"))
+    return folder if has_data else None
 
 
 def _snapshot(name: str, revision: str | None, part: str, **options: Any) -> Path:
@@ -123,7 +129,7 @@ def _download(name: str, revision: str | None, part: str, where: str | None) -> 
     try:
         return _download_once(name, revision, part)
     except RLHFError as error:
-        raise RLHFError("D01", error.problems[0].text, where=where, hint=error.problems[0].hint) from error
+        raise RLHFError.from_problems([replace(problem, where=where) for problem in error.problems]) from error
     except Exception as error:  # HTTP, id and disk errors have many types
         folder = _local_snapshot(name, revision, part)
         if folder is None:
@@ -140,12 +146,14 @@ def _download_once(name: str, revision: str | None, part: str) -> Path:
     if is_offline():
         raise OSError("offline mode is on (HF_HUB_OFFLINE)")
     info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
-    size = sum(file.size or 0 for file in info.siblings or [] if file.rfilename.startswith(part))
+    files = [file for file in info.siblings or [] if file.rfilename.startswith(part)]
+    size = sum(file.size or 0 for file in files)
     if size > MAX_DOWNLOAD_BYTES:
         limit = f"the automatic limit of {MAX_DOWNLOAD_BYTES / 1e9:.0f} GB"
         text = f"{name} has {size / 1e9:.0f} GB on the Hub, more than {limit}"
         command = f"hf download --repo-type dataset {name} --include PATTERN --local-dir DIR"
         raise RLHFError("D01", text, hint=f"set data.max_rows, or download a part and set its folder: {command}")
+
     terminal.say(f"data     downloading {name} from the Hub, {size / 1e6:.0f} MB")
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -195,9 +203,11 @@ def _stream_rows(name: str, urls: Sequence[str], where: str | None) -> Iterator[
     for url in urls:
         system, remote = url_to_fs(url)
         path = Path(name, remote.partition("@")[2].partition("/")[2])  # from datasets/OWNER/NAME@COMMIT/...
+        is_gzip = path.suffix.lower() == ".gz"
         with system.open(remote, "rb") as raw:
-            file = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else io.BufferedReader(raw, 2**20)
-            yield from (row for _, row in read(path, where, cast(BinaryIO, file)))
+            file = gzip.GzipFile(fileobj=raw) if is_gzip else io.BufferedReader(raw, 2**20)
+            for _, row in read(path, where, cast(BinaryIO, file)):
+                yield row
 
 
 def is_offline() -> bool:
@@ -209,8 +219,11 @@ def is_offline() -> bool:
 
 def cache_folder() -> Path:
     """Return the cache folder of rlhf: RLHF_CACHE, or `rlhf` in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
-    return Path(os.environ.get("RLHF_CACHE") or default)
+    chosen = os.environ.get("RLHF_CACHE")
+    if chosen:
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "rlhf"
 
 
 def _not_on_the_hub(name: str, error: Exception, where: str | None) -> RLHFError:

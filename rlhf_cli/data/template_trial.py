@@ -15,7 +15,10 @@ from typing import Any
 
 TURNS = [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]
 OTHERS = {"tools": None, "documents": None, "bos_token": "<s>", "eos_token": "</s>"}
-TIME, MEMORY, DEPTH = "time", "memory", "depth"  # what a template has too little of
+# What a template has too little of.
+TIME = "time"
+MEMORY = "memory"
+DEPTH = "depth"
 EXIT_CODES = {MEMORY: 3, DEPTH: 4}
 
 
@@ -35,13 +38,17 @@ def ends_by(template: str, *, seconds: float, max_bytes: int) -> str | None:
         process.wait()
     if process.returncode == -signal.SIGPROF:
         return TIME
-    return next((limit for limit, code in EXIT_CODES.items() if process.returncode == code), None)
+    for limit, code in EXIT_CODES.items():
+        if process.returncode == code:
+            return limit
+    return None
 
 
 def _limit_this_process(seconds: float, max_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(OSError, ValueError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard < 0 else min(max_bytes, hard), hard))
+        soft = max_bytes if hard < 0 else min(max_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever it does
 
 
@@ -73,8 +80,8 @@ def _render() -> None:
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: form}
     try:
         template = environment.from_string(job["template"])
-        for turns, asks in ((TURNS[:1], True), (TURNS, False)):
-            template.render(messages=turns, add_generation_prompt=asks, **OTHERS)
+        template.render(messages=TURNS[:1], add_generation_prompt=True, **OTHERS)
+        template.render(messages=TURNS, add_generation_prompt=False, **OTHERS)
     except MemoryError:
         os._exit(EXIT_CODES[MEMORY])
     except RecursionError:

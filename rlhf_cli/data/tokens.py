@@ -25,6 +25,7 @@ from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit, format_bytes, memor
 
 Message = dict[str, Any]
 Conversation = list[Message]
+PromptText = str | Conversation
 Answer = str | Message  # text after a text, or the assistant's message after a conversation
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 BATCH_ROWS = 4096  # rows
@@ -66,7 +67,7 @@ def set_speaks_in_turns(tokenizer: Any, in_turns: bool) -> None:
     setattr(tokenizer, SPEAKS_IN_TURNS, in_turns)
 
 
-def encode(tokenizer: Any, prompt: str | Conversation, response: Answer | None) -> Encoded:
+def encode(tokenizer: Any, prompt: PromptText, response: Answer | None) -> Encoded:
     """Return the token ids (prompt, response) of one row; the response ends in one stop token, and is [] for None.
 
     A string prompt keeps the special tokens that the tokenizer prepends (BOS), not those that it appends.
@@ -79,7 +80,7 @@ def encode(tokenizer: Any, prompt: str | Conversation, response: Answer | None) 
 
 def encode_many(
     tokenizer: Any,
-    prompts: Sequence[str | Conversation | None],
+    prompts: Sequence[PromptText | None],
     responses: Sequence[Answer | None],
     *,
     any_text: bool = False,
@@ -102,7 +103,7 @@ def encode_many(
     return encoded
 
 
-def as_answer(prompt: str | Conversation | None, response: Answer | None) -> Answer | None:
+def as_answer(prompt: PromptText | None, response: Answer | None) -> Answer | None:
     """Return the response as the assistant's message if the prompt is a conversation."""
     if isinstance(prompt, list) and isinstance(response, str):
         return {"role": "assistant", "content": response}
@@ -115,12 +116,13 @@ def _encode_responses(tokenizer: Any, responses: Sequence[Answer | None], any_te
         return [[] for _ in responses]
     stop = stop_token_id(tokenizer)
     stop_text = tokenizer.decode([stop])
-    tokenized = iter(_tokenize_behind_a_prompt(tokenizer, [_without_space_after(stop_text, text) for text in texts]))
-    ids = [[] if text is None else next(tokenized) for text in responses]
-    for text, row in zip(responses, ids, strict=True):
-        if text is not None and row[-1:] != [stop]:
-            row.append(stop)
-    return ids
+    texts = [_without_space_after(stop_text, text) for text in texts]
+    tokenized = _tokenize_behind_a_prompt(tokenizer, texts)
+    for ids in tokenized:
+        if ids[-1:] != [stop]:
+            ids.append(stop)
+    remaining = iter(tokenized)
+    return [[] if response is None else next(remaining) for response in responses]
 
 
 def _tokenize_behind_a_prompt(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -133,9 +135,10 @@ def _tokenize_behind_a_prompt(tokenizer: Any, texts: list[str]) -> list[list[int
     line_break = tokenize(tokenizer, ["\n"])[0]
     size = len(line_break)
     rows = tokenize(tokenizer, [f"\n{text}" for text in texts])
-    merged = [number for number, ids in enumerate(rows) if ids[:size] != line_break]
     behind = [ids[size:] for ids in rows]
-    for number, ids in zip(merged, tokenize(tokenizer, [texts[number] for number in merged]), strict=True):
+    merged = [number for number, ids in enumerate(rows) if ids[:size] != line_break]
+    alone = tokenize(tokenizer, [texts[number] for number in merged])
+    for number, ids in zip(merged, alone, strict=True):
         behind[number] = ids
     return behind
 
@@ -148,7 +151,8 @@ def _puts_space_before_texts(tokenizer: Any) -> bool:
 
 def _without_space_after(stop: str, text: str) -> str:
     """Return a text that ends in the stop token without the white space after it: one stop token ends the answer."""
-    return text.rstrip() if text.rstrip().endswith(stop) else text
+    stripped = text.rstrip()
+    return stripped if stripped.endswith(stop) else text
 
 
 def _response_text(tokenizer: Any, response: Answer, any_text: bool) -> str:
@@ -176,13 +180,17 @@ def closing_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that the chat template writes behind an answer's stop token, as ChatML its newline."""
     if not tokenizer.chat_template:
         return ()
-    stop, ids = stop_token_id(tokenizer), tokenize(tokenizer, [answer_frame(tokenizer).after])[0]
-    return tuple(ids[ids.index(stop) + 1 :]) if stop in ids else ()
+    stop = stop_token_id(tokenizer)
+    ids = tokenize(tokenizer, [answer_frame(tokenizer).after])[0]
+    if stop not in ids:
+        return ()
+    return tuple(ids[ids.index(stop) + 1 :])
 
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the special tokens, which decoded text leaves out."""
-    return set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    added = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added.union(tokenizer.all_special_ids)
 
 
 def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
@@ -192,7 +200,8 @@ def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) 
     its `special` tokens.
     """
     decoded_ids: list[int] = []
-    text, start = "", 0
+    text = ""
+    start = 0
     for token in ids:
         decoded_ids.append(token)
         text = tokenizer.decode(decoded_ids, skip_special_tokens=not special)
@@ -252,15 +261,12 @@ def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool,
 @lru_cache(maxsize=8)
 def _require_written_tools(tokenizer: Any, template: str) -> None:
     """Raise RLHFError D19 if the template writes no tools."""
-    without, written = (
-        render(tokenizer, [_QUESTION], generation_prompt=True, **variables) for variables in ({}, {TOOLS: [_SCHEMA]})
-    )
+    without = render(tokenizer, [_QUESTION], generation_prompt=True)
+    written = render(tokenizer, [_QUESTION], generation_prompt=True, tools=[_SCHEMA])
     if written == without:
         text = 'the rows have "tools", which the chat template does not write'
-        hint = (
-            "set model.chat_template to one that writes tools, or put them into a system message and remove the column"
-        )
-        raise RLHFError("D19", text, hint=hint)
+        hint = "set model.chat_template to one that writes tools"
+        raise RLHFError("D19", text, hint=f"{hint}, or put them into a system message and remove the column")
 
 
 @lru_cache(maxsize=64)
@@ -277,16 +283,19 @@ def _in_parts(message: Message) -> Message:
 def _reads_parts(tokenizer: Any, template: str) -> bool:
     """Return True if the template shows texts only as lists of parts, as that of a vision model may."""
     turns: Conversation = [{"role": "user", "content": _MARK}, _PLAIN_ANSWER]
-    texts = []
-    for conversation in (turns, [_in_parts(message) for message in turns]):
-        try:
-            texts.append(_render(tokenizer, conversation, False, {}))
-        except RLHFError as error:
-            if error.problems[0].code != "D06":
-                raise
-            texts.append("")
-    as_text, as_parts = (text.count(_MARK) for text in texts)
+    as_text = _count_marks(tokenizer, turns)
+    as_parts = _count_marks(tokenizer, [_in_parts(message) for message in turns])
     return as_text < 2 and as_parts == 2
+
+
+def _count_marks(tokenizer: Any, conversation: Conversation) -> int:
+    """Return how often the template writes the mark of this conversation; 0 if it rejects the turns."""
+    try:
+        return _render(tokenizer, conversation, False, {}).count(_MARK)
+    except RLHFError as error:
+        if error.problems[0].code != "D06":
+            raise
+        return 0
 
 
 # Answers
@@ -325,9 +334,13 @@ class AnswerFrame:
         only_prompt, only_before = _differing_ends(self.generation, self.before)
         if only_before.strip() or not body.startswith(self.before):
             return None
-        text, tags = body[len(self.before) :], _THOUGHT_TAG.findall(only_prompt)
-        opens_thought = bool(tags) and "/" not in tags[-1] and "end" not in tags[-1].lower()
-        return None if opens_thought or (tags and _THOUGHT_TAG.search(text)) else text
+        text = body[len(self.before) :]
+        tags = _THOUGHT_TAG.findall(only_prompt)
+        if not tags:
+            return text
+        closes_thought = "/" in tags[-1] or "end" in tags[-1].lower()
+        has_another = _THOUGHT_TAG.search(text)
+        return text if closes_thought and not has_another else None
 
 
 def answer_text(tokenizer: Any, message: Message) -> str:
@@ -371,9 +384,8 @@ def _answer_frame(tokenizer: Any, template: str | None) -> AnswerFrame:
 
 
 def _find_frame(tokenizer: Any, variables: Mapping[str, Any]) -> AnswerFrame:
-    question, generation = (
-        render(tokenizer, [_QUESTION], generation_prompt=prompt, **variables) for prompt in (False, True)
-    )
+    question = render(tokenizer, [_QUESTION], generation_prompt=False, **variables)
+    generation = render(tokenizer, [_QUESTION], generation_prompt=True, **variables)
     rendering = render(tokenizer, [_QUESTION, _PLAIN_ANSWER], generation_prompt=False, **variables)
     before, mark, after = rendering.rpartition(_MARK)
     if not mark:
@@ -389,9 +401,10 @@ def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables
     Raises RLHFError T09 if the answer ends unlike others.
     """
     rendering = render(tokenizer, [_QUESTION, message], generation_prompt=False, **variables)
+    max_thoughts = max(1, message["content"].count("<think>"))
     for spelled in _other_spellings(message):
         thoughts = rendering.removeprefix(frame.question).count("<think>")
-        if thoughts <= max(1, message["content"].count("<think>")) and not _missing_part(rendering, message, frame):
+        if thoughts <= max_thoughts and not _missing_part(rendering, message, frame):
             break
         with suppress(RLHFError):  # a template may refuse a field
             rendering = render(tokenizer, [_QUESTION, spelled], generation_prompt=False, **variables)
@@ -403,21 +416,34 @@ def _answer_body(tokenizer: Any, message: Message, frame: AnswerFrame, variables
 
 def _other_spellings(message: Message) -> Iterator[Message]:
     """Yield the message with its thought in each field that a template may read."""
-    thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
     content = message["content"]
-    if not thoughts and (own := _OWN_THOUGHT.fullmatch(content)):
-        thoughts, content = [own[1].strip()], own[2].lstrip()
-    for key in THOUGHT_KEYS if thoughts else ():
-        yield {"role": message["role"], "content": content, key: thoughts[0]}
+    thoughts = _thoughts_of(message)
+    own = _OWN_THOUGHT.fullmatch(content)
+    if thoughts:
+        thought = thoughts[0]
+    elif own:
+        thought = own[1].strip()
+        content = own[2].lstrip()
+    else:
+        return
+    for key in THOUGHT_KEYS:
+        yield {"role": message["role"], "content": content, key: thought}
+
+
+def _thoughts_of(message: Message) -> list[Any]:
+    """Return the thoughts beside the content of an answer."""
+    return [message[key] for key in THOUGHT_KEYS if message.get(key)]
 
 
 def _missing_part(rendering: str, message: Message, frame: AnswerFrame) -> str:
     """Return the first text of the answer, of its thought and what stands around it, that a rendering lacks, or ""."""
     written = frame.of_answer(rendering)
-    thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
+    contents = re.split(r"</?think>", message["content"])
     calls = [call["function"]["name"] for call in message.get(TOOL_CALLS, ())]
-    texts = [str(text).strip() for text in (*thoughts, *re.split(r"</?think>", message["content"]), *calls)]
-    for text in filter(None, texts):
+    for part in (*_thoughts_of(message), *contents, *calls):
+        text = str(part).strip()
+        if not text:
+            continue
         _, found, written = written.partition(text)
         if not found:
             return text
@@ -426,7 +452,7 @@ def _missing_part(rendering: str, message: Message, frame: AnswerFrame) -> str:
 
 def has_thought(message: Message) -> bool:
     """Return True if the answer brings its thought."""
-    return "</think>" in message["content"] or any(message.get(key) for key in THOUGHT_KEYS)
+    return "</think>" in message["content"] or bool(_thoughts_of(message))
 
 
 def header_of_answers(tokenizer: Any) -> str:
@@ -497,7 +523,7 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
     return eos
 
 
-def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation | None]) -> list[list[int]]:
+def _encode_prompts(tokenizer: Any, prompts: Sequence[PromptText | None]) -> list[list[int]]:
     rendered = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
     chat_ids = iter(tokenize(tokenizer, rendered))  # the template adds its own special tokens
 
@@ -521,8 +547,9 @@ def _trailing_special_ids(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer appends to a text."""
     plain = tokenize(tokenizer, ["a"])[0]
     with_special = tokenize(tokenizer, ["a"], special=True)[0]
-    ends = range(len(with_special), len(plain) - 1, -1)
-    return with_special[next(end for end in ends if with_special[end - len(plain) : end] == plain) :]
+    ends = range(len(plain), len(with_special) + 1)
+    matches = [end for end in ends if with_special[end - len(plain) : end] == plain]
+    return with_special[matches[-1] :]
 
 
 def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -535,7 +562,8 @@ def tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[li
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
     with translate_rust_panics("M01", "the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-    if unreadable := ids_without_embedding(tokenizer):
+    unreadable = ids_without_embedding(tokenizer)
+    if unreadable:
         for ids in batch["input_ids"]:
             for token in unreadable.intersection(ids):
                 text = f"a text contains {tokenizer.convert_ids_to_tokens(token)}, for which the model has no embedding"
@@ -549,7 +577,7 @@ def intern_ids(ids: list[int]) -> list[int]:
 
 
 def encode_cached(
-    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[Answer | None]
+    tokenizer: Any, prompts: Sequence[PromptText | None], responses: Sequence[Answer | None]
 ) -> list[Encoded]:
     """Return `encode_many` of the rows, from the cache if they are many."""
     if len(prompts) < MIN_CACHED_ROWS or not tokenizer.is_fast:
@@ -567,14 +595,15 @@ def encode_cached(
     return rows
 
 
-def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[Answer | None]) -> str:
+def _cache_key(tokenizer: Any, prompts: Sequence[PromptText | None], responses: Sequence[Answer | None]) -> str:
     probe = ""  # a short question rendered by the chat template; some templates include today's date
     with suppress(RLHFError):  # no template, or one that rejects this conversation
         probe = render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)
-    special: tuple[Any, ...] = (tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens)
-    if unreadable := ids_without_embedding(tokenizer):
-        special = (*special, sorted(unreadable))
-    digest = sha256(repr((CACHE_VERSION, *special, probe)).encode())
+    parts: list[Any] = [CACHE_VERSION, tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens]
+    unreadable = ids_without_embedding(tokenizer)
+    if unreadable:
+        parts.append(sorted(unreadable))
+    digest = sha256(repr((*parts, probe)).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt, response in zip(prompts, responses, strict=True):
         digest.update(f"{prompt!r}\0{response!r}\n".encode("utf-8", "surrogatepass"))
@@ -584,29 +613,33 @@ def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], res
 def _write_cache(path: Path, rows: list[Encoded]) -> None:
     """Write the rows to the cache, and delete the files of it that were not used for the longest time."""
     lengths = np.array([[len(prompt), len(response)] for prompt, response in rows], dtype=np.int64)
-    tokens = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32, int(lengths.sum()))
+    sequences = chain.from_iterable(rows)
+    tokens = np.fromiter(chain.from_iterable(sequences), np.int32, int(lengths.sum()))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}-{os.getpid()}")
     with partial.open("wb") as file:
         np.savez(file, lengths=lengths, tokens=tokens)
     partial.replace(path)
-    files = sorted(path.parent.glob("*.npz*"), key=lambda path: path.stat().st_mtime, reverse=True)
+
+    files = list(path.parent.glob("*.npz*"))
+    files.sort(key=lambda cached: cached.stat().st_mtime, reverse=True)
     total = 0
-    for file_path in files:
-        total += file_path.stat().st_size
+    for cached in files:
+        total += cached.stat().st_size
         if total > MAX_CACHE_BYTES:
-            file_path.unlink(missing_ok=True)
+            cached.unlink(missing_ok=True)
 
 
 def _read_cache(path: Path, rows: int) -> list[Encoded] | None:
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            lengths, tokens = file["lengths"], file["tokens"]
+            lengths = file["lengths"]
+            tokens = file["tokens"]
         path.touch()
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # missing or damaged
         return None
     if lengths.shape != (rows, 2) or lengths.sum() != len(tokens):
         return None
-    parts = iter(np.split(tokens, lengths.reshape(-1).cumsum()[:-1]))
-    ids = (intern_ids(part.tolist()) for part in parts)
-    return list(zip(ids, ids, strict=True))
+    ends = lengths.reshape(-1).cumsum()
+    ids = [intern_ids(part.tolist()) for part in np.split(tokens, ends[:-1])]
+    return list(zip(ids[::2], ids[1::2], strict=True))

@@ -87,7 +87,8 @@ def extraction(pattern: str | None) -> Callable[[str], str | None]:
 
 
 def last_match(expression: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return next(iter(deque(expression.finditer(text), maxlen=1)), None)
+    last = deque(expression.finditer(text), maxlen=1)
+    return last[0] if last else None
 
 
 def texts(value: Any) -> list[str]:
@@ -95,7 +96,7 @@ def texts(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     if any(isinstance(each, dict | list) for each in values):
         raise ValueError(f"a column must have a text, a number or a list of them, not {value!r:.60}")
-    return [each if isinstance(each, str) else str(each) for each in values]
+    return [str(each) for each in values]
 
 
 def last_code_block(text: str, language: str) -> str:

@@ -8,7 +8,6 @@ checks types, bounds and names by its signature.
 
 import importlib
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast
 
@@ -44,7 +43,8 @@ def make(section: Any, context: RewardContext) -> RewardFn:
         problems = []
         for detail in error.errors(include_url=False):
             key = ".".join(str(part) for part in detail["loc"]) or "parameters"
-            text = f"builtin {name}: {key}: {PARAMETER_ERRORS.get(detail['type'], detail['msg'])}"
+            fault = PARAMETER_ERRORS.get(detail["type"], detail["msg"])
+            text = f"builtin {name}: {key}: {fault}"
             problems.append(Problem("C17", text, context.where(f"parameters.{key}"), _parameter_hint(name, build)))
         raise RLHFError.from_problems(problems) from error
     except ModuleNotFoundError as error:
@@ -57,8 +57,10 @@ def make(section: Any, context: RewardContext) -> RewardFn:
 
 def builder(name: str) -> Callable[..., RewardFn]:
     """Return the function that builds a reward from its parameters."""
-    verifier = REWARDS.get(name) or getattr(importlib.import_module(f"{verifiers.__name__}.{name}"), name)
-    return cast(Callable[..., RewardFn], verifier)
+    if name in REWARDS:
+        return REWARDS[name]
+    module = importlib.import_module(f"{verifiers.__name__}.{name}")
+    return cast(Callable[..., RewardFn], getattr(module, name))
 
 
 def _parameter_hint(name: str, build: Callable[..., RewardFn]) -> str:
@@ -82,8 +84,9 @@ def length(
 
     def score(text: str) -> float:
         size = len(text) if unit == "characters" else len(text.split())
+        missing = max(0, least - size)
         excess = 0 if most is None else max(0, size - most)
-        return -(max(0, least - size) + excess) / scale
+        return -(missing + excess) / scale
 
     return _score_responses(score)
 
@@ -92,7 +95,8 @@ def keyword(*, words: Texts, most: Annotated[int, Field(gt=0)] = 1, ignore_case:
     """Return the number of occurrences of `words` as separate words, capped at `most`, divided by `most`."""
     if any(not word.strip() for word in words):
         raise ValueError("words contains an empty word")
-    alternatives = "|".join(re.escape(word.strip()) for word in sorted(words, key=len, reverse=True))
+    longest_first = sorted(words, key=len, reverse=True)
+    alternatives = "|".join(re.escape(word.strip()) for word in longest_first)
     compiled = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE if ignore_case else 0)
     return _score_responses(lambda text: min(most, len(compiled.findall(text))) / most)
 
@@ -102,8 +106,11 @@ def repetition(*, words: Annotated[int, Field(gt=0, le=100)] = 3) -> RewardFn:
 
     def score(text: str) -> float:
         tokens = text.split()
-        ngrams = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
-        return len(ngrams) / ngrams.total() - 1 if ngrams else 0.0
+        starts = range(len(tokens) - words + 1)
+        if not starts:
+            return 0.0
+        distinct = {tuple(tokens[start : start + words]) for start in starts}
+        return len(distinct) / len(starts) - 1
 
     return _score_responses(score)
 

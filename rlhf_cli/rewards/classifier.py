@@ -33,10 +33,16 @@ class ClassifierReward:
         if self.input == "both":
             texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         rows = self.pipeline(
-            texts, truncation=self.context is not None, max_length=self.context, padding=True, top_k=None,
-            function_to_apply=FUNCTION_TO_APPLY[self.output], batch_size=self.batch_size,
-        )  # fmt: skip
-        return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
+            texts,
+            truncation=self.context is not None,
+            max_length=self.context,
+            padding=True,
+            top_k=None,
+            function_to_apply=FUNCTION_TO_APPLY[self.output],
+            batch_size=self.batch_size,
+        )
+        scores = [{entry["label"]: entry["score"] for entry in row} for row in rows]
+        return [by_label[self.label] for by_label in scores]
 
 
 def make(section: RewardSourceSettings, context: RewardContext) -> RewardFn:
@@ -48,13 +54,15 @@ def make(section: RewardSourceSettings, context: RewardContext) -> RewardFn:
     label = _resolve_label(section.label, [str(name) for name in config.id2label.values()], context)
     if not context.load:  # only to validate the section
         return lambda prompts, responses: []
+
     with at_location(context.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
         model = load.load_classifier(context.model, trust_remote_code=trust)
         tokenizers.check_vocabulary(model, tokenizer, guarded=False)
     tokenizer.padding_side = "right"  # encoders count positions from the left
     if tokenizer.pad_token is None:
-        tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+        tokenizer.pad_token = tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.eos_token_id
     longest = load.context_length(model.config)
     for name, module in model.named_modules():  # RoBERTa counts positions from after the padding's
         if longest and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -67,9 +75,12 @@ def _resolve_label(label: str | None, known: list[str], context: RewardContext) 
     assert context.model is not None
     if label is None and len(known) == 1:
         return known[0]
-    if label not in known:
-        problem = "label is missing" if label is None else f'label: "{label}" is not one of the model'
-        hint = (label and did_you_mean(label, known)) or f"there are {', '.join(known)}"
-        text = f"{problem}; {shown(context.model)} has {len(known)}"
-        raise RLHFError("C07", text, where=context.where("label"), hint=hint)
-    return label
+    if label in known:
+        return label
+    problem = "label is missing"
+    hint = None
+    if label is not None:
+        problem = f'label: "{label}" is not one of the model'
+        hint = did_you_mean(label, known)
+    text = f"{problem}; {shown(context.model)} has {len(known)}"
+    raise RLHFError("C07", text, where=context.where("label"), hint=hint or f"there are {', '.join(known)}")

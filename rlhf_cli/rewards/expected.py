@@ -72,40 +72,55 @@ def _reports(assertion: ast.Assert, checks: list[Check]) -> Iterator[ast.stmt]:
         case condition:
             conditions = [condition]
     for condition in conditions:
-        if found := _equality(condition) or _closeness(condition):
-            value, is_number, check = found
-            arguments = [ast.Constant(len(checks)), value, ast.Constant(is_number)]
+        found = _equality(condition) or _closeness(condition)
+        if found:
+            arguments = [ast.Constant(len(checks)), found.expression, ast.Constant(found.is_number)]
             yield ast.Expr(ast.Call(ast.Name(REPORT, ast.Load()), arguments, []))
-            checks.append(check)
+            checks.append(found.check)
         else:
             yield ast.Assert(condition, assertion.msg)
 
 
-def _equality(condition: ast.expr) -> tuple[ast.expr, bool, Check] | None:
+@dataclass(frozen=True)
+class Expectation:
+    """An expression to evaluate in the sandbox, and the check of what it reports."""
+
+    expression: ast.expr
+    is_number: bool
+    check: Check
+
+
+def _equality(condition: ast.expr) -> Expectation | None:
     """Read `value == literal`."""
     match condition:
-        case ast.Compare(left, [ast.Eq()], [right]) if found := _value_and_literal(left, right):
-            value, expected = found
-            return value, False, partial(operator.eq, fingerprint(expected))
+        case ast.Compare(left, [ast.Eq()], [right]):
+            expression, expected = _value_and_literal(left, right)
+            if expected is not UNKNOWN:
+                return Expectation(expression, False, partial(operator.eq, fingerprint(expected)))
     return None
 
 
-def _closeness(condition: ast.expr) -> tuple[ast.expr, bool, Check] | None:
+def _closeness(condition: ast.expr) -> Expectation | None:
     """Read `abs(value - literal) < literal`, or `<=`."""
     match condition:
-        case ast.Compare(ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], []), [below], [limit]):
-            found, most = _value_and_literal(left, right), _literal(limit)
-            if found and type(below) in BELOW and is_finite_number(found[1]) and is_finite_number(most):
-                return found[0], True, partial(_is_close, float(found[1]), BELOW[type(below)], float(most))
+        case ast.Compare(
+            ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], []), [ast.Lt() | ast.LtE() as below], [limit]
+        ):
+            expression, expected = _value_and_literal(left, right)
+            most = _literal(limit)
+            if is_finite_number(expected) and is_finite_number(most):
+                check = partial(_is_close, float(expected), BELOW[type(below)], float(most))
+                return Expectation(expression, True, check)
     return None
 
 
-def _value_and_literal(one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any] | None:
-    """Return the expression that must be evaluated, and the value of the other; None for two or no literals."""
-    first, second = _literal(one), _literal(other)
-    if (first is UNKNOWN) == (second is UNKNOWN):
-        return None
-    return (one, second) if first is UNKNOWN else (other, first)
+def _value_and_literal(one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
+    """Return the expression that must be evaluated, and the value of the other; UNKNOWN for two or no literals."""
+    first = _literal(one)
+    second = _literal(other)
+    if first is UNKNOWN:
+        return one, second
+    return other, first if second is UNKNOWN else UNKNOWN
 
 
 def _literal(node: ast.expr) -> Any:

@@ -89,20 +89,24 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
 
 def _refuse_installed_name(module: str, places: Sequence[Path], where: str | None) -> None:
     """Raise RLHFError C17 if a module is both installed and a file in one of `places`."""
-    path = module.replace(".", "/")
-    beside = [place / end for place in places for end in (f"{path}.py", f"{path}/__init__.py")]
-    file = next((each for each in beside if each.is_file()), None)
     top = module.partition(".")[0]
-    folders = [sysconfig.get_path(each) for each in ("purelib", "platlib")]
-    if file and (top in sys.stdlib_module_names or PathFinder.find_spec(top, folders)):
-        text = f"{shown(file)} has the name of an installed module, `{top}`, which Python would import in its place"
-        raise RLHFError("C17", text, where=where, hint="rename the file, and name it here")
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if top not in sys.stdlib_module_names and not PathFinder.find_spec(top, folders):
+        return
+    path = module.replace(".", "/")
+    for place in places:
+        for file in (place / f"{path}.py", place / path / "__init__.py"):
+            if file.is_file():
+                text = f"{shown(file)} has the name of an installed module, `{top}`"
+                text += ", which Python would import in its place"
+                raise RLHFError("C17", text, where=where, hint="rename the file, and name it here")
 
 
 @contextmanager
 def no_bytecode_files() -> Iterator[None]:
     """Context manager that disables .pyc files, so that inspecting a run does not change its folder."""
-    previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    previous = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
@@ -145,18 +149,24 @@ def score_texts(name: str, function: RewardFn, rows: TextRows, *, every_row: boo
         raise RLHFError("R05", f"reward `{name}`: {problem.text}", hint=problem.hint) from error
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         text = f"reward `{name}` raised {type(error).__name__}: {error}"
-        if isinstance(error, FORM_ERRORS) and (cause := wrong_form(function, rows.first())):
-            raise RewardFormError(f"{text}; {cause[0]}", cause[1]) from error
+        cause = wrong_form(function, rows.first()) if isinstance(error, FORM_ERRORS) else None
+        if cause:
+            reason, hint = cause
+            raise RewardFormError(f"{text}; {reason}", hint) from error
         raise RLHFError("R05", text, hint="call it by itself on one prompt and response") from error
+
     if len(scores) != len(prompts):
         raise RewardFormError(f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses", PER_ROW)
     for row, score in enumerate(scores):
-        if not (is_finite_number(score) or (score is None and not every_row)):
-            text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
-            hint = "return a finite number" + ": judges score every row" * (score is None)
-            if score is None or isinstance(score, float):  # another response may have a score
-                raise RLHFError("R05", text, hint=hint)
-            raise RewardFormError(text, hint)
+        may_be_none = score is None and not every_row
+        if may_be_none or is_finite_number(score):
+            continue
+        text = f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})"
+        if score is None:
+            raise RLHFError("R05", text, hint="return a finite number: judges score every row")
+        if isinstance(score, float):  # another response may have a score
+            raise RLHFError("R05", text, hint="return a finite number")
+        raise RewardFormError(text, "return a finite number")
     return [None if score is None else float(score) for score in scores]
 
 
@@ -166,16 +176,17 @@ def wrong_form(function: RewardFn, row: TextRows) -> tuple[str, str] | None:
     if _returns(function, *signature.arguments(row)):
         return None
     if signature.form == "TRL" and _returns(function, *signature.arguments(row.in_other_form())):
+        text = "it reads prompts or completions as messages, but the prompts of the data are texts"
+        hint = 'read a completion as completions[i], or write each prompt as [{"role": "user", "content": ...}]'
         if row.conversations:
-            read, are, hint = "texts", "conversations", 'read a completion as completions[i][0]["content"]'
-        else:
-            read, are = "messages", "texts"
-            hint = 'read a completion as completions[i], or write each prompt as [{"role": "user", "content": ...}]'
-        text = f"it reads prompts or completions as {read}, but the prompts of the data are {are}"
+            text = "it reads prompts or completions as texts, but the prompts of the data are conversations"
+            hint = 'read a completion as completions[i][0]["content"]'
         return text, f"TRL passes messages for conversations, and texts for texts: {hint}"
+
     arguments, named = signature.arguments(row)
-    sample = [each[0] for each in arguments], {name: each[0] for name, each in named.items()}
-    if _returns(function, *sample, one_sample=True):
+    one_of_each = [values[0] for values in arguments]
+    one_of_named = {name: values[0] for name, values in named.items()}
+    if _returns(function, one_of_each, one_of_named, one_sample=True):
         return "it is a function of one sample, as verl's compute_score", ALL_ROWS
     return None
 

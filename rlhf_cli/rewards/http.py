@@ -12,7 +12,7 @@ checks by a probe that it was heard.
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -77,8 +77,8 @@ class Endpoint:
         except RefusalError as error:
             raise self.error(str(error)) from None
         except NoAnswerError as error:
-            hint = "once it answers, the same command resumes from the last checkpoint; "
-            hint += "timeout and retries may be raised"
+            hint = "once it answers, the same command resumes from the last checkpoint"
+            hint = f"{hint}; timeout and retries may be raised"
             raise RLHFError("R05", f"{self.url} {error}", hint=hint) from None
 
     def _read(self, answer: bytes, body: Body, read: Callable[[Any, Body], list[Any]]) -> list[Any]:
@@ -101,19 +101,24 @@ class HTTPReward:
 
     async def __call__(self, prompts: list[str], responses: list[str], **columns: list[Any]) -> list[Any]:
         bodies = []
-        for start in range(0, len(prompts), self.endpoint.batch_size):
-            rows = slice(start, start + self.endpoint.batch_size)
-            body = {"prompts": prompts[rows], "responses": responses[rows]}
-            more = {"columns": {name: values[rows] for name, values in values_of(columns, columns).items()}}
-            bodies.append(body | more if columns else body)
+        columns = values_of(columns, columns)
+        size = self.endpoint.batch_size
+        for start in range(0, len(prompts), size):
+            rows = slice(start, start + size)
+            body: Body = {"prompts": prompts[rows], "responses": responses[rows]}
+            if columns:
+                body["columns"] = {name: values[rows] for name, values in columns.items()}
+            bodies.append(body)
         return await self.endpoint.ask(bodies, _scores)
 
 
 def _scores(answer: Any, body: Body) -> list[Any]:
-    found, count = answer["scores"], len(body["responses"])
-    if not isinstance(found, list) or len(found) != count:
-        problem = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
-        raise ValueError(f"{problem} for {count} responses")
+    found = answer["scores"]
+    count = len(body["responses"])
+    if not isinstance(found, list):
+        raise ValueError(f"no list of scores for {count} responses")
+    if len(found) != count:
+        raise ValueError(f"{len(found)} scores for {count} responses")
     if None in found:
         raise ValueError(f"null for row {found.index(None)}")
     for row, score in enumerate(found):
@@ -139,43 +144,54 @@ class ScoringServer:
     async def __call__(self, prompts: list[Any], completions: list[Any]) -> list[Any]:
         if not (self.probed or self.activation):
             asked, replies = zip(*PROBES, strict=True)
-            plain, squashed = [await self._ask(asked, replies, activation) for activation in (False, True)]
+            plain = await self._ask(asked, replies, activation=False)
+            squashed = await self._ask(asked, replies, activation=True)
             if plain == squashed and all(0 <= score <= 1 for score in plain):
                 text = "answers with probabilities, with and without being asked for them: large scores become equal"
                 hint = "serve the model without an activation, or set output: probability to train with them"
                 raise self.endpoint.error(text, hint)
             self.probed = True
-        return await self._ask(prompts, completions, self.activation)
+        return await self._ask(prompts, completions, activation=self.activation)
 
-    async def _ask(self, prompts: Sequence[Any], completions: Sequence[Any], activation: bool) -> list[Any]:
+    async def _ask(self, prompts: Sequence[Any], completions: Sequence[Any], *, activation: bool) -> list[Any]:
+        rows = list(zip(prompts, completions, strict=True))
         if self.protocol == "rerank":
-            return await self.endpoint.ask(self._queries(prompts, completions, activation), _reranked)
-        rows, bodies = list(zip(prompts, completions, strict=True)), []
-        for conversations, part in groupby(rows, key=lambda row: isinstance(row[0], list)):
-            texts = list(part)
-            size = 1 if conversations else self.endpoint.batch_size  # a request has one conversation at most
-            for start in range(0, len(texts), size):
-                joined = [prompt + completion for prompt, completion in texts[start : start + size]]
-                body = {"messages": joined[0], "add_generation_prompt": False} if conversations else {"input": joined}
-                bodies.append(body | {"use_activation": activation})
-        return await self.endpoint.ask(bodies, partial(_pooled, "probs" if self.protocol == "classify" else "data"))
+            bodies = [{**body, "raw_scores": not activation} for body in self._queries(rows)]
+            return await self.endpoint.ask(bodies, _reranked)
+        bodies = [{**body, "use_activation": activation} for body in self._inputs(rows)]
+        key = "probs" if self.protocol == "classify" else "data"
+        return await self.endpoint.ask(bodies, partial(_pooled, key))
 
-    def _queries(self, prompts: Sequence[Any], completions: Sequence[Any], activation: bool) -> list[Body]:
-        """Return a request for each run of rows with the same prompt; a conversation is the text of its messages."""
-        rows, bodies = [(joined(prompt), joined(text)) for prompt, text in zip(prompts, completions, strict=True)], []
-        for query, part in groupby(rows, key=lambda row: row[0]):
-            texts = [text for _, text in part]
-            for start in range(0, len(texts), self.endpoint.batch_size):
-                batch = texts[start : start + self.endpoint.batch_size]
-                bodies.append({"query": query, "texts": batch, "raw_scores": not activation})
-        return bodies
+    def _inputs(self, rows: list[tuple[Any, Any]]) -> Iterator[Body]:
+        """Yield the bodies of vLLM's requests, which have one conversation at most."""
+        for are_conversations, part in groupby(rows, key=lambda row: isinstance(row[0], list)):
+            texts = [prompt + completion for prompt, completion in part]
+            if are_conversations:
+                for messages in texts:
+                    yield {"messages": messages, "add_generation_prompt": False}
+            else:
+                for batch in self._batches(texts):
+                    yield {"input": batch}
+
+    def _queries(self, rows: list[tuple[Any, Any]]) -> Iterator[Body]:
+        """Yield a body for each run of rows with the same prompt; a conversation is the text of its messages."""
+        texts = [(joined(prompt), joined(completion)) for prompt, completion in rows]
+        for query, part in groupby(texts, key=lambda row: row[0]):
+            for batch in self._batches([text for _, text in part]):
+                yield {"query": query, "texts": batch}
+
+    def _batches(self, texts: list[Any]) -> Iterator[list[Any]]:
+        size = self.endpoint.batch_size
+        for start in range(0, len(texts), size):
+            yield texts[start : start + size]
 
 
 def _pooled(key: str, answer: Any, body: Body) -> list[float]:
     """Return the score of each input: the only number, or that of the last token."""
     rows = sorted(answer["data"], key=lambda row: row["index"])
-    if len(rows) != len(body.get("input", [None])):
-        raise ValueError(f"{len(rows)} rows for {len(body.get('input', [None]))} inputs")
+    count = len(body["input"]) if "input" in body else 1
+    if len(rows) != count:
+        raise ValueError(f"{len(rows)} rows for {count} inputs")
     scores = []
     for row in rows:
         numbers = row[key]
@@ -198,11 +214,12 @@ def make(section: RewardSourceSettings, context: RewardContext) -> RewardFn:
     """Build the reward of `url:` without contacting it. Raises RLHFError C17 for an invalid port or header."""
     assert section.url is not None
     in_url = [partial(_check_variable, variable, "url", context) for variable in VARIABLE.findall(section.url)]
-    headers = [partial(_check_header, name, variable, context) for name, variable in section.headers.items()]
-    collect_errors(*in_url, partial(_check_port, section.url, context), *headers)
-    values = {name: os.environ[variable] for name, variable in section.headers.items()}
-    register_secrets(*values.values())
-    client = HTTPClient(section.timeout, section.retries, values)
+    in_headers = [partial(_check_header, name, variable, context) for name, variable in section.headers.items()]
+    collect_errors(*in_url, partial(_check_port, section.url, context), *in_headers)
+
+    headers = {name: os.environ[variable] for name, variable in section.headers.items()}
+    register_secrets(*headers.values())
+    client = HTTPClient(section.timeout, section.retries, headers)
     endpoint = Endpoint(section.url, _address(section.url), client, section.batch_size, section.concurrency)
     if section.protocol == "scores":
         return HTTPReward(endpoint)
@@ -211,10 +228,12 @@ def make(section: RewardSourceSettings, context: RewardContext) -> RewardFn:
 
 def _address(url: str) -> str:
     """Return the URL with the values of its variables, which are never shown."""
-    values = {variable: os.environ[variable] for variable in VARIABLE.findall(url)}
-    quoted = {variable: quote(value, safe="") for variable, value in values.items()}
-    register_secrets(*values.values(), *quoted.values())
-    return VARIABLE.sub(lambda match: quoted[match[1]], url)
+    for variable in VARIABLE.findall(url):
+        value = os.environ[variable]
+        quoted = quote(value, safe="")
+        register_secrets(value, quoted)
+        url = url.replace(f"{{{variable}}}", quoted)
+    return url
 
 
 def _check_port(url: str, context: RewardContext) -> None:
@@ -235,7 +254,8 @@ def _check_header(name: str, variable: str, context: RewardContext) -> None:
 
 
 def _check_variable(variable: str, key: str, context: RewardContext) -> None:
-    where, value = context.where(key), os.environ.get(variable)
+    where = context.where(key)
+    value = os.environ.get(variable)
     if not value:
         text = f"{key}: the environment variable {variable} is not set"
         raise RLHFError("C17", text, where=where, hint=f"export {variable}=... in the shell that starts the run")

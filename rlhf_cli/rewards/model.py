@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_cli.data.tokens import Answer, Conversation
+from rlhf_cli.data.tokens import Answer, PromptText
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, lora, packing, sharding
 from rlhf_cli.models.batch import EnsembleScores, Rollout, StopTokenId, stop_ids
 from rlhf_cli.models.compiled import compiled_layers
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
-PromptText = str | Conversation | None
-Encode = Callable[[Sequence[PromptText], Sequence[Answer | None]], Sequence[tuple[list[int], list[int]]]]
+Encode = Callable[[Sequence[PromptText | None], Sequence[Answer | None]], Sequence[tuple[list[int], list[int]]]]
 
 
 @dataclass
@@ -49,11 +48,16 @@ class ModelReward:
     def __call__(self, rollout: Rollout) -> Tensor:
         device = rollout.ids.device
         autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.bf16)
-        limits: Any = {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
-        ends: Any = {"end_token_ids": self.end_token_ids, "closing_ids": self.closing_ids}
         placed = sharding.on_device(self.model, device) if self.offloaded else nullcontext()
         with placed, autocast, compiled_layers(self.model):
-            return forward.rollout_scores(self.model, rollout, **limits, **ends)
+            return forward.rollout_scores(
+                self.model,
+                rollout,
+                max_rows=self.max_rows,
+                max_tokens=self.max_tokens,
+                end_token_ids=self.end_token_ids,
+                closing_ids=self.closing_ids,
+            )
 
 
 @dataclass(kw_only=True)
@@ -77,13 +81,12 @@ class RetokenizingReward(ModelReward):
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = range(len(rollout))
-        lists = self.retokenize(
-            *([tokens(row) for row in rows] for tokens in (rollout.prompt_tokens, rollout.response_tokens)),
-            row_offset=rollout.row_offset,
-        )
-        return super().__call__(Rollout.from_lists(*lists).to(rollout.ids.device))
+        prompts = [rollout.prompt_tokens(row) for row in rows]
+        responses = [rollout.response_tokens(row) for row in rows]
+        prompts, responses = self.retokenize(prompts, responses, row_offset=rollout.row_offset)
+        return super().__call__(Rollout.from_lists(prompts, responses).to(rollout.ids.device))
 
-    def add_prompt(self, ids: Sequence[int], prompt: str | Conversation) -> None:
+    def add_prompt(self, ids: Sequence[int], prompt: PromptText) -> None:
         """Add a prompt's original text or conversation under its ids in the policy's tokens.
 
         Raises RLHFError D06, D14 for a conversation that the model's template rejects or cannot render.
@@ -98,26 +101,35 @@ class RetokenizingReward(ModelReward):
         """Convert prompts and responses from the policy's tokens to the model's; `row_offset` is for errors only."""
         known = [self.prompts.get(tuple(ids)) for ids in prompts]
         try:
-            texts = [self._decode(ids) if tokens is None else None for ids, tokens in zip(prompts, known, strict=True)]
-            encoded = self.encode(texts, [self._answer(*row) for row in zip(prompts, responses, strict=True)])
+            texts = [None if tuple(ids) in self.prompts else self._decode(ids) for ids in prompts]
+            answers = list(map(self._answer, prompts, responses))
+            encoded = self.encode(texts, answers)
         except Exception as error:  # a third-party tokenizer may raise anything
             text = f"reward `{self.name}`: its tokenizer raised {type(error).__name__}: {error}"
             raise RLHFError("R05", text, hint="encode one of the responses with it by itself") from error
+
         new_prompts: list[list[int]] = []
         new_responses: list[list[int]] = []
         for row, (prompt, response) in enumerate(encoded):
-            tokens, ended = known[row], responses[row][-1] in stop_ids(self.stop_token_id)
-            new_prompts.append(prompt if tokens is None else tokens)
-            new_responses.append(response if ended or len(response) == 1 else response[:-1])
-            length = len(new_prompts[-1]) + len(new_responses[-1]) + len(self.closing_ids)
-            name = f"row {row_offset + row}"
-            if not new_prompts[-1]:
-                text = f"reward `{self.name}`: its tokenizer encodes the prompt of {name} to nothing"
-                raise RLHFError("R05", text, hint="remove such prompts from data.prompts")
-            if self.context is not None and length > self.context:
-                text = f"reward `{self.name}`: {name} has {length} tokens, its model reads {self.context} at most"
-                raise RLHFError("R05", text, hint="remove longer prompts, or lower ppo.response_length")
+            tokens = known[row]
+            if tokens is not None:
+                prompt = tokens
+            has_ended = responses[row][-1] in stop_ids(self.stop_token_id)
+            if not has_ended and len(response) > 1:
+                response = response[:-1]
+            self._check_length(f"row {row_offset + row}", prompt, response)
+            new_prompts.append(prompt)
+            new_responses.append(response)
         return new_prompts, new_responses
+
+    def _check_length(self, row: str, prompt: list[int], response: list[int]) -> None:
+        if not prompt:
+            text = f"reward `{self.name}`: its tokenizer encodes the prompt of {row} to nothing"
+            raise RLHFError("R05", text, hint="remove such prompts from data.prompts")
+        length = len(prompt) + len(response) + len(self.closing_ids)
+        if self.context is not None and length > self.context:
+            text = f"reward `{self.name}`: {row} has {length} tokens, its model reads {self.context} at most"
+            raise RLHFError("R05", text, hint="remove longer prompts, or lower ppo.response_length")
 
     def _answer(self, prompt: list[int], response: list[int]) -> Answer:
         text = self._decode(response)

@@ -37,15 +37,34 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
 OPEN = {"open": (2, None, 1), "openat": (257, 56, 2)}  # numbers, and which argument has the flags
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-RETURN, LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_IF_SET = 0x06, 0x20, 0x15, 0x35, 0x45  # of linux/bpf_common.h
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # of linux/seccomp.h; REFUSE: the call fails with EPERM
 SIGKILL = 9  # the module signal, and typing, would take a third of the time to start
-REPORT, PASSED = "report a value", "passed"  # no name of Python; what the process says of a test
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
+REPORT = "report a value"  # no name of Python
+PASSED = "passed"  # what the process says of a test
 
-# Landlock, of linux/landlock.h: numbers of system calls, the same on all machines, and rights.
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-ALL_RIGHTS, READ_FILE, READ_FOLDER, PATH_BENEATH = 2**13 - 1, 2**2, 2**3, 1
+# linux/bpf_common.h: the codes of a filter's instructions.
+RETURN = 0x06
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_GREATER_EQUAL = 0x35
+JUMP_IF_SET = 0x45
+
+# linux/seccomp.h and linux/prctl.h.
+ALLOW = 0x7FFF0000
+REFUSE = 0x00050001  # the call fails with EPERM
+KILL = 0x80000000
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
+
+# linux/landlock.h: numbers of system calls, the same on all machines, and rights.
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
+ALL_RIGHTS = 2**13 - 1
+READ_FILE = 2**2
+READ_FOLDER = 2**3
+PATH_BENEATH = 1
 READABLE = (
     "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache",
     "/etc/localtime", "/dev/null", "/dev/urandom",
@@ -68,11 +87,12 @@ def _canonical(value: object) -> str:
     if value is None or value is ...:
         return repr(value)
     if isinstance(value, complex):
-        real, imaginary = _canonical(value.real), _canonical(value.imag)
-        return f"{real}+{imaginary}j" if value.imag else real
+        real = _canonical(value.real)
+        return f"{real}+{_canonical(value.imag)}j" if value.imag else real
     if hasattr(value, "as_integer_ratio"):  # of all types of numbers: 1 == True == 1.0 == Fraction(1)
         try:
-            return "{:x}/{:x}".format(*value.as_integer_ratio())
+            above, below = value.as_integer_ratio()
+            return f"{above:x}/{below:x}"
         except (OverflowError, ValueError):
             return repr(float(value))  # type: ignore[arg-type]  # inf or nan
     if isinstance(value, str):
@@ -80,12 +100,14 @@ def _canonical(value: object) -> str:
     if isinstance(value, bytes | bytearray):
         return repr(bytes(value))
     if isinstance(value, list | tuple):
-        opened, closed = "[]" if isinstance(value, list) else "()"
-        return opened + ",".join(map(_canonical, value)) + closed
+        items = ",".join(map(_canonical, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
     if isinstance(value, Set):
-        return "{" + ",".join(sorted(map(_canonical, value))) + "}"
+        members = sorted(map(_canonical, value))
+        return f"{{{','.join(members)}}}"
     if isinstance(value, Mapping):
-        return "{" + ",".join(sorted(f"{_canonical(key)}:{_canonical(value[key])}" for key in value)) + ":}"
+        pairs = sorted(f"{_canonical(key)}:{_canonical(value[key])}" for key in value)
+        return f"{{{','.join(pairs)}:}}"
     raise TypeError(type(value))
 
 
@@ -93,21 +115,29 @@ def _filter(machine: str) -> bytes:
     """Return the seccomp program, 8 bytes an instruction: (code, jumps if true and if false, constant)."""
     if machine not in AUDIT_ARCH:
         raise SandboxError(f"no list of system calls for {machine}")
-    arm = machine == "aarch64"
+    is_arm = machine == "aarch64"
     program = [
-        (LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0),
-        (JUMP_GREATER_EQUAL, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE),  # x32's numbers
-    ]  # fmt: skip
-    for numbers in ALLOWED.values():
-        number = numbers[arm]
+        (LOAD, 0, 0, 4),  # the architecture
+        (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),  # the number of the call
+        (JUMP_GREATER_EQUAL, 0, 1, 0x40000000),  # x32's numbers
+        (RETURN, 0, 0, REFUSE),
+    ]
+    for on_x86, on_arm in ALLOWED.values():
+        number = on_arm if is_arm else on_x86
         if number is not None:
             program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    for *both, argument in OPEN.values():
-        number = both[arm]
+    for on_x86, on_arm, argument in OPEN.values():
+        number = on_arm if is_arm else on_x86
         if number is not None:
-            flags = (LOAD, 0, 0, 16 + 8 * argument)
-            allow_reading = [flags, (JUMP_IF_SET, 1, 0, WRITING), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
-            program += [(JUMP_EQUAL, 0, len(allow_reading), number), *allow_reading]
+            program += [
+                (JUMP_EQUAL, 0, 4, number),
+                (LOAD, 0, 0, 16 + 8 * argument),  # the flags
+                (JUMP_IF_SET, 1, 0, WRITING),
+                (RETURN, 0, 0, ALLOW),
+                (RETURN, 0, 0, REFUSE),
+            ]
     program.append((RETURN, 0, 0, REFUSE))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
@@ -117,24 +147,35 @@ def _limit_this_process(parent: int, seconds: float, size: int) -> bool:
     _prctl(PR_SET_PDEATHSIG, SIGKILL)  # a sleeping process does not outlive the run
     if os.getppid() != parent:
         raise SandboxError("the run has ended")
+
     program = _filter(os.uname().machine)
     text = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(text)))
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     hidden = _hide_files()
+
     limits = {
-        "CPU": math.ceil(seconds), "STACK": 64 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0, "AS": size,
-    }  # fmt: skip
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
+        resource.RLIMIT_CPU: math.ceil(seconds),
+        resource.RLIMIT_STACK: 64 * 2**20,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: size,
+    }
+    for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(kind, (value, value))
+
     _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
-    for name, attempt in (("started", os.fork), ("written", lambda: os.open("/tmp", os.O_WRONLY | os.O_TMPFILE))):
-        with suppress(PermissionError):
-            attempt()
-            raise SandboxError(f"a process or file could still be {name}")
+    with suppress(PermissionError):
+        os.fork()
+        raise SandboxError("a process or file could still be started")
+    with suppress(PermissionError):
+        os.open("/tmp", os.O_WRONLY | os.O_TMPFILE)
+        raise SandboxError("a process or file could still be written")
     return hidden
 
 
@@ -172,7 +213,8 @@ def _run_job() -> None:
     """Read a job from stdin. Write a line to stdout once the limits are set, and for each value and passed test."""
     job = sys.stdin.buffer.read()
     token, code, tests, seconds, megabytes = marshal.loads(job)
-    result, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    result = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nothing, standard)
     try:
@@ -185,12 +227,16 @@ def _run_job() -> None:
 
 
 def _say(write: Callable[[int, bytes], int], result: int, token: str, *words: str | int) -> None:
-    write(result, (" ".join(map(str, (token, *words))) + "\n").encode())
+    line = " ".join(map(str, (token, *words)))
+    write(result, f"{line}\n".encode())
 
 
 def _run(code: str, tests: list[bytes], say: Callable[..., None]) -> None:
-    module = sys.modules["response"] = types.ModuleType("response")  # pickle and dataclasses look for it
-    names, run, load = module.__dict__, exec, marshal.loads  # the code may replace those of the modules
+    module = types.ModuleType("response")
+    sys.modules["response"] = module  # pickle and dataclasses look for it
+    names = module.__dict__
+    run = exec  # the code may replace those of the modules
+    load = marshal.loads
     run(compile(code, "response", "exec"), names)
     for index, test in enumerate(tests):
         with suppress(Exception):

@@ -60,8 +60,13 @@ class TextRows:
 
     def first(self) -> "TextRows":
         """Return the first row."""
-        ids, records, marked = self.completion_ids[:1], self.records[:1], self.marked[:1]
-        return TextRows(self.prompts[:1], self.responses[:1], ids, records, marked)
+        return TextRows(
+            prompts=self.prompts[:1],
+            responses=self.responses[:1],
+            completion_ids=self.completion_ids[:1],
+            records=self.records[:1],
+            marked=self.marked[:1],
+        )
 
     def in_other_form(self) -> "TextRows":
         """Return one row with its prompt as a text if it is a conversation, else as a conversation."""
@@ -108,12 +113,14 @@ class Signature:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # of some functions written in C
             return cls("places", PLACES, {}, False)
+
         kinds = {each.kind for each in parameters}
         any_place = inspect.Parameter.VAR_POSITIONAL in kinds
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         places = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
         form = form_of({each.name for each in named}, two_places=len(places) >= 2 or any_place)
+
         if form == "places":
             placed = tuple(places[:2])
             form, by_place = _by_place(placed)
@@ -142,13 +149,17 @@ class Signature:
         """
         given = self._given(rows)
         takes_given = self.takes_all and self.form in KEYWORD_FORMS
-        named = {name: value for name, value in given.items() if takes_given or name in self.named}
-        return [given[name] for name in self.by_place], self._column_values(rows.records) | named
+        named = self._column_values(rows.records)
+        for name, value in given.items():
+            if takes_given or name in self.named:
+                named[name] = value
+        return [given[name] for name in self.by_place], named
 
     def _given(self, rows: TextRows) -> dict[str, list[Any]]:
         """Return the values of the form's names in GIVEN."""
-        ids = list(map(list, rows.completion_ids))
-        prompts, responses = list(rows.prompts), list(rows.responses)
+        ids = [list(row) for row in rows.completion_ids]
+        prompts = list(rows.prompts)
+        responses = list(rows.responses)
         if self.form == "TRL":
             messages = [deepcopy(record["prompt"]) for record in rows.records] or prompts
             completions = list(map(_completion, messages, responses))
@@ -193,7 +204,9 @@ def _by_place(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the form of a function of two parameters, and what they get: a parameter `prompts` gets no responses."""
     if names[1:] not in (("prompt",), ("prompts",)):
         return "places", PLACES
-    return ("OpenRLHF", ("queries", "prompts")) if names[0] == "query" else ("places", PLACES[::-1])
+    if names[0] == "query":
+        return "OpenRLHF", ("queries", "prompts")
+    return "places", ("responses", "prompts")
 
 
 def _completion(prompt: Any, response: str) -> Any:
@@ -202,7 +215,7 @@ def _completion(prompt: Any, response: str) -> Any:
 
 def named_columns(functions: Iterable[RewardFn], prompts: Iterable[Prompt]) -> list[str]:
     """Return the columns that functions name by their parameters and the prompts have."""
-    known = {name for prompt in prompts for name in prompt.columns}
+    known = set(chain.from_iterable(prompt.columns for prompt in prompts))
     names = dict.fromkeys(chain.from_iterable(Signature.of(function).columns for function in functions))
     return [name for name in names if name in known]
 
@@ -224,9 +237,10 @@ def check_columns(
                 problems += _mixed_types(column, rows) or _unreadable(column, rows, function, scored)
             elif required:
                 other = "set parameters.column" if hasattr(function, "check_value") else "give the parameter a default"
-                reader, hint = f"the function of `{name}` takes", f"add the column, or {other}"
+                hint = f"add the column, or {other}"
                 if column == "labels":
                     hint = "OpenRLHF fills it from --label_key: call that column labels, or give the parameter its name"
+                reader = f"the function of `{name}` takes"
                 problems.append(missing_column(reader, column, known, source, where(name), hint))
     if problems:
         raise RLHFError.from_problems(list(dict.fromkeys(problems)))
@@ -236,10 +250,13 @@ def missing_column(
     reader: str, column: str, known: Collection[str], source: str, where: str, hint: str | None = None
 ) -> Problem:
     """Return D02 for a column that is not among the `known` ones of a `source`; `reader` is a subject and a verb."""
-    text, hint = f"{source} has no such column", did_you_mean(column, known) or hint
     if column in OWN_COLUMNS:
-        text, hint = f"rlhf reads this column of {source} itself", "copy it to a column of another name, and name that"
-    text = f'{reader} "{column}", but {text}; further columns: {format_columns(known) or "none"}'
+        reason = f"rlhf reads this column of {source} itself"
+        hint = "copy it to a column of another name, and name that"
+    else:
+        reason = f"{source} has no such column"
+        hint = did_you_mean(column, known) or hint
+    text = f'{reader} "{column}", but {reason}; further columns: {format_columns(known) or "none"}'
     return Problem("D02", text, where, hint)
 
 
@@ -247,9 +264,11 @@ def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
     """Return a problem for the first row whose value has another type than those before it."""
     with_value = [prompt for prompt in prompts if prompt.columns.get(column) is not None]
     for prompt in with_value:
-        kind, first = (_type_name(each.columns[column]) for each in (prompt, with_value[0]))
-        if kind != first:
-            text = f'"{column}" is {kind} here, {first} in {with_value[0].location.short}'
+        first = with_value[0]
+        kind = _type_name(prompt.columns[column])
+        first_kind = _type_name(first.columns[column])
+        if kind != first_kind:
+            text = f'"{column}" is {kind} here, {first_kind} in {first.location.short}'
             return [Problem("D12", text, str(prompt.location), "a reward function reads it: give it one type")]
     return []
 
@@ -257,9 +276,12 @@ def _mixed_types(column: str, prompts: Sequence[Prompt]) -> list[Problem]:
 def _unreadable(column: str, prompts: Sequence[Prompt], function: RewardFn, scored: int) -> list[Problem]:
     """Return a problem for the first row whose value the function's own `check_value` refuses with a ValueError."""
     check_value: Callable[[Any], Any] | None = getattr(function, "check_value", None)
-    for number, prompt in enumerate(prompts if check_value else ()):
+    if check_value is None:
+        return []
+    for number, prompt in enumerate(prompts):
+        value = prompt.columns.get(column)
         try:
-            if (value := prompt.columns.get(column)) is not None and check_value:
+            if value is not None:
                 check_value(value)
             elif number < scored:
                 raise ValueError(f'"{column}" is null or missing, but a judge must score every row')

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_cli.data.datasets import Prompt
+from rlhf_cli.data.texts import joined
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.rewards.function import load_function, score_texts
 from rlhf_cli.rewards.signature import TextRows
@@ -43,16 +44,13 @@ def made_up_rows(prompts: Sequence[Prompt], tokenizer: Any, stop_token_id: int |
     prompts = prompts[:ROWS]
     records = [prompt.record for prompt in prompts]
     if tokenizer is None:
-        texts = [prompt.text if isinstance(prompt.text, str) else _joined(prompt.text) for prompt in prompts]
+        texts = [joined(prompt.text) for prompt in prompts]
         ids = list(range(len(RESPONSE.split())))
         return TextRows(texts, [RESPONSE] * len(texts), [ids] * len(texts), records)
     ids = tokenizer.encode(RESPONSE, add_special_tokens=False)
-    ids += [] if stop_token_id is None else [stop_token_id]
+    if stop_token_id is not None:
+        ids.append(stop_token_id)
     return TextRows.from_tokens(tokenizer, [prompt.ids for prompt in prompts], [ids] * len(prompts), records)
-
-
-def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(message["content"] for message in conversation)
 
 
 def try_functions(trial: Trial) -> dict[str, Outcome]:
@@ -63,10 +61,11 @@ def try_functions(trial: Trial) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     while left := {name: spec for name, spec in trial.functions.items() if name not in outcomes}:
         found, end = _run(replace(trial, functions=left))
-        stopped_by = next((name for name in left if name not in found), None)
-        if stopped_by is not None:
-            found[stopped_by] = RLHFError("R05", f"reward `{stopped_by}` {end}")
         outcomes |= found
+        unanswered = [name for name in left if name not in found]
+        if unanswered:
+            stopped_by = unanswered[0]
+            outcomes[stopped_by] = RLHFError("R05", f"reward `{stopped_by}` {end}")
     return outcomes
 
 
@@ -83,7 +82,8 @@ def _run(trial: Trial) -> tuple[dict[str, Outcome], str]:
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-        end, size = f"did not return within {SECONDS:.0f} s", -1
+        end = f"did not return within {SECONDS:.0f} s"
+        size = -1
         try:
             while process.returncode is None and size < (size := os.fstat(results.fileno()).st_size):
                 with suppress(subprocess.TimeoutExpired):

@@ -50,8 +50,10 @@ class Trackers:
         exit_code = 0 if error is None else 1
         if isinstance(error, SystemExit):
             exit_code = int(error.code or 0)
-        for name in list(self._open):
-            self._guarded(name, self._open.pop(name).close, exit_code)
+        while self._open:
+            name = next(iter(self._open))
+            tracker = self._open.pop(name)
+            self._guarded(name, tracker.close, exit_code)
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -76,24 +78,26 @@ class Trackers:
     def _send(self, step: int, send: Callable[[Tracker], None], *, again: bool = True) -> None:
         """Send to all trackers. With `again`, skip those that have the step from an earlier start."""
         for name, tracker in list(self._open.items()):
-            if again and step <= tracker.last:
-                continue
-            self._guarded(name, send, tracker)
+            has_step = step <= tracker.last
+            if not (again and has_step):
+                self._guarded(name, send, tracker)
 
     def _begin(self, name: str) -> None:
         config = self.config
         group = Path(config.run).name
+        default_name = f"{group}-{config.stage}" if group else config.stage
         run = TrackerRun(
             stage=config.stage,
             folder=config.folder,
             project=config.output.project,
-            name=config.output.run_name or (f"{group}-{config.stage}" if group else config.stage),
+            name=config.output.run_name or default_name,
             group=group,
             config=_redacted(config.dump(relative_to=config.folder)),
             saved_step=max((line["step"] for line in self._kept), default=NO_STEP),
             logged_step=max((step for step, _ in self._logged), default=NO_STEP),
         )
-        tracker = self._open[name] = TRACKERS[name](run)
+        tracker = TRACKERS[name](run)
+        self._open[name] = tracker
         terminal.say(f"{config.stage:<8} {name}: {tracker.place}")
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
@@ -104,7 +108,8 @@ class Trackers:
             message = " ".join(str(error).split()) or "no message"
             hint = "the run continues without it, and metrics.jsonl has all numbers; see docs/commands.md"
             terminal.warn("R16", f"{name}: {type(error).__name__}: {message[:300]}", hint=hint)
-            if tracker := self._open.pop(name, None):
+            tracker = self._open.pop(name, None)
+            if tracker:
                 with suppress(Exception):
                     tracker.close(1)
 
@@ -126,12 +131,13 @@ def _identity(line: Line) -> tuple[int, frozenset[str]]:
 def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
     cells: dict[str, str | float] = {}
     for key, value in row.items():
+        name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            cells |= _cells(value, f"{prefix}{key}/")
+            cells |= _cells(value, f"{name}/")
         elif isinstance(value, str):
-            cells[prefix + key] = redact(value)
+            cells[name] = redact(value)
         elif isinstance(value, int | float):
-            cells[prefix + key] = value
+            cells[name] = value
     return cells
 
 

@@ -69,8 +69,11 @@ class Key:
     @cached_property
     def entry(self) -> "Key | None":
         """Return the entries of a table such as `rewards`, whose names the user chooses, or None."""
-        tables = [part for part in self.parts if get_origin(part) is dict]
-        return Key(f"{self.path}.NAME", FieldInfo.from_annotation(get_args(tables[0])[1])) if tables else None
+        for part in self.parts:
+            if get_origin(part) is dict:
+                _, of_value = get_args(part)
+                return Key(f"{self.path}.NAME", FieldInfo.from_annotation(of_value))
+        return None
 
     @cached_property
     def bounds(self) -> dict[str, float]:
@@ -103,16 +106,17 @@ class Key:
     @cached_property
     def description(self) -> str:
         """Return the meaning and, in brackets at its end, the source of the default."""
-        text = " ".join((self.field.description or self._text_of_keys_toml()).split())
-        meaning, bracket, source = text.rpartition("[")
+        lines = self.field.description or self._text_of_keys_toml()
+        text = " ".join(lines.split())
+        _, _, source = text.rpartition("[")
         short = re.split(r"[;\]]", source)[0]
         long = texts_by_class()["sources"].get(short)
-        return f"{meaning}{bracket}{long}{source.removeprefix(short)}" if long else text
+        return text.removesuffix(source) + source.replace(short, long, 1) if long else text
 
     def _text_of_keys_toml(self) -> str:
         """Return the text of the key in the table of its class, of a base class, or of shared keys."""
-        classes = [cls.__name__ for cls in self.owner.__mro__] if self.owner else []
-        for name in (*classes, "shared"):
+        classes = self.owner.__mro__ if self.owner else ()
+        for name in (*(cls.__name__ for cls in classes), "shared"):
             table = texts_by_class().get(name, {})
             if self.name in table:
                 return table[self.name]
@@ -166,13 +170,17 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, Key]:
 def key_at(model: type[BaseModel], path: Sequence[str], prefix: str = "") -> Key | None:
     """Return the key at a path in a config (rewards, style, weight), or None."""
     name, *rest = path
+    full_name = f"{prefix}{name}"
     key = fields_of(model).get(name)
-    if key is None or not rest:
-        return key and replace(key, path=prefix + name)
+    if key is None:
+        return None
+    if not rest:
+        return replace(key, path=full_name)
     if key.section:
-        return key_at(key.section, rest, f"{prefix}{name}.")
-    if key.entry and key.entry.section and rest[1:]:
-        return key_at(key.entry.section, rest[1:], f"{prefix}{name}.{rest[0]}.")
+        return key_at(key.section, rest, f"{full_name}.")
+    entry_name, *below = rest
+    if key.entry and key.entry.section and below:
+        return key_at(key.entry.section, below, f"{full_name}.{entry_name}.")
     return None
 
 
@@ -206,8 +214,8 @@ def current_name(path: str) -> str:
     for old, new in RENAMED.items():
         section, _, name = old.rpartition(".")
         pattern = re.escape(section).replace("NAME", ".+")
-        if match := re.fullmatch(rf"({pattern}\.){name}(\..+)?", path):
-            return f"{match[1]}{new.rpartition('.')[2]}{match[2] or ''}"
+        new_name = new.rpartition(".")[2]
+        path = re.sub(rf"^({pattern}\.){name}(?=\.|$)", rf"\g<1>{new_name}", path)
     return path
 
 
@@ -245,13 +253,17 @@ class DefaultSource:
 def parse_source(text: str) -> DefaultSource | None:
     """Return the source that the text of a bracket names, or None if it has none of these forms."""
     for kind, form in SOURCE_FORMS.items():
-        if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
-            parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
-            return DefaultSource(kind, parts, match["remark"])
+        match = re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text)
+        if match:
+            parts = match.groupdict()
+            remark = parts.pop("remark")
+            return DefaultSource(kind, parts, remark)
     return None
 
 
 def split_description(description: str) -> tuple[str, str | None]:
     """Split a description into (meaning, source); the source is None if the description does not end in one."""
     match = BRACKET.fullmatch(description)
-    return (match["meaning"], match["source"]) if match and parse_source(match["source"]) else (description, None)
+    if match and parse_source(match["source"]):
+        return match["meaning"], match["source"]
+    return description, None

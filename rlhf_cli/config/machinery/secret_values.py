@@ -1,11 +1,14 @@
 """Secrets in a config, by the names of keys and query parameters and by their form: a run copies its config."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from rlhf_cli.config.machinery.section import Where
 from rlhf_cli.errors import TOKEN, Problem, redact
+from rlhf_cli.trees import Tree
 
 SECRET_KEY = re.compile(
     r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
@@ -31,72 +34,83 @@ URL_HINT = (
 )
 
 
-def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
+@dataclass(frozen=True)
+class Secret:
+    """A secret in the tree of a config: container[name], whose full key is `key`."""
+
+    container: Any
+    name: Any
+    key: str
+    hint: str
+    part: str = ""  # what is secret in it, if not all of it
+
+
+def remove_secrets(tree: Tree, where: Where) -> list[Problem]:
     """Remove each secret from `tree`, so that no message can repeat it; return a problem C16 for each."""
-    secrets = list(_find_secrets(tree, ""))
-    for container, name, *_ in reversed(secrets):  # from the end, so that list indices stay valid
-        container.pop(name)
-        if name == "url":  # without one, its section would be another problem
-            container[name] = "http://removed"
+    secrets = list(_find_secrets(tree))
+    for secret in reversed(secrets):  # from the end, so that list indices stay valid
+        secret.container.pop(secret.name)
+        if secret.name == "url":  # without one, its section would be another problem
+            secret.container["url"] = "http://removed"
     return [
-        Problem("C16", f"{redact(key)} contains a secret{part}", where(key), hint) for _, _, key, part, hint in secrets
+        Problem("C16", f"{redact(secret.key)} contains a secret{secret.part}", where(secret.key), secret.hint)
+        for secret in secrets
     ]
 
 
-def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str, str, str]]:
-    """Yield the container of each secret, its name there, its key, which part of the value it is, and what to do."""
-    entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+def _find_secrets(node: Any, prefix: str = "") -> Iterator[Secret]:
+    entries = node.items() if isinstance(node, dict) else enumerate(node)
     for name, value in entries:
-        key = f"{path}.{name}" if path else str(name)
+        key = f"{prefix}{name}"
         text = value if isinstance(value, str) else ""
-        if TOKEN.search(str(name)) or TOKEN.search(text) or (text and SECRET_KEY.fullmatch(str(name))):
-            yield node, name, key, "", HINT
-        elif part := _secret_part_of_urls(_with_scheme(str(name), text)):
-            yield node, name, key, f": {part}", URL_HINT
+        is_named_secret = text and SECRET_KEY.fullmatch(str(name))
+        if is_named_secret or TOKEN.search(str(name)) or TOKEN.search(text):
+            yield Secret(node, name, key, HINT)
         elif isinstance(value, dict | list):
-            yield from _find_secrets(value, key)
+            yield from _find_secrets(value, f"{key}.")
+        elif part := _secret_part_of_urls(text, is_url=name == "url"):
+            yield Secret(node, name, key, URL_HINT, f": {part}")
 
 
-def _secret_part_of_urls(text: str) -> str | None:
-    """Return which part of a URL in the text is secret, or None."""
-    parts = [_secret_part(*url.groups()) for url in URL.finditer(text)]
-    return next(filter(None, parts), None)
+def _secret_part_of_urls(text: str, *, is_url: bool) -> str | None:
+    """Return which part of a URL in the text is secret, or None. `is_url` for a key that holds a URL."""
+    if is_url and "://" not in text:  # a message would show it without a scheme
+        text = f"://{text}"
+    for scheme, host, rest in URL.findall(text):
+        if part := _secret_part(scheme, host, rest):
+            return part
+    return None
 
 
-def _with_scheme(name: str, text: str) -> str:
-    """Return the value of a key, as a URL if the key is `url`: a message would show one without a scheme."""
-    return f"://{text}" if name == "url" and "://" not in text else text
-
-
-def _secret_part(scheme: str | None, host: str, rest: str) -> str | None:
+def _secret_part(scheme: str, host: str, rest: str) -> str | None:
     """Return which part of a URL is secret: a login, a parameter by its name, or random letters behind the host."""
     if "@" in host:
         return "a login before the host"
     for part in re.split("[/?&;#]", VARIABLE.sub("", rest)):
-        name, _, value = _decoded(part).partition("=")
+        text = unquote(unquote(part))  # some encode it twice
+        name, _, value = text.partition("=")
         if value and _names_secret(name, value):
             return f"the parameter {name[:40]!r}"
-        if scheme and _is_random(_decoded(part)):
-            return f"{len(_decoded(value or part))} letters and digits in no order"
+        if scheme and _is_random(text):
+            return f"{len(value or text)} letters and digits in no order"
     return None
-
-
-def _decoded(text: str) -> str:
-    return unquote(unquote(text))  # some encode it twice
 
 
 def _names_secret(name: str, value: str) -> bool:
     """Return True for the name of a secret parameter, such as sig, X-Amz-Signature, accessToken or api_key."""
+    if name.lower().endswith(SECRET_ENDS):
+        return True
     words = {word.lower() for word in WORD.findall(name)}
-    if not PLAIN_VALUE.fullmatch(value):
-        words |= {"secret"} if words & MAYBE_SECRET_WORDS else set()
-    return name.lower().endswith(SECRET_ENDS) or bool(words & SECRET_WORDS)
+    if words & SECRET_WORDS:
+        return True
+    return bool(words & MAYBE_SECRET_WORDS) and not PLAIN_VALUE.fullmatch(value)
 
 
 def _is_random(text: str) -> bool:
     """Return True for letters and digits in no order, as in the path of a web hook, but not for names and UUIDs."""
     for word in LONG_WORD.findall(text):
-        mixed, capitals = len(LETTER_BESIDE_DIGIT.findall(word)), len(CAPITAL.findall(word))
+        mixed = len(LETTER_BESIDE_DIGIT.findall(word))
+        capitals = len(CAPITAL.findall(word))
         if mixed >= 4 or mixed + capitals >= 7:
             return True
     return False

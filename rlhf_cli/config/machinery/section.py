@@ -1,10 +1,23 @@
-"""The strict section that all schemas are made of, the error of its validators, and where each key was written."""
+"""The strict section that all schemas are made of, its numbers, its errors, and where each key was written."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+# Returns the location of a key, for messages.
+Where = Callable[[str], str]
+
+# Bounded numbers, beside pydantic's PositiveInt, NonNegativeFloat and the like.
+AtLeastOne = Annotated[int, Field(ge=1)]
+AtLeastTwo = Annotated[int, Field(ge=2)]
+AboveOne = Annotated[float, Field(gt=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
+InsideUnitInterval = Annotated[float, Field(gt=0, lt=1)]
 
 
 def invalid(text: str, hint: str | None = None, key: str = "", code: str = "C17") -> PydanticCustomError:
@@ -16,6 +29,11 @@ class Section(BaseModel):
     """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    def is_default(self, key: str) -> bool:
+        """Return True if a key has its default value."""
+        field = type(self).model_fields[key]
+        return bool(getattr(self, key) == field.get_default(call_default_factory=True))
 
 
 @dataclass(frozen=True)

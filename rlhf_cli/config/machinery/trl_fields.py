@@ -1,11 +1,10 @@
 """The fields of TRL's configs that `trainer:` accepts, stored in trl_fields.json: TRL imports slowly."""
 
 import json
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 from pydantic.fields import FieldInfo
 
@@ -57,16 +56,18 @@ def trainer_keys(model: type[Section]) -> dict[str, Key]:
     if stage not in TRAINERS:
         return {}
     own_keys = settings_keys(model)
-    fields = {name: field for name, field in fields_of(stage).items() if name not in own_keys}
-    return {name: _key(name, field) for name, field in fields.items() if not is_set_by_rlhf(name)}
+    keys = {}
+    for name, field in fields_of(stage).items():
+        if name not in own_keys and not is_set_by_rlhf(name):
+            keys[name] = _key(name, field)
+    return keys
 
 
 def _key(name: str, field: dict[str, Any]) -> Key:
-    types: list[Any] = [TYPES[kind] for kind in field["types"]]
+    types: dict[str, Any] = {kind: TYPES[kind] for kind in field["types"]}
     if "choices" in field:
-        choices: Any = Literal[tuple(field["choices"])]
-        types = [choices if kind is str else kind for kind in types]
+        types["string"] = Literal[tuple(field["choices"])]
+    annotation: Any = Union[tuple(types.values())]  # noqa: UP007
     version = made_from()["trl"].rpartition(".")[0]  # without its patch number
     text = f"The field {name} of TRL {version}'s trainer, handed on as it is."
-    info = FieldInfo(annotation=reduce(or_, types), default=field["default"], description=text)
-    return Key(f"trainer.{name}", info)
+    return Key(f"trainer.{name}", FieldInfo(annotation=annotation, default=field["default"], description=text))

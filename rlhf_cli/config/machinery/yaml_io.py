@@ -8,7 +8,6 @@ large files are rejected.
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
+from rlhf_cli.trees import Tree
 
 MAX_BYTES = 250_000  # any file of this size is read in less than a second
 MAX_NODES = 10_000
@@ -63,7 +63,7 @@ class YamlFile:
     """Parsed file: values, line of each key path ("data.train" -> 7), and problems such as duplicate keys."""
 
     name: str
-    tree: dict[str, Any] = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     size: int = 0  # number of values
@@ -75,31 +75,41 @@ class YamlFile:
         if self.size > MAX_NODES or depth > MAX_DEPTH:
             raise RLHFError("S02", "the aliases expand to too many values", where=self._at(node))
         if isinstance(node, MappingNode):
-            return dict(self._items(node, path, depth))
+            return self._items(node, path, depth)
         if isinstance(node, SequenceNode):
-            for index, entry in enumerate(node.value):
-                self.lines[f"{path}.{index}"] = entry.start_mark.line + 1
-            return [self.value(entry, f"{path}.{index}", depth + 1) for index, entry in enumerate(node.value)]
+            return self._entries(node, path, depth)
         assert isinstance(node, ScalarNode)
         return _scalar(node, self._at(node))
 
-    def _items(self, node: MappingNode, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-        first: dict[str, int] = {}
+    def _entries(self, node: SequenceNode, path: str, depth: int) -> list[Any]:
+        entries = []
+        for index, entry in enumerate(node.value):
+            key = f"{path}.{index}"
+            self.lines[key] = _line(entry)
+            entries.append(self.value(entry, key, depth + 1))
+        return entries
+
+    def _items(self, node: MappingNode, path: str, depth: int) -> dict[str, Any]:
+        items: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
                 raise RLHFError("C08", "a key must be a single word", where=self._at(key_node))
-            key = key_node.value
-            line = key_node.start_mark.line + 1
-            full = f"{path}.{key}" if path else key
-            if key in first:
-                text = f"duplicate key {full}, first set on line {first[key]}"
+            name = key_node.value
+            key = f"{path}.{name}" if path else name
+            if name in items:
+                text = f"duplicate key {key}, first set on line {self.lines[key]}"
                 self.problems.append(Problem("C03", text, self._at(key_node), "keep one of the two lines"))
                 continue
-            first[key] = self.lines[full] = line
-            yield key, self.value(value_node, full, depth + 1)
+            self.lines[key] = _line(key_node)
+            items[name] = self.value(value_node, key, depth + 1)
+        return items
 
     def _at(self, node: Node) -> str:
-        return f"{self.name}:{node.start_mark.line + 1}"
+        return f"{self.name}:{_line(node)}"
+
+
+def _line(node: Node) -> int:
+    return node.start_mark.line + 1
 
 
 def read(path: str | Path) -> YamlFile:
@@ -169,8 +179,8 @@ def _compose(text: str, name: str) -> Node | None:
         if "\\t" in problem:
             tabs = "tabs cannot be used for indentation or before a value"
             raise RLHFError("C08", tabs, where=where, hint="use spaces") from error
-        failing = "".join(text.splitlines()[mark.line : mark.line + 1])
-        needs_quotes = re.search(r":\s+[>|*&!%@`{}\[\]]", failing)
+        failing = text.splitlines()[mark.line : mark.line + 1]  # none at the end of the file
+        needs_quotes = failing and re.search(r":\s+[>|*&!%@`{}\[\]]", failing[0])
         hint = "put a value that starts with a special character in quotes" if needs_quotes else None
         raise RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint) from error
 
@@ -221,17 +231,17 @@ PLAIN_TEXT = re.compile(r"(?!\.\.\.$)[A-Za-z./~][\w./~-]*")  # `...` ends a docu
 def to_yaml(value: Any) -> str:
     """Format a value as one line of YAML that reads back as the same value."""
     if isinstance(value, str):
-        plain = PLAIN_TEXT.fullmatch(value) and parse_value(value) == value
-        return value if plain else json.dumps(value, ensure_ascii=not value.isprintable())
+        is_plain = PLAIN_TEXT.fullmatch(value) and parse_value(value) == value
+        return value if is_plain else json.dumps(value, ensure_ascii=not value.isprintable())
     if isinstance(value, float):
         short = f"{value:g}"
-        text = short if "e" in short and float(short) == value else str(value)
-        return re.sub(r"e([+-])0", r"e\1", text)
+        is_exact = "e" in short and float(short) == value
+        return re.sub(r"e([+-])0", r"e\1", short if is_exact else str(value))
     if isinstance(value, dict):
-        entries = [f"{to_yaml(key)}: {to_yaml(inner)}" for key, inner in value.items()]
-        return "{" + ", ".join(entries) + "}"
+        items = [f"{to_yaml(key)}: {to_yaml(inner)}" for key, inner in value.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(to_yaml, value)) + "]"
+        return f"[{', '.join(map(to_yaml, value))}]"
     return json.dumps(value)
 
 

@@ -35,7 +35,8 @@ def numeric(
     """
     if latex and tolerance:
         raise ValueError("tolerance has no effect with latex")
-    find, same = extraction(extract), _same_formula() if latex else _same_number(tolerance)
+    find = extraction(extract)
+    same = _same_formula() if latex else _same_number(tolerance)
 
     def score(response: str, value: Any) -> float:
         found = find(response)
@@ -50,16 +51,22 @@ def last_number(text: str) -> Fraction | None:
     last = last_match(NUMBER, re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text))
     if last is None or len(last[0]) > MAX_DIGITS:
         return None
-    value = Fraction(last["value"].replace(",", "") + (last["exponent"] or ""))
-    below, whole = Fraction(last["below"] or 1), Fraction((last["below"] and last["whole"]) or 0)
-    return None if below == 0 else (-1 if last["sign"] == "-" else 1) * (whole + value / below)
+    digits = last["value"].replace(",", "")
+    number = Fraction(f"{digits}{last['exponent'] or ''}")
+    if last["below"]:
+        below = Fraction(last["below"])
+        if below == 0:
+            return None
+        number = Fraction(last["whole"] or 0) + number / below
+    return -number if last["sign"] == "-" else number
 
 
 def _same_number(tolerance: float) -> Callable[[str, str], bool]:
     def same(answer: str, found: str) -> bool:
-        expected, number = last_number(answer), last_number(found)
+        expected = last_number(answer)
         if expected is None:
             raise ValueError(f"the answer {answer[:60]!r} has no number")
+        number = last_number(found)
         return number is not None and abs(number - expected) <= Fraction(str(tolerance))  # 0.3 is 3/10
 
     return same
