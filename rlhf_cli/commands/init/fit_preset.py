@@ -54,15 +54,18 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
 def _planner(
     body: Any, target: Target, prompt: int, files: Mapping[str, Path], configs: Mapping[str, Any]
 ) -> MemoryPlanner:
+    """Return the planner of the stages that a preset has, with its rows first."""
     generated = Lengths(prompt, configs["ppo"].ppo.max_response_length)
-    lengths = {}
+    lengths: dict[str, Lengths] = {}
+    first: dict[str, Batch] = {}
     for stage, each in configs.items():
-        is_trl = stage not in ("ppo", "eval")
-        lengths[stage] = Lengths(1, getattr(each, stage).max_length - 1) if is_trl else generated
+        settings = getattr(each, stage)
+        lengths[stage] = generated if stage in ("ppo", "eval") else Lengths(1, settings.max_length - 1)
+        first[stage] = _first_batch(stage, settings)
     return MemoryPlanner(
         body,
         target,
-        first={stage: _first_batch(stage, getattr(each, stage)) for stage, each in configs.items()},
+        first=first,
         lengths=lengths,
         make=lambda stage, overrides: config.load(stage, files[stage], overrides),
     )
@@ -82,6 +85,7 @@ def _values(stage: str, planner: MemoryPlanner, chosen: Placement, own: Any, *, 
     settings = getattr(own, stage)
     assert chosen.rows
     values = planner.values(stage, chosen, chosen.rows[stage], chosen.rollout_rows)
+
     if stage in ("sft", "reward", "dpo"):
         rows = values[f"{stage}.per_device_train_batch_size"]
         values[f"{stage}.per_device_eval_batch_size"] = min(rows, settings.per_device_eval_batch_size)
@@ -102,5 +106,6 @@ def _write_values(file: Path, before: Mapping[str, Any], values: Mapping[str, An
         if name == "adapters" and old:
             old = {"kind": old["kind"]}
         if value != old:
-            text = with_value(text, key, value, reason if old is None else f"{reason}; the preset has {to_yaml(old)}")
+            comment = reason if old is None else f"{reason}; the preset has {to_yaml(old)}"
+            text = with_value(text, key, value, comment)
     file.write_text(text, encoding="utf-8")
