@@ -28,15 +28,20 @@ def of_runs(runs: list[Run]) -> str:
     names = short_names([run.folder for run in runs])
     badges = [diagnosis.badges(run) for run in runs]
     differences = between(runs)
-    headlines = [diagnosis.headline(run, found) for run, found in zip(runs, badges, strict=True)]
+
+    headlines: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for name, run, found in zip(names, runs, badges, strict=True):
+        headlines.append((name, diagnosis.headline(run, found)))
+        notes += [f"{name}: {note}" for note in run.notes]
     return render_template(
         "compare.html.jinja",
         title=f"{len(runs)} runs",
         subtitle=", ".join(names),
         sections=SECTIONS,
         names=names,
-        notes=[f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes],
-        headlines=list(zip(names, headlines, strict=True)),
+        notes=notes,
+        headlines=headlines,
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds=all(key == "seed" for _, key, _ in differences),
         results=[cells for cells in results(runs) if cells[-1] != "0"],
@@ -48,27 +53,25 @@ def of_runs(runs: list[Run]) -> str:
 
 def short_names(folders: list[Path]) -> list[str]:
     """Return a unique name for each folder, with as few of its last parts as possible; equal folders are numbered."""
-    most = max(len(folder.parts) for folder in folders)
-    for parts in range(1, most + 1):
-        names = [Path(*folder.parts[-parts:]).as_posix() for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
-    return [_numbered(name, index) if names.count(name) > 1 else name for index, name in enumerate(names, start=1)]
-
-
-def _numbered(name: str, index: int) -> str:
-    return f"{name} ({index})"
+    num_parts = 1
+    names = [folder.name for folder in folders]
+    while len(set(names)) < len(set(folders)):
+        num_parts += 1
+        names = [Path(*folder.parts[-num_parts:]).as_posix() for folder in folders]
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
 
 
 def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
     """Return a row for each stage that a run has: its state in each run."""
-    states = [{badge.stage: _state(run, badge) for badge in found} for run, found in zip(runs, badges, strict=True)]
-    present = [stage for stage in STAGES if any(stage in each for each in states)]
-    return [[stage, *(each.get(stage, "") for each in states)] for stage in present]
+    rows = {stage: [stage] + [""] * len(runs) for stage in STAGES}
+    for column, (run, found) in enumerate(zip(runs, badges, strict=True), start=1):
+        for badge in found:
+            rows[badge.stage][column] = _state(run, badge)
+    return [cells for cells in rows.values() if any(cells[1:])]
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
-    _, state, *_ = stage_row(run.stages[badge.stage])
+    state = stage_row(run.stages[badge.stage]).state
     return state if badge.grade == "open" else f"{state}: {WORDS[badge.grade]}"
 
 
@@ -127,12 +130,12 @@ def _accuracy(run: Run) -> Result:
 def _win_rate_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     """Yield a plain and a length-controlled row for each comparison and judge."""
     sections = [report.win_rate if report else {} for report in reports]
-    compared: dict[tuple[str, str], None] = {}
+    compared: list[tuple[str, str]] = []
     for section in sections:
         for pair, rates in section.items():
-            compared |= {(pair, judge): None for judge in rates}
+            compared += [(pair, judge) for judge in rates]
 
-    for pair, judge in compared:
+    for pair, judge in dict.fromkeys(compared):
         found = [section.get(pair, {}).get(judge) for section in sections]
         title = f"{pair_label(pair)}, {judge}"
         yield row(title, [_plain(rate) for rate in found], share=True)
@@ -152,10 +155,7 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     ppo = [report.models.get("ppo") if report else None for report in reports]
     sft = [report.models.get("sft") if report else None for report in reports]
 
-    judges: dict[str, None] = {}
-    for scores in ppo:
-        judges |= dict.fromkeys(scores.judges if scores else ())
-    for judge in judges:
+    for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
         yield row(f"PPO, mean of {judge}, held-out prompts", _of_each(ppo, partial(_mean_by, judge)))
 
     yield row("PPO, KL from SFT in nats", _of_each(ppo, lambda scores: scores.kl))
@@ -202,8 +202,8 @@ def win_rate_differences(names: list[str], runs: list[Run]) -> Iterator[str]:
             continue
         if len({_judge_model(each.run, judge) for each in rated_runs}) > 1:
             yield f"{judge} is a different judge in these runs: its win rates are not comparable."
-            continue
-        yield _difference(judge, rated_runs)
+        else:
+            yield _difference(judge, rated_runs)
 
 
 def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterator[RatedRun]:
@@ -215,15 +215,12 @@ def _rated_runs(judge: str, names: Sequence[str], runs: Sequence[Run]) -> Iterat
 
 def _difference(judge: str, rated_runs: Sequence[RatedRun]) -> str:
     """Return the highest and lowest win rate, and whether they differ by more than chance."""
-    ordered = sorted(rated_runs, key=lambda each: each.rate.value)
-    low, high = ordered[0], ordered[-1]
-    z = bonferroni_z(math.comb(len(ordered), 2))
+    low, *_, high = sorted(rated_runs, key=lambda each: each.rate.value)
+    z = bonferroni_z(math.comb(len(rated_runs), 2))
     gap, _ = wilson_difference((high.rate.value, high.n), (low.rate.value, low.n), z)
-    result = (
-        "differ by more than chance in the prompts; another seed may move both"
-        if gap > 0
-        else "are not distinguishable: the interval of their difference includes 0"
-    )
+    result = "are not distinguishable: the interval of their difference includes 0"
+    if gap > 0:
+        result = "differ by more than chance in the prompts; another seed may move both"
     return f"By {judge} {high.name} ({rated(high.rate)}) and {low.name} ({rated(low.rate)}) {result}."
 
 
@@ -244,9 +241,10 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
         lines: dict[str, Series] = {}
         values = set[float]()
         for name, run in zip(names, runs, strict=True):
-            if points := run.stages["ppo"].series(rule.key):
+            points = run.stages["ppo"].series(rule.key)
+            if points:
                 lines[name] = points
-                values |= {value for _, value in points}
+                values.update(value for _, value in points)
         if len(values) > 1:
             yield _curve(rule, lines)
 
