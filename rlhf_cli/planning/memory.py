@@ -84,16 +84,30 @@ def rollout_phase(policy: ModelSize, fixed: Bytes, rows: int, total: int, length
     return Phase("rollout", rows, peak(fixed, prefill, last_token), flops)
 
 
-def overhead_bytes(stage: str, tensors: int, *, steps: int, gpu: bool, process: int) -> dict[str, int]:
-    """Return what a process on a CPU needs beside its tensors: freed memory that malloc keeps, libraries.
+@dataclass(frozen=True)
+class Overhead:
+    """Bytes that a process on a CPU needs beside its tensors."""
+
+    holes: int  # freed memory that malloc keeps
+    libraries: int
+
+    @property
+    def total(self) -> int:
+        return self.holes + self.libraries
+
+
+def estimate_overhead(stage: str, tensors: int, *, steps: int, gpu: bool, process: int) -> Overhead:
+    """Return what a process of a stage needs beside `tensors`, its bytes at the peak; nothing on a GPU.
 
     `steps`: of the optimizer, or updates of PPO. `process`: bytes of this process before it computes.
     """
     if gpu:
-        return {"holes": 0, "libraries": 0}
+        return Overhead(0, 0)
     grown = 1.0 if stage == "eval" else min(1.0, FIRST_SHARE + SHARE_OF_A_STEP * steps)
-    libraries = process + OTHER_BYTES + (TRL_BYTES if stage in ("sft", "reward", "dpo") else 0)
-    return {"holes": round(grown * FRAGMENTATION[stage] * tensors), "libraries": libraries}
+    libraries = process + OTHER_BYTES
+    if stage in ("sft", "reward", "dpo"):
+        libraries += TRL_BYTES
+    return Overhead(round(grown * FRAGMENTATION[stage] * tensors), libraries)
 
 
 # SFT, reward model and DPO

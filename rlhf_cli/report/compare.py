@@ -29,10 +29,10 @@ def of_runs(runs: list[Run]) -> str:
     badges = [diagnosis.badges(run) for run in runs]
     differences = between(runs)
 
-    headlines: list[tuple[str, str]] = []
+    conclusions: list[tuple[str, str]] = []
     notes: list[str] = []
     for name, run, found in zip(names, runs, badges, strict=True):
-        headlines.append((name, diagnosis.headline(run, found)))
+        conclusions.append((name, diagnosis.conclusion(run, found)))
         notes += [f"{name}: {note}" for note in run.notes]
     return render_template(
         "compare.html.jinja",
@@ -41,7 +41,7 @@ def of_runs(runs: list[Run]) -> str:
         sections=SECTIONS,
         names=names,
         notes=notes,
-        headlines=headlines,
+        conclusions=conclusions,
         win_rates=list(win_rate_differences(names, runs)),
         only_seeds=all(key == "seed" for _, key, _ in differences),
         results=[cells for cells in results(runs) if cells[-1] != "0"],

@@ -58,7 +58,7 @@ def of_run(run: Run) -> str:
         warnings=_warnings(run, badges),
         stale=bool(run.stages["eval"].outdated),
         badges=badges,
-        headline=diagnosis.headline(run, badges),
+        conclusion=diagnosis.conclusion(run, badges),
         todo=[badge for badge in diagnosis.by_priority(run, badges) if badge.todo],
         sentences=diagnosis.sentences(run),
         training=[

@@ -42,7 +42,7 @@ def page(one: Run) -> Iterator[str]:
     badges = diagnosis.badges(one)
     for badge in badges:
         yield from (*badge.reasons, badge.todo)
-    yield diagnosis.headline(one, badges)
+    yield diagnosis.conclusion(one, badges)
     if one.report:
         yield from diagnosis.sentences(one)
 

@@ -24,6 +24,7 @@ from rlhf_cli.models.load import read_config
 from rlhf_cli.planning.estimate import DataSize, StageInputs
 from rlhf_cli.planning.target import Target
 from rlhf_cli.runs import resolve
+from rlhf_cli.runs.layout import MANIFEST
 from rlhf_cli.stages.common import model_loading, trainable_model
 from rlhf_cli.stages.eval import evaluation_inputs
 
@@ -86,7 +87,7 @@ class ModelResolver:
         (reference,) = (each for each in runs.references(config) if each.key == key)
         path = Path(reference.path)
         if path not in self.specs:
-            exists = path == config.folder or (path / "manifest.json").exists()  # its own folder is refused below
+            exists = path == config.folder or (path / MANIFEST).exists()  # its own folder is refused below
             writer = None if exists else self._writer(path)
             if writer is None:
                 parent = runs.open_reference(config, reference, hashed=False)
@@ -146,7 +147,7 @@ class ModelResolver:
 
     def _is_adapter(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:
         path = Path(reference.path)
-        writer = None if (path / "manifest.json").exists() else self._writer(path)
+        writer = None if (path / MANIFEST).exists() else self._writer(path)
         if isinstance(writer, PPOConfig):
             return writer.models.adapters is not None and writer.models.sft == sft.path
         if isinstance(writer, TRLConfig):
@@ -160,7 +161,7 @@ class ModelResolver:
     def trainer(self, config: EvalConfig) -> PPOConfig | None:
         """Return the config of the policy that is evaluated, if a stage of this package trains it."""
         folder = Path(config.models.ppo)
-        if (folder / "manifest.json").exists():
+        if (folder / MANIFEST).exists():
             return load("ppo", folder / "config.yaml") if runs.read_manifest(folder)[0].stage != "dpo" else None
         writer = self._writer(folder)
         return writer if isinstance(writer, PPOConfig) else None

@@ -6,21 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli import system, terminal
-from rlhf_cli.commands.plan.advice import advice, fits, overhead_of
 from rlhf_cli.commands.plan.inputs import ModelResolver
 from rlhf_cli.commands.plan.show import show, show_total
+from rlhf_cli.commands.plan.stage_plan import plan_stage, plan_total
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import MODES, TRLConfig
-from rlhf_cli.errors import RLHFError, did_you_mean, shown
+from rlhf_cli.errors import RLHFError, did_you_mean
 from rlhf_cli.models import lora
-from rlhf_cli.pipeline import run as pipeline
-from rlhf_cli.planning.duration import estimate_duration
-from rlhf_cli.planning.estimate import Estimate, estimate_stage
+from rlhf_cli.pipeline.load import find_configs, load_all, route_overrides
+from rlhf_cli.planning.estimate import estimate_stage
 from rlhf_cli.planning.target import Target
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.resolve import models_in_memory
@@ -66,13 +64,14 @@ def print_plan(
             if isinstance(stage.config, TRLConfig | PPOConfig):
                 start = models_in_memory(stage.config)[0]
                 lora.check_adapters(stage.config, chain.start(stage.config, start.key).body)
-            plans.append(_plan(stage, flops, routed[stage.config.stage], chain=chain, process=process))
+            plans.append(plan_stage(stage, flops, routed[stage.config.stage], chain=chain, process=process))
             bar.advance()
 
-    total = _total(plans, load_seconds)
+    total = plan_total(plans, load_seconds)
     if as_json:
-        known = {**asdict(target), "device": target.name, "stages": {plan["stage"]: plan for plan in plans}}
-        terminal.out(json.dumps({**known, "total": total}, indent=2))
+        stages_json = {plan.stage: asdict(plan) for plan in plans}
+        known = {**asdict(target), "device": target.name, "stages": stages_json, "total": asdict(total)}
+        terminal.out(json.dumps(known, indent=2))
         return
     for plan in plans:
         show(plan, target)
@@ -100,70 +99,7 @@ def _load_configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], d
     if os.path.isfile(path) or path.suffix in (".yaml", ".yml"):
         stage = stage_of(path)
         return [load(stage, path, overrides)], {stage: list(overrides)}
-    files = pipeline.find_configs(path)
-    routed = pipeline.route_overrides(overrides, list(files))
-    return list(pipeline.load_all(files, routed).values()), routed
-
-
-def _plan(
-    stage: Estimate, flops: float | None, overrides: Sequence[str], *, chain: ModelResolver, process: int
-) -> dict[str, Any]:
-    """Return the plan of a stage, as printed by --json."""
-    data = stage.data
-    overhead = overhead_of(stage, process)
-    needed = stage.peak.total + sum(overhead.values())
-    verdict = fits(stage, needed)
-    time_s = estimate_duration(stage, flops)
-    once = {phase.name for phase in stage.phases if phase.once}
-    once_s = {name: seconds for name, seconds in time_s.phases.items() if name in once}
-    step_s = {name: seconds for name, seconds in time_s.phases.items() if name not in once}
-    return {
-        "stage": stage.config.stage,
-        "mode": stage.mode,
-        "file": shown(stage.config.file),
-        "parameters": stage.parameters,
-        "prompt_tokens": data.lengths.prompt,
-        "response_tokens": data.lengths.response,
-        "mean_response_tokens": data.lengths.response_mean or None,
-        "phases": [
-            {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.flops}
-            for phase in stage.phases
-        ],
-        "fullest": stage.peak.name,
-        **overhead,
-        "memory_bytes": needed,
-        "fits": verdict,
-        "step_seconds": step_s,
-        "once_seconds": once_s,
-        "seconds": sum(step_s.values()) * stage.steps + sum(once_s.values()),
-        "run": time_s.run,
-        "share": time_s.share,
-        "unit": data.unit,
-        "rows": data.rows,
-        "left_out": data.left_out,
-        "asked": data.asked,
-        "rows_are": data.how,
-        "steps": stage.steps,
-        "steps_are": stage.steps_are,
-        "advice": [] if verdict else advice(stage, overrides, chain, process),
-    }
-
-
-def _total(plans: Sequence[dict[str, Any]], load_seconds: float | None) -> dict[str, Any]:
-    """Return the total of all stages. `load_seconds`: how long the libraries took to load on this machine."""
-    fullest = max(plans, key=lambda plan: plan["memory_bytes"])
-    verdicts = [plan["fits"] for plan in plans]
-    fits_all: bool | None = True
-    if False in verdicts:
-        fits_all = False
-    elif None in verdicts:
-        fits_all = None
-    return {
-        "seconds": sum(plan["seconds"] for plan in plans),
-        "run": all(plan["run"] for plan in plans),
-        "starts": len(plans),
-        "load_seconds": load_seconds,
-        "memory_bytes": fullest["memory_bytes"],
-        "fullest": fullest["stage"],
-        "fits": fits_all,
-    }
+    files = find_configs(path)
+    routed = route_overrides(overrides, list(files))
+    configs = load_all(files, routed)
+    return list(configs.values()), routed
