@@ -371,7 +371,8 @@ def by_priority(run: Run, found: Sequence[Badge]) -> list[Badge]:
 
 def sentences(run: Run) -> Iterator[str]:
     """Yield the result in plain sentences, as far as it exists."""
-    report, ppo = run.outcome, run.stages["ppo"]
+    report = run.outcome
+    ppo = run.stages["ppo"]
     if run.stages["eval"].outdated:
         yield "The evaluation is out of date: it used models that have changed. Run `rlhf eval` again."
         return
@@ -417,7 +418,8 @@ def _best_of_sentence(report: Report, rates: WinRates) -> Iterator[str]:
 
 def _selection_sentence(report: Report, kl_max: float | None) -> Iterator[str]:
     """Yield the selected policy, or why there is none."""
-    selected, point = report.selected, report.selected_point
+    selected = report.selected
+    point = report.selected_point
     if selected and point:
         last = max(report.frontier or [], key=lambda each: (each.step, each.kl))
         if kl_max and last.kl > kl_max:

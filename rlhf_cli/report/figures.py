@@ -51,12 +51,8 @@ def training(stage: Stage) -> list[Figure]:
 
 def _training_lines(stage: Stage, key: str) -> dict[str, Series]:
     """Return the series of a metric that the log has."""
-    lines = {}
-    if points := stage.series(key):
-        lines["training"] = points
-    if points := stage.series(f"eval_{key}"):
-        lines["held-out"] = points
-    return lines
+    lines = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
+    return {name: points for name, points in lines.items() if points}
 
 
 def _training_sentence(stage: Stage, key: str, lines: Mapping[str, Series]) -> str:
@@ -120,13 +116,17 @@ def _metric_card(reading: Reading, stage: Stage, alarms: Sequence[int]) -> Figur
 
 def report_card(card: RewardModelCard) -> list[Figure]:
     """Return calibration and margins of a reward model's report card."""
-    ece = f"Expected calibration error {number(card.ece)}: the mean distance from the dashed line. "
-    ece += "Larger dots have more pairs."
-
-    edges, counts = card.margin_histogram.edges, card.margin_histogram.counts
+    ece = (
+        f"Expected calibration error {number(card.ece)}: the mean distance from the dashed line. "
+        "Larger dots have more pairs."
+    )
+    edges = card.margin_histogram.edges
+    counts = card.margin_histogram.counts
     below_zero = sum(counts[: 1 + edges.index(0.0)])
-    margins = "The margin is the score of the chosen answer minus that of the rejected one. "
-    margins += f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
+    margins = (
+        "The margin is the score of the chosen answer minus that of the rejected one. "
+        f"{below_zero} of {card.n} are below 0: the rejected answer scores higher."
+    )
 
     draw_calibration = partial(charts.draw_calibration, card.calibration)
     draw_margins = partial(charts.draw_bars, counts, edges, "margin, chosen - rejected", "pairs")
