@@ -1,7 +1,7 @@
 """Comparison of several runs on one page: results with mean and spread, curves, and the settings that differ."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -58,16 +58,24 @@ def short_names(folders: list[Path]) -> list[str]:
     while len(set(names)) < len(set(folders)):
         num_parts += 1
         names = [Path(*folder.parts[-num_parts:]).as_posix() for folder in folders]
-    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
+    unique = []
+    for position, name in enumerate(names, start=1):
+        unique.append(f"{name} ({position})" if names.count(name) > 1 else name)
+    return unique
 
 
 def _state_rows(runs: Sequence[Run], badges: Sequence[list[diagnosis.Badge]]) -> list[list[str]]:
     """Return a row for each stage that a run has: its state in each run."""
-    rows = {stage: [stage] + [""] * len(runs) for stage in STAGES}
-    for column, (run, found) in enumerate(zip(runs, badges, strict=True), start=1):
-        for badge in found:
-            rows[badge.stage][column] = _state(run, badge)
-    return [cells for cells in rows.values() if any(cells[1:])]
+    columns: list[dict[str, str]] = []
+    for run, found in zip(runs, badges, strict=True):
+        columns.append({badge.stage: _state(run, badge) for badge in found})
+
+    rows = []
+    for stage in STAGES:
+        states = [column.get(stage, "") for column in columns]
+        if any(states):
+            rows.append([stage, *states])
+    return rows
 
 
 def _state(run: Run, badge: diagnosis.Badge) -> str:
@@ -91,8 +99,15 @@ def row(title: str, found: Sequence[Result], *, share: bool = False, averaged: b
     A `share` is shown in percent; without `averaged`, the mean is omitted.
     """
     show = percent if share else number
-    known = [result.value for result in found if result.value is not None]
-    cells = ["-" if each.value is None else show(each.value) + bounds(each.interval) for each in found]
+    known: list[float] = []
+    cells = []
+    for result in found:
+        if result.value is None:
+            cells.append("-")
+        else:
+            known.append(result.value)
+            cells.append(show(result.value) + bounds(result.interval))
+
     mean = spread = ""
     if known and averaged:
         mean = show(fmean(known))
@@ -156,22 +171,23 @@ def _policy_rows(reports: Sequence[Report | None]) -> Iterator[list[str]]:
     sft = [report.models.get("sft") if report else None for report in reports]
 
     for judge in dict.fromkeys(judge for scores in ppo if scores for judge in scores.judges):
-        yield row(f"PPO, mean of {judge}, held-out prompts", _of_each(ppo, partial(_mean_by, judge)))
+        yield row(f"PPO, mean of {judge}, held-out prompts", [_mean_by(judge, scores) for scores in ppo])
 
-    yield row("PPO, KL from SFT in nats", _of_each(ppo, lambda scores: scores.kl))
-    yield row("PPO, tokens per answer", _of_each(ppo, lambda scores: scores.response_length_mean))
-    yield row("SFT, tokens per answer", _of_each(sft, lambda scores: scores.response_length_mean))
-    yield row("PPO, answers that end", _of_each(ppo, lambda scores: scores.eos_fraction), share=True)
-    yield row("SFT, answers that end", _of_each(sft, lambda scores: scores.eos_fraction), share=True)
-
-
-def _of_each(policies: Sequence[PolicyScores | None], value_of: Callable[[PolicyScores], float | None]) -> list[Result]:
-    return [Result(value_of(scores) if scores else None) for scores in policies]
+    yield row("PPO, KL from SFT in nats", _of_each(ppo, "kl"))
+    yield row("PPO, tokens per answer", _of_each(ppo, "response_length_mean"))
+    yield row("SFT, tokens per answer", _of_each(sft, "response_length_mean"))
+    yield row("PPO, answers that end", _of_each(ppo, "eos_fraction"), share=True)
+    yield row("SFT, answers that end", _of_each(sft, "eos_fraction"), share=True)
 
 
-def _mean_by(judge: str, scores: PolicyScores) -> float | None:
-    mean = scores.judges.get(judge)
-    return mean.mean if mean else None
+def _of_each(policies: Sequence[PolicyScores | None], name: str) -> list[Result]:
+    """Return an attribute of the scores of each policy; unknown without a policy."""
+    return [Result(getattr(scores, name, None)) for scores in policies]
+
+
+def _mean_by(judge: str, scores: PolicyScores | None) -> Result:
+    mean = scores.judges.get(judge) if scores else None
+    return Result(mean.mean if mean else None)
 
 
 def _final_score(run: Run) -> Result:

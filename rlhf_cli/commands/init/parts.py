@@ -5,6 +5,7 @@ import random
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from rlhf_cli import data
@@ -38,10 +39,10 @@ def split_pairs(pairs: Sequence[Pair], seed: int) -> Parts:
         raise RLHFError("D11", text, where="--data", hint="bring pairs for more prompts")
 
     random.Random(f"{seed} preferences").shuffle(keys)
+    rest = iter(keys)
     part_of: dict[str, str] = {}
     for name, count in _count_prompts(len(keys)).items():
-        begin = len(part_of)
-        part_of |= dict.fromkeys(keys[begin : begin + count], name)
+        part_of |= dict.fromkeys(islice(rest, count), name)
 
     parts: Parts = {name: [] for name in SHARES}
     for pair in pairs:

@@ -107,8 +107,8 @@ def _copy_configs(source: Path, folder: Path, seed: int) -> set[str]:
     """Copy the files of a preset, its YAMLs with a seed and a schema; return the stages that have one."""
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.suffix in COPIED)
     for path in files:
-        text = (source / path).read_text(encoding="utf-8")
-        text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
+        original = (source / path).read_text(encoding="utf-8")
+        text = re.sub(r"^seed: 0\b", f"seed: {seed}", original, flags=re.MULTILINE)
         if path.suffix == ".yaml":
             text = json_schema.with_modeline(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
         target = folder / path

@@ -78,11 +78,16 @@ def _show_time(plan: StagePlan) -> None:
     """Print the time of a step by phase, and of the stage."""
     step = duration(sum(plan.step_seconds.values()))
     parts = _by_phase(plan.step_seconds)
-    terminal.out(f"time     {STEP[plan.stage]}: {' + '.join(parts) if len(parts) > 1 else step}")
+    if len(parts) < 2:
+        parts = [step]
+    terminal.out(f"time     {STEP[plan.stage]}: {' + '.join(parts)}")
 
-    steps = str(plan.steps) if plan.steps_are == "exact" else f"{plan.steps_are} {plan.steps}"
+    steps = str(plan.steps)
+    if plan.steps_are != "exact":
+        steps = f"{plan.steps_are} {steps}"
     terms = " + ".join([f"{steps} x {step}", *_by_phase(plan.once_seconds)])
-    terminal.out(f"{INDENT}{terms}: {BOUNDS[plan.run]} {duration(plan.seconds)}{_assumptions(plan)}")
+    total = f"{BOUNDS[plan.run]} {duration(plan.seconds)}"
+    terminal.out(f"{INDENT}{terms}: {total}{_assumptions(plan)}")
 
     if plan.share < devices.MIN_CPU_SHARE:
         alone = duration(plan.seconds * plan.share)
