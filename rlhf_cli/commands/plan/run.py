@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_cli import system, terminal
@@ -26,36 +26,37 @@ from rlhf_cli.runs.resolve import models_in_memory
 ATTAINED = 0.4  # of a GPU's peak FLOP/s, assumed for a GPU that is not here
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `rlhf plan`."""
+
+    mode: str | None = None  # instead of that of each config
+    prompt: int | None = None  # tokens of the longest prompt, instead of reading the data
+    flops: float | None = None  # FLOP/s of another machine
+    gpu: str | None = None  # the name of its GPUs, or their memory in GiB
+    processes: int = 1
+    machines: int = 1
+
+
 def print_plan(
-    path: Path,
-    overrides: Sequence[str],
-    options: Options,
-    *,
-    mode: str | None = None,
-    prompt: int | None = None,
-    flops: float | None = None,
-    gpu: str | None = None,
-    processes: int = 1,
-    machines: int = 1,
-    as_json: bool = False,
+    path: Path, overrides: Sequence[str], options: Options, choices: PlanOptions, *, as_json: bool = False
 ) -> None:
     """Print the estimate of each stage, with settings that save memory if it does not fit.
 
-    `mode` replaces that of the configs. `prompt` is the length of the longest prompt, instead of reading the data.
-    `flops` is the throughput in FLOP/s of another machine, `gpu` the name of its GPUs or their memory in GiB.
-    Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU or a number of `machines` that does not divide
-    `processes`, C11 for a size in GiB without `flops`.
+    Raises RLHFError as `rlhf check` does, C07 for an unknown mode or GPU or a number of machines that does not divide
+    the processes, C11 for a size in GiB without FLOP/s.
     """
-    target = _target(gpu, processes, machines)
+    target = _target(choices.gpu, choices.processes, choices.machines)
+    flops = choices.flops
     if target.planned and not flops:
         flops = _attained_flops(target)
-    mode = "lora" if mode == "one-base" else mode  # its former name for PPO
+    mode = "lora" if choices.mode == "one-base" else choices.mode  # its former name for PPO
     if mode is not None and mode not in MODES:
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=did_you_mean(mode, MODES))
 
-    load_seconds = None if gpu else time.process_time()
+    load_seconds = None if choices.gpu else time.process_time()
     configs, routed = _load_configs(path, overrides)
-    chain = ModelResolver(configs, options, prompt)
+    chain = ModelResolver(configs, options, choices.prompt)
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
         stages = [estimate_stage(each, chain.stage_inputs(each, mode, target), mode, target) for each in configs]
