@@ -84,7 +84,7 @@ def test_time_is_a_lower_bound_for_large_models_and_other_machines(
 
 @on_a_cpu
 def test_the_time_of_a_deep_model_follows_from_shallow_ones(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(model: Any, *_: Any, bf16: bool) -> duration.PassTimes:
+    def measure(model: Any, *_: Any, **__: Any) -> duration.PassTimes:
         layers = model.config.num_hidden_layers
         return duration.PassTimes(2 + 3 * layers, 1 + layers, layers / 2, 4 + 2 * layers, 1)
 
