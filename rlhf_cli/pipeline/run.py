@@ -104,7 +104,7 @@ def show_summary(
     *,
     met: bool = True,
 ) -> None:
-    """Print the end of a run: the report's headline, next commands, and overrides that no config file has.
+    """Print the end of a run: the conclusion of the report, next commands, and overrides that no config file has.
 
     `overrides` are those of each stage; `met`: the evaluation meets its requirements.
     """
@@ -112,8 +112,8 @@ def show_summary(
     if "eval" in configs:
         evaluation = configs["eval"].folder
         if (evaluation / REPORT_PAGE).is_file():
-            headline, is_suspect = show.brief(evaluation)
-            terminal.out(f"the page says: {headline}")
+            conclusion, is_suspect = show.brief(evaluation)
+            terminal.out(f"the page says: {conclusion}")
             if not met or is_suspect:
                 commands.append(f"open {shell_path(evaluation / REPORT_PAGE)} in a browser")
         if met and "ppo" in configs:
