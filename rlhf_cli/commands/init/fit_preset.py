@@ -44,7 +44,9 @@ def fit_preset(folder: Path, fields: Mapping[str, Any], prompt: int, adapters: s
     if fits and adapters in ("auto", kind or "none"):
         return memory_line("the preset as it is", as_it_is, target)
 
-    hint = "take a larger GPU" if adapters == "auto" else "take a larger GPU, or leave --adapters out"
+    hint = "take a larger GPU"
+    if adapters != "auto":
+        hint += ", or leave --adapters out"
     chosen, _ = planner.choose(adapters, own=kind, where="--gpu", hint=hint)
     for stage, file in files.items():
         own = configs[stage]

@@ -64,12 +64,11 @@ def count_tokens(tokenizer: Any, pairs: Sequence[Pair]) -> list[TokenCounts]:
     with Progress("data", len(pairs), "pair", brief=True) as bar:
         for first in range(0, len(pairs), CHUNK_PAIRS):
             chunk = pairs[first : first + CHUNK_PAIRS]
-            prompts = [pair.prompt for pair in chunk]
-            chosen = [as_answer(pair.prompt, pair.chosen) for pair in chunk]
+            chosen = [pair.chosen for pair in chunk]
             rejected = [as_answer(pair.prompt, pair.rejected) for pair in chunk]
-            with_prompt = data.encode_many(tokenizer, prompts, chosen)
+            rows = data.encode_many(tokenizer, [pair.prompt for pair in chunk], chosen)
             answers = data.encode_many(tokenizer, [None] * len(chunk), rejected)
-            for (prompt_ids, chosen_ids), (_, rejected_ids) in zip(with_prompt, answers, strict=True):
+            for (prompt_ids, chosen_ids), (_, rejected_ids) in zip(rows, answers, strict=True):
                 counts.append(TokenCounts(len(prompt_ids), len(chosen_ids), len(rejected_ids)))
             bar.advance(len(chunk), note="tokenised")
     return counts

@@ -238,7 +238,8 @@ def write_data(folder: Path, files: Mapping[str, Rows], sizes: Sizes) -> None:
     folder.mkdir(parents=True)
     max_rows = {"sft_eval": sizes.sft.eval_rows, "pairs_eval": sizes.reward.eval_rows}
     for name, rows in files.items():
-        write_jsonl(folder / f"{name}.jsonl", rows[: max_rows.get(name)])
+        limit = max_rows.get(name)
+        write_jsonl(folder / f"{name}.jsonl", rows[:limit])
 
 
 def write_configs(folder: Path, values: Mapping[str, Any], rows: Mapping[str, int] | None) -> None:
